@@ -1,0 +1,1 @@
+"""Offline work on data: raw images to shards, and generated picture sets."""

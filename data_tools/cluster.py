@@ -1,0 +1,103 @@
+"""Ray, and the only file that imports it: a place to run tasks, and a bounded way to run many of them.
+
+Ray reads its environment when it is imported, and that takes a second; so it is imported when the first task is due.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.errors import UserError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+_ROOT = Path(__file__).resolve().parent.parent
+_MAX_RETRIES = 3
+
+
+def in_temporary_copy() -> bool:
+    """Whether this process runs under `ray job submit --working-dir`: its current folder is a passing copy."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    return "working_dir" in (job.get("runtime_env") or {})
+
+
+def connect(num_cpus: int = 0) -> int:
+    """Join the cluster that RAY_ADDRESS or `ray job submit` name, else start one on this machine; how many CPUs it has.
+
+    num_cpus: of a cluster started here; 0 is all there are.
+    """
+    _prepare_environment()
+    import ray
+
+    if not ray.is_initialized():
+        options: dict[str, Any] = {}
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+            pass  # The job's working_dir is this repository, and every worker has it.
+        elif os.environ.get("RAY_ADDRESS"):
+            options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
+        else:
+            options = {"num_cpus": num_cpus or None, "include_dashboard": False, "object_store_memory": 256 * 2**20}
+        ray.init(logging_level="ERROR", log_to_driver=False, **options)
+    return int(ray.cluster_resources().get("CPU", 1))
+
+
+def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) -> Generator[tuple[int, R]]:
+    """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
+
+    limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run
+    again. An exception of a task is raised here as it was raised there, and the tasks still in flight are cancelled.
+    """
+    import ray
+
+    remote = ray.remote(function).options(num_cpus=1, max_retries=_MAX_RETRIES)
+    waiting = enumerate(arguments)
+    flying: dict[Any, int] = {}
+
+    def launch() -> None:
+        for number, argument in waiting:
+            flying[remote.remote(argument)] = number
+            if len(flying) >= limit:
+                break
+
+    try:
+        launch()
+        while flying:
+            (reference,), _ = ray.wait(list(flying), num_returns=1)
+            number = flying.pop(reference)
+            result = _result(reference)
+            launch()
+            yield number, result
+    finally:
+        for reference in flying:
+            ray.cancel(reference, force=True)
+
+
+def _result(reference: Any) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        # Ray's own copy of the exception has the worker's traceback for a message.
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise UserError(
+            f"Ray gave up on a task after {_MAX_RETRIES} retries: {str(error).splitlines()[0]} "
+            "If memory ran out, use fewer tasks at a time (num_tasks=...); run the same command again to go on."
+        ) from None
+
+
+def _prepare_environment() -> None:
+    """For a cluster on this machine, whose processes inherit the environment of this one."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or os.environ.get("RAY_ADDRESS"):
+        return
+    # Without a token in the environment, Ray writes one into the home folder, which every later cluster then requires.
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))

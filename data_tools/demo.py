@@ -1,0 +1,130 @@
+"""Picture sets that need no download: generated shapes to pre-train on, and scikit-learn's scans of digits.
+
+Both are folders of class folders, as `launch/shard.py` takes them.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+Points = list[tuple[float, float]]
+# Drawn larger and made smaller, so that small shapes keep smooth edges.
+_OVERSAMPLING = 4
+
+
+def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32) -> None:
+    """Write `<folder>/<shape>/<number>.png`, num_per_class pictures (size x size, RGB) of each of SHAPES.
+
+    The class is the form alone: colours, background, place, size, angle and noise are random. A picture follows from
+    (seed, class, number), so more of them leaves the first ones as they are.
+    """
+    for label, (name, draw) in enumerate(SHAPES.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(num_per_class):
+            picture = _picture(draw, np.random.default_rng([seed, label, number]), size)
+            _write(folder / name / f"{number:05d}.png", picture)
+
+
+def make_digits(folder: Path, size: int = 32, test_share: float = 0.2) -> None:
+    """Write scikit-learn's 1,797 scans of handwritten digits as `<folder>/{train,test}/<digit>/<number>.png`, RGB.
+
+    They are 8x8 with 17 grey levels (UCI ML repository, Optical Recognition of Handwritten Digits), here enlarged to
+    size x size. About test_share of them go to test/, by a hash of their number.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for number, (scan, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        is_test = hashlib.sha256(str(number).encode()).digest()[0] < 256 * test_share
+        target = folder / ("test" if is_test else "train") / str(label)
+        target.mkdir(parents=True, exist_ok=True)
+        grey = (scan * (255 / 16)).round().astype(np.uint8)
+        large = cv2.resize(grey, (size, size), interpolation=cv2.INTER_CUBIC)
+        _write(target / f"{number:04d}.png", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR))
+
+
+def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: int) -> np.ndarray:
+    """(size, size, 3) uint8: one shape on a shaded background, with noise."""
+    side = size * _OVERSAMPLING
+    back, fore = _colours(rng)
+    shade = np.linspace(-1, 1, size) * rng.uniform(0, 30)
+    canvas = back + (shade[:, None] if rng.random() < 0.5 else shade[None, :])[..., None]
+
+    radius = side * rng.uniform(0.22, 0.42)
+    middle = rng.uniform(radius, side - radius, 2)
+    angle = rng.uniform(0, 2 * math.pi)
+    turn = radius * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    # fillPoly fills by the even-odd rule: a contour within another is a hole.
+    contours = [np.rint(np.array(points) @ turn.T + middle).astype(np.int32) for points in draw()]
+    mask = np.zeros((side, side), np.uint8)
+    cv2.fillPoly(mask, contours, 255)
+    cover = cv2.resize(mask, (size, size), interpolation=cv2.INTER_AREA)[..., None] / 255
+
+    picture = canvas * (1 - cover) + fore * cover + rng.normal(0, rng.uniform(0, 12), (size, size, 3))
+    return picture.clip(0, 255).astype(np.uint8)
+
+
+def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Background and shape, (3,) each, far enough apart to be told apart."""
+    while True:
+        back, fore = rng.uniform(0, 255, (2, 3))
+        if np.abs(back - fore).max() > 90:
+            return back, fore
+
+
+def _polygon(corners: int, inner: float = 0.0) -> Points:
+    """A regular polygon of radius 1; with `inner`, a star whose inner corners have that radius."""
+    num_points = corners * (2 if inner else 1)
+    radii = [inner if inner and k % 2 else 1.0 for k in range(num_points)]
+    angles = [2 * math.pi * k / num_points for k in range(num_points)]
+    return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
+
+
+def _scaled(points: Points, factor: float) -> Points:
+    return [(x * factor, y * factor) for x, y in points]
+
+
+def _cross(arm: float = 0.32) -> Points:
+    quarter = [(1.0, -arm), (1.0, arm), (arm, arm)]
+    points = []
+    for _ in range(4):
+        points += quarter
+        quarter = [(-y, x) for x, y in quarter]
+    return points
+
+
+def _half_disc() -> Points:
+    return [(math.cos(a) - 0.4, math.sin(a)) for a in np.linspace(-math.pi / 2, math.pi / 2, 30)]
+
+
+def _heart() -> Points:
+    a = np.linspace(0, 2 * math.pi, 60, endpoint=False)
+    across = 16 * np.sin(a) ** 3
+    down = -13 * np.cos(a) + 5 * np.cos(2 * a) + 2 * np.cos(3 * a) + np.cos(4 * a)
+    return _scaled(list(zip(across.tolist(), down.tolist(), strict=True)), 1 / 17)
+
+
+# Name -> contours in the unit circle.
+SHAPES: dict[str, Callable[[], list[Points]]] = {
+    "bar": lambda: [[(-1, -0.25), (1, -0.25), (1, 0.25), (-1, 0.25)]],
+    "circle": lambda: [_polygon(60)],
+    "cross": lambda: [_cross()],
+    "frame": lambda: [_polygon(4), _scaled(_polygon(4), 0.6)],
+    "half_disc": lambda: [_half_disc()],
+    "heart": lambda: [_heart()],
+    "ring": lambda: [_polygon(60), _scaled(_polygon(60), 0.6)],
+    "square": lambda: [_polygon(4)],
+    "star": lambda: [_polygon(5, 0.42)],
+    "triangle": lambda: [_polygon(3)],
+}
+
+
+def _write(path: Path, pixels: np.ndarray) -> None:
+    # Not cv2.imwrite, which only returns False when the disk is full.
+    ok, data = cv2.imencode(".png", pixels)
+    assert ok, path
+    path.write_bytes(data.tobytes())

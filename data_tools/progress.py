@@ -1,0 +1,52 @@
+"""How far a job is: a bar on a terminal, a plain line now and then in a file."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Counts images and bytes of `total` images; shows images/s, MB/s and time left on stderr."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.images = self.bytes = 0
+        self._start = self._shown = time.monotonic()
+        self._bar = tqdm(total=total, unit=" images", unit_scale=True) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, images: int, num_bytes: int) -> None:
+        """So many more images of so many bytes are done."""
+        self.images += images
+        self.bytes += num_bytes
+        now = time.monotonic()
+        seconds = max(now - self._start, 1e-3)
+        megabytes = self.bytes / 1e6 / seconds
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{megabytes:.1f} MB/s", refresh=False)
+            self._bar.update(images)
+        elif now - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = now
+            left = seconds / self.images * (self.total - self.images) if self.images else 0
+            print(
+                f"{self.images:,} of {self.total:,} images ({self.images / self.total:.0%}), "
+                f"{self.images / seconds:,.0f} images/s, {megabytes:.1f} MB/s, {duration(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def duration(seconds: float) -> str:
+    """'8 s', '4 min', '2.5 h'"""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,286 @@
+"""Raw images -> a data set on disk (`pipeline/data/manifest.py`): list, plan, write each shard in a Ray task, merge.
+
+A shard is a pure function of (sample table, seed, number, settings). So a killed job is run again by the same command,
+which finds the finished shards by their part files and checksums, and two runs give the same bytes.
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from data_tools import cluster
+from data_tools.progress import Progress, duration
+from data_tools.sources import Listing, list_source
+from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
+from pipeline.config import ShardConfig
+from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.errors import UserError
+
+STAGING, PLAN, SKIPPED = ".staging", "plan.json", "skipped.csv"
+# Settings that decide what the bytes are; a folder made with others is left alone.
+_DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
+_HASH_BATCH = 2**18
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which sample goes where. order: rows of the listing, mixed, split after split; bounds[i]: shard i's."""
+
+    order: np.ndarray
+    names: list[str]
+    splits: list[str]
+    bounds: list[tuple[int, int]]
+
+
+def run(config: ShardConfig) -> Dataset:
+    """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written."""
+    started = time.monotonic()
+    source, out = _folders(config)
+    held = _held(out)
+    _refuse_other_settings(out, config, held)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        _sweep(out)
+        listing = list_source(source, config.layout, config.splits, out / STAGING)
+        plan = make_plan(listing, config)
+        identity = _identity(listing, config)
+        _refuse_other_source(out, identity, held)
+        _say_listing(listing, time.monotonic() - started)
+
+        finished = open_dataset(out) if (out / INFO).exists() else None
+        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
+        (out / PARTS).mkdir(exist_ok=True)
+        with replacing(out / PARTS / PLAN) as file:
+            file.write(json.dumps(identity).encode())
+        results = _run_jobs(listing, plan, config, out, known)
+        dataset = _check_remade(out, results, known) if known else _finish(out, results, listing, identity)
+        shutil.rmtree(out / PARTS)
+    finally:
+        shutil.rmtree(out / STAGING, ignore_errors=True)
+        if is_new:
+            # A source that was refused leaves no empty folder behind.
+            with contextlib.suppress(OSError):
+                out.rmdir()
+    _say_done(dataset, results, plan, time.monotonic() - started, verified=bool(known))
+    return dataset
+
+
+def make_plan(listing: Listing, config: ShardConfig) -> Plan:
+    """Hold out 'val' by a hash of the key alone, mix each split by a hash of seed and key, cut it into shards."""
+    splits = listing.splits + ["val"] * bool(config.val_share)
+    split = listing.table["split"].to_numpy().copy()
+    mix = _hash_keys(listing, f"{config.seed}:")
+    if config.val_share:
+        held_out = _hash_keys(listing, "") < int(config.val_share * 2**64)
+        train = split == splits.index("train")
+        split[held_out & train] = splits.index("val")
+        num_val, num_train = int((held_out & train).sum()), int((~held_out & train).sum())
+        if not num_val or not num_train:
+            raise UserError(
+                f"val_share = {config.val_share} of {num_val + num_train} images leaves {num_train} for 'train' and "
+                f"{num_val} for 'val'. Use another val_share."
+            )
+    orders, names, of_split, bounds = [], [], [], []
+    start = 0
+    for number, name in enumerate(splits):
+        rows = np.flatnonzero(split == number)
+        orders.append(rows[np.argsort(mix[rows], kind="stable")])
+        for shard in range(math.ceil(len(rows) / config.samples_per_shard)):
+            first = start + shard * config.samples_per_shard
+            bounds.append((first, min(first + config.samples_per_shard, start + len(rows))))
+            names.append(f"{name}-{shard:06d}.tar")
+            of_split.append(name)
+        start += len(rows)
+    return Plan(np.concatenate(orders), names, of_split, bounds)
+
+
+def _hash_keys(listing: Listing, prefix: str) -> np.ndarray:
+    """(samples,) uint64: the first 8 bytes of sha256(prefix + key)."""
+    parts = []
+    for start in range(0, len(listing), _HASH_BATCH):
+        keys = listing.table["key"].slice(start, _HASH_BATCH).to_pylist()
+        digests = b"".join(hashlib.sha256((prefix + key).encode()).digest()[:8] for key in keys)
+        parts.append(np.frombuffer(digests, ">u8").astype(np.uint64))
+    return np.concatenate(parts)
+
+
+def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: Path, known: dict[str, Shard]) -> list[Done]:
+    """Every shard's result, in the plan's order. Stops when too many images are bad."""
+
+    def jobs() -> Iterator[Job]:
+        for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
+            yield Job(
+                source=str(listing.source),
+                out=str(out),
+                name=name,
+                split=split,
+                rows=listing.rows(plan.order[first:last]),
+                resize_short=config.resize_short,
+                jpeg_quality=config.jpeg_quality,
+                whole=config.inspect == "decode",
+                known=known.get(name),
+            )
+
+    budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
+    results: dict[int, Done] = {}
+    skipped: list[tuple[str, str, str]] = []
+    num_cpus = cluster.connect(config.num_tasks)
+    tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
+    with Progress(len(listing)) as progress, contextlib.closing(tasks):
+        for number, done in tasks:
+            results[number] = done
+            skipped += done.skipped
+            first, last = plan.bounds[number]
+            progress.add(last - first, done.shard.bytes)
+            if len(skipped) > budget:
+                raise UserError(
+                    f"{len(skipped):,} of the {progress.images:,} images read so far are bad, more than the {budget:,} "
+                    f"that max_bad_share = {config.max_bad_share} allows of {len(listing):,}: "
+                    + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+                    + ". Mend or remove them, or raise max_bad_share and run again to go on."
+                )
+    return [results[number] for number in range(len(plan.names))]
+
+
+def _finish(out: Path, results: list[Done], listing: Listing, identity: dict[str, Any]) -> Dataset:
+    """Merge the parts into the manifest."""
+    for done in results:
+        if not done.shard.samples:
+            # Every image of it was bad. Readers need not learn of empty shards.
+            (out / done.shard.name).unlink(missing_ok=True)
+    kept = [done.shard for done in results if done.shard.samples]
+    skipped = sorted(row for done in results for row in done.skipped)
+    (out / SKIPPED).unlink(missing_ok=True)
+    if skipped:
+        with replacing(out / SKIPPED) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+            csv.writer(text).writerows([("key", "where", "reason"), *skipped])
+            text.flush()
+            text.detach()
+    tables = (pq.read_table(part_path(out, shard.name)).replace_schema_metadata(None).cast(ROWS) for shard in kept)
+    return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"])
+
+
+def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Dataset:
+    """A shard made again must be the one that the manifest knows."""
+    for done in results:
+        name = done.shard.name
+        if not done.shard.samples:
+            (out / name).unlink(missing_ok=True)
+        elif done.shard != known.get(name):
+            raise UserError(
+                f"{out / name} was damaged, and made again it differs: images have changed in the source, though their "
+                "names and sizes have not. Shard into a new folder (out=...)."
+            )
+    return open_dataset(out)
+
+
+def _folders(config: ShardConfig) -> tuple[Path, Path]:
+    if cluster.in_temporary_copy():
+        for name, value in (("source", config.source), ("out", config.out)):
+            if not Path(value).is_absolute():
+                raise UserError(
+                    f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
+                    f"of this folder. Give an absolute path on storage that all nodes share: {name}=/..."
+                )
+    source, out = Path(config.source).expanduser().resolve(), Path(config.out).expanduser().resolve()
+    if not source.exists():
+        raise UserError(f"source = {config.source}: no such file or folder. Give the path of your images: source=...")
+    if out.is_relative_to(source):
+        raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out = {config.out} is a file. Choose a folder.")
+    return source, out
+
+
+def _held(out: Path) -> dict[str, Any] | None:
+    """Settings and source of what the folder holds, finished or not. Raises UserError for files of others."""
+    if (out / INFO).exists():
+        info = open_dataset(out).info
+        return {"settings": info["settings"], "source": info["source"]}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads((out / PARTS / PLAN).read_text())
+    if out.exists() and (strangers := [path.name for path in out.iterdir() if not path.name.startswith(".")]):
+        raise UserError(
+            f"out = {out} is not empty (it holds {strangers[0]}), and holds no data set. Choose an empty folder."
+        )
+    return None
+
+
+def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
+    return {
+        "settings": {name: getattr(config, name) for name in _DECISIVE},
+        "source": {
+            "path": str(listing.source),
+            "samples": len(listing),
+            "bytes": listing.num_bytes,
+            "sha256": listing.digest(),
+        },
+    }
+
+
+def _refuse_other_settings(out: Path, config: ShardConfig, held: dict[str, Any] | None) -> None:
+    for name, old in held["settings"].items() if held else ():
+        if old != (new := getattr(config, name, None)):
+            raise UserError(
+                f"{out} was made with {name} = {old}, not {new}. Choose another out=..., or remove the folder."
+            )
+
+
+def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
+    if held and held["source"]["sha256"] != identity["source"]["sha256"]:
+        old, new = held["source"], identity["source"]
+        counts = f"{old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}"
+        raise UserError(
+            f"{out} was made of {counts}; {new['path']} has {new['samples']:,} ({new['bytes']:,} bytes), with other "
+            "names, sizes, classes or splits. Choose another out=..., or remove the folder."
+        )
+
+
+def _sweep(out: Path) -> None:
+    """Remove what a killed run left half-written."""
+    for leftover in [*out.glob(".*.tmp"), *(out / PARTS).glob(".*.tmp")]:
+        leftover.unlink(missing_ok=True)
+    shutil.rmtree(out / STAGING, ignore_errors=True)
+
+
+def _say_listing(listing: Listing, seconds: float) -> None:
+    for note in listing.notes:
+        print(note)
+    print(
+        f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
+        f"{listing.num_bytes / 1e6:,.1f} MB, listed in {duration(seconds)}",
+        flush=True,
+    )
+
+
+def _say_done(dataset: Dataset, results: list[Done], plan: Plan, seconds: float, verified: bool) -> None:
+    made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
+    whole = len(results) - len(made)
+    if verified:
+        print(f"checked {len(results)} shards: {f'made {len(made)} again' if made else 'nothing to do'}")
+    elif whole:
+        print(f"{whole} of {len(results)} shards were whole already")
+    num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
+    rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
+    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+    num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
+    num_skipped = sum(len(done.skipped) for done in results)
+    skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
+    print(
+        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "
+        f"{num_bytes / 1e6:,.1f} MB{'' if verified else skipped}; {duration(seconds)}{rate}; "
+        f"fingerprint {dataset.fingerprint}"
+    )

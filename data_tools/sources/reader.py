@@ -1,0 +1,53 @@
+"""Fetches the bytes of one sample, whatever layout it came from."""
+
+import struct
+import zlib
+from typing import BinaryIO
+
+
+class Reader:
+    """Reads samples by (path, offset, size, packed), see `listing.TABLE`; keeps the file it read last open."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, path: str, offset: int, size: int, packed: int) -> bytes:
+        """Raises OSError when the file cannot be read, ValueError when it is shorter or other than it was listed."""
+        if path != self._path:
+            self.__exit__()
+            self._path, self._file = "", None
+            self._file = open(path, "rb")  # noqa: SIM115 - stays open for the next sample
+            self._path = path
+        assert self._file is not None
+        data = _zip_member(self._file, offset, packed) if packed else _exactly(self._file, offset, size)
+        if len(data) != size:
+            raise ValueError(f"{len(data)} bytes, but {size} when it was listed")
+        return data
+
+
+def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _zip_member(file: BinaryIO, offset: int, packed: int) -> bytes:
+    """The member whose local header is at `offset`: lengths of name and extra field tell where its bytes begin."""
+    header = _exactly(file, offset, 30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise ValueError("no zip member where one was listed")
+    method, name_length, extra_length = struct.unpack("<8xH16xHH", header)
+    data = _exactly(file, offset + 30 + name_length + extra_length, packed)
+    if method == 0:
+        return data
+    try:
+        return zlib.decompress(data, -zlib.MAX_WBITS)
+    except zlib.error as error:
+        raise ValueError(f"damaged zip member ({error})") from None

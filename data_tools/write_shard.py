@@ -1,0 +1,140 @@
+"""The task that writes one shard. All of it follows from the job alone, so it can be killed and run again anywhere."""
+
+import hashlib
+import io
+import json
+import tarfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cv2
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools.images import BadImageError, examine, shrink
+from data_tools.sources import Reader
+from pipeline.data.manifest import ROWS, Shard, replacing
+from pipeline.errors import UserError
+
+PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to be: rows are those of `Listing.rows`, in the order in which they go into the tar.
+
+    known: the shard's row in the manifest of a finished data set, if there is one.
+    """
+
+    source: str
+    out: str
+    name: str
+    split: str
+    rows: dict[str, list[Any]]
+    resize_short: int
+    jpeg_quality: int
+    whole: bool
+    known: Shard | None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job. skipped: (key, where, reason) of each bad image. made: whether it was written now."""
+
+    shard: Shard
+    skipped: list[tuple[str, str, str]]
+    made: bool
+
+
+def write_shard(job: Job) -> Done:
+    """Write a shard and its part file (its rows of the manifest), unless both are there and whole.
+
+    Raises UserError when this machine does not see the folders; OSError when it cannot write.
+    """
+    out, source = Path(job.out), Path(job.source)
+    for folder in (out, source):
+        if not folder.exists():
+            raise UserError(f"A worker does not see {folder}: source and out must be on storage that all nodes share.")
+    part = part_path(out, job.name)
+    if job.known and _is_whole(out, job.known):
+        return Done(job.known, [], made=False)
+    if part.exists() and (found := read_part(part)) and _is_whole(out, found.shard):
+        return found
+
+    cv2.setNumThreads(1)
+    with replacing(out / job.name) as file:
+        columns, skipped = _write_tar(file, job)
+        file.flush()
+        size, sha256 = _measure(Path(file.name))
+    shard = Shard(job.name, job.split, len(columns["key"]), size, sha256)
+    table = pa.Table.from_pydict(columns, ROWS)
+    about = json.dumps({"shard": asdict(shard), "skipped": skipped})
+    with replacing(part) as file:
+        pq.write_table(table.replace_schema_metadata({"part": about}), file)
+    return Done(shard, skipped, made=True)
+
+
+def part_path(out: Path, shard_name: str) -> Path:
+    """The part file of a shard: its rows (schema ROWS), with its Shard and its skipped images in the metadata."""
+    return out / PARTS / shard_name.replace(".tar", ".parquet")
+
+
+def read_part(path: Path) -> Done | None:
+    """What a part file says, without its rows; None when it is damaged."""
+    try:
+        about = json.loads(pq.read_schema(path).metadata[b"part"])
+    except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
+        return None
+    return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False)
+
+
+def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
+    columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
+    skipped = []
+    with Reader() as reader, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        # One tuple for each sample.
+        names = ("key", "label", "name", "path", "offset", "size", "packed")
+        for key, label, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
+            try:
+                data = reader.read(path, offset, size, packed)
+                ext, width, height = examine(data, job.whole)
+                if job.resize_short and min(width, height) > job.resize_short:
+                    data, width, height = shrink(data, job.resize_short, job.jpeg_quality)
+                    ext = "jpg"
+            except (BadImageError, OSError, ValueError) as error:
+                skipped.append((key, name, str(error)))
+                continue
+            row = {
+                "key": key,
+                "offset": _add(tar, f"{key}.{ext}", data),
+                "size": len(data),
+                "ext": ext,
+                "labels": [label],
+                "width": width,
+                "height": height,
+                "sha256": hashlib.sha256(data).digest(),
+            }
+            _add(tar, f"{key}.cls", str(label).encode())
+            for column, value in row.items():
+                columns[column].append(value)
+    return columns, skipped
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> int:
+    """Append a member; where its bytes begin. The header has no time and no user: the same bytes on every run."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data))
+    padded = -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return tar.offset - padded
+
+
+def _is_whole(out: Path, shard: Shard) -> bool:
+    path = out / shard.name
+    return path.is_file() and path.stat().st_size == shard.bytes and _measure(path) == (shard.bytes, shard.sha256)
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,30 @@
+"""Pre-train a Vision Transformer: `deepspeed launch/pretrain.py --config FILE [setting=value ...]`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.command import main  # noqa: E402
+from pipeline.config import RunConfig  # noqa: E402
+
+
+def pretrain(config: RunConfig) -> None:
+    from pipeline.train import run  # Late: --help and mistakes in the settings need no DeepSpeed.
+
+    run(config)
+
+
+if __name__ == "__main__":
+    main(
+        RunConfig,
+        pretrain,
+        """
+        Pre-train a Vision Transformer. The same command starts, resumes and finishes a run.
+
+          deepspeed --hostfile hosts launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml
+          deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml data.path=/data/i21k
+          torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
+          python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
+        """,
+    )

@@ -1,0 +1,32 @@
+"""Command: raw images -> a data set of shards. See `data_tools/shard.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data_tools.shard import run
+from pipeline.command import main
+from pipeline.config import ShardConfig
+
+ABOUT = """
+Turn raw images into a data set: tars that webdataset reads, and a manifest that makes them addressable.
+
+source is a folder of class folders (cat/1.jpg, dog/2.jpg), a .tar, .tar.gz, .tgz or .zip of one, or ImageNet-21k as it
+is handed out: a folder, or one big tar, of <wnid>.tar files. Archives are read where they are. Image bytes are copied.
+
+  On this machine, all its cores:
+      python launch/shard.py source=photos out=datasets/photos val_share=0.1
+      python launch/shard.py --config configs/data/cifar10.yaml source=cifar10.tar.gz
+  On a Ray cluster whose nodes share a file system (absolute paths: the job runs in a copy of this folder):
+      ray job submit --working-dir . -- python launch/shard.py --config configs/data/imagenet21k.yaml
+  Source that has its own splits, train/cat/1.jpg and test/cat/2.jpg:
+      python launch/shard.py source=pets.zip out=datasets/pets splits.train=train splits.test=test
+
+Killed? Run the same command again: it goes on with the shards that are missing, and the result is the same to the byte.
+On a finished data set it checks every shard, and makes damaged or missing ones again.
+Files that are no readable images are skipped and named in skipped.csv; too many of them (max_bad_share) stop the job.
+"""
+
+if __name__ == "__main__":
+    main(ShardConfig, run, ABOUT)

@@ -1,0 +1,63 @@
+"""What every command does before its one call: parse arguments, load the settings, and say mistakes in one line."""
+
+import argparse
+import errno
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import TypeVar
+
+from pipeline import schema
+from pipeline.errors import UserError
+
+T = TypeVar("T")
+
+
+def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
+    """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
+
+    about: what the command does; its first line stands at the top of `--help`, above every field of `cls`.
+    Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(about).strip(),
+        epilog=fields_help(cls),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (see configs/)")
+    parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that win over the file")
+    # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    with mistakes_in_one_line():
+        function(schema.load(cls, arguments.config, arguments.overrides))
+
+
+class mistakes_in_one_line:
+    """Context in which a UserError, a full disk or a missing file ends the program with one line and exit code 2."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserError):
+            line = str(error)
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
+        elif isinstance(error, PermissionError):
+            line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
+        else:
+            return
+        # Every rank meets the same mistake; one of them says so.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def fields_help(cls: type) -> str:
+    """Every field of the settings with type, default and meaning, as `--help` prints them."""
+    lines = ["settings (in the file as nested YAML, on the command line as section.field=value):"]
+    for name, kind, default, doc in schema.describe(cls):
+        lines.append(f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})")
+        lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

@@ -1,0 +1,275 @@
+"""The settings of a run (pre-training, fine-tuning, evaluation) and of a sharding job: every field, typed and explained.
+
+`--help` of each command prints this file's fields; `configs/` holds the shipped trees. Checks that need the data set or
+the number of ranks are in `plan.py`.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from pipeline.errors import UserError
+from pipeline.schema import REQUIRED, setting
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
+
+    amount: float
+    unit: Literal["epochs", "steps", "samples", "%"]
+
+    @classmethod
+    def parse(cls, value: object) -> "Length":
+        if isinstance(value, Length):
+            return value
+        match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value))
+        if not match:
+            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
+        unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
+        return cls(float(match[1]), unit)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.amount:g}{'' if self.unit == '%' else ' '}{self.unit}"
+
+    def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
+        """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
+
+        num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
+        """
+        if self.unit == "steps":
+            exact = Fraction(self.amount)
+        elif self.unit == "samples":
+            exact = Fraction(self.amount) / global_batch
+        elif self.unit == "epochs":
+            exact = Fraction(self.amount) * num_samples / global_batch
+        else:
+            if total_steps is None:
+                raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
+            exact = Fraction(self.amount) * total_steps / 100
+        return math.floor(exact + Fraction(1, 2))
+
+
+def _length(text: str, doc: str) -> Length:
+    return setting(Length.parse(text), doc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str | None = setting(None, "Variant and patch side, as 'ViT-L/16' (Ti, S, B, L, H); weights bring their own.")
+    image_size: int = setting(224, "Side in pixels of the square images the model sees.")
+    width: int | None = setting(None, "Overrides the variant's width D.")
+    depth: int | None = setting(None, "Overrides the variant's number of blocks.")
+    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
+    num_heads: int | None = setting(None, "Overrides the variant's number of heads.")
+    representation: bool = setting(True, "Dense + tanh layer before the head (pre-training; fine-tuning drops it).")
+    gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
+    dropout: float = setting(0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).")
+    head_bias: float = setting(0.0, "First value of the head's bias; -10 suits the sigmoid loss on 21k classes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    train_split: str = setting("train", "Split to train on.")
+    eval_split: str = setting("val", "Split to evaluate on.")
+    streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
+    window: int = setting(4096, "Samples of a stream that are shuffled together.")
+    threads: int = setting(2, "Decoding threads of each rank.")
+    prefetch: int = setting(4, "Micro-batches that are decoded ahead.")
+    max_bad_share: float = setting(0.001, "Share of undecodable images above which the run stops.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    crop: Literal["inception", "resize_crop", "none"] = setting(
+        "inception", "Training crop: random area and aspect; resize to resize_to then random square; or plain resize."
+    )
+    area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.")
+    area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
+    aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
+    aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
+    resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 8/7 of model.image_size (448 for 384).")
+    flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
+    eval_resize: int = setting(0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224).")
+    eval_crop: Literal["center", "resize"] = setting(
+        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized to a square."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'")
+    global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.")
+    micro_batch: int = setting(64, "Samples per forward pass of one rank; accumulation is worked out.")
+    loss: Literal["softmax", "sigmoid"] = setting("sigmoid", "Cross-entropy over softmax, or summed over sigmoids.")
+    label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.")
+    log_every: int = setting(50, "Steps between log lines.")
+    max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
+    lr: float = setting(1e-3, "Peak learning rate.")
+    beta1: float = setting(0.9, "Adam: decay of the first moment.")
+    beta2: float = setting(0.999, "Adam: decay of the second moment.")
+    eps: float = setting(1e-8, "Adam: added to the denominator.")
+    momentum: float = setting(0.9, "SGD: momentum.")
+    weight_decay: float = setting(0.1, "Decoupled weight decay of dense kernels, times the learning rate.")
+    clip: float = setting(1.0, "Largest global gradient norm; 0 is no clipping.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    decay: Literal["linear", "cosine", "constant"] = setting("linear", "Shape of the learning rate after warm-up.")
+    warmup: Length = _length("10000 steps", "Linear warm-up from 0.")
+    final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage: what is sharded over ranks.")
+    precision: Precision = setting("bf16", "Of weights and activations; master weights and moments are fp32.")
+    activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
+    peak_tflops: float = setting(0.0, "Peak of one device, for MFU; 0 looks it up, or measures it on unknown devices.")
+    timeout_minutes: float = setting(10.0, "How long a collective may wait for a rank before the run fails.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    every: Length = _length("5%", "Between evaluations during training; one is always made at the end.")
+    batch: int = setting(64, "Images per forward pass of one rank.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: Length = _length("2%", "Between checkpoints; one is always made at the end.")
+    keep: int = setting(2, "How many of the newest checkpoints stay on disk.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    weights: str | None = setting(None, "Start from these weights: an official .npz, our .pt, a checkpoint or a run.")
+    new_head: bool = setting(True, "With init.weights: replace the head by one zero-initialised linear layer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    experiment: str = setting("vit", "MLflow experiment.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run: pre-training, or fine-tuning when init.weights is set."""
+
+    name: str = setting(REQUIRED, "Name of the run; its folder is <out>/<name>")
+    out: str = setting("runs", "Folder that holds all runs.")
+    seed: int = setting(0, "All randomness follows from it.")
+    model: ModelConfig = setting(ModelConfig, "")
+    data: DataConfig = setting(DataConfig, "")
+    augment: AugmentConfig = setting(AugmentConfig, "")
+    train: TrainConfig = setting(TrainConfig, "")
+    optimizer: OptimizerConfig = setting(OptimizerConfig, "")
+    schedule: ScheduleConfig = setting(ScheduleConfig, "")
+    engine: EngineConfig = setting(EngineConfig, "")
+    evaluate: EvaluateConfig = setting(EvaluateConfig, "")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
+    init: InitConfig = setting(InitConfig, "")
+    track: TrackConfig = setting(TrackConfig, "")
+
+    def check(self) -> None:
+        """Refuse what cannot work, with the arithmetic. Raises UserError."""
+        positive = {
+            "model.image_size": self.model.image_size, "data.streams": self.data.streams,
+            "data.window": self.data.window, "data.threads": self.data.threads, "data.prefetch": self.data.prefetch,
+            "train.global_batch": self.train.global_batch, "train.micro_batch": self.train.micro_batch,
+            "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
+            "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
+            "train.length": self.train.length.amount, "engine.timeout_minutes": self.engine.timeout_minutes,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if value <= 0:
+                raise UserError(f"{name} = {value} must be greater than 0.")
+        shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
+                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final}  # fmt: skip
+        for name, value in shares.items():
+            if not 0 <= value <= 1:
+                raise UserError(f"{name} = {value} must be between 0 and 1.")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name = {self.name!r} must be a plain folder name.")
+        if not 0 < self.augment.area_min <= self.augment.area_max <= 1:
+            raise UserError(
+                f"augment.area_min = {self.augment.area_min} and augment.area_max = {self.augment.area_max} "
+                "must satisfy 0 < area_min <= area_max <= 1."
+            )
+        if not 0 < self.augment.aspect_min <= self.augment.aspect_max:
+            raise UserError(
+                f"augment.aspect_min = {self.augment.aspect_min} and augment.aspect_max = {self.augment.aspect_max} "
+                "must satisfy 0 < aspect_min <= aspect_max."
+            )
+        for name, size in (("augment.resize_to", self.augment.resize_to), ("augment.eval_resize", self.augment.eval_resize)):
+            if size and size < self.model.image_size:
+                raise UserError(f"{name} = {size} is smaller than model.image_size = {self.model.image_size}.")
+        if (self.model.name is None) == (self.init.weights is None):
+            raise UserError(
+                "set model.name for a new model, or init.weights to go on from weights, which bring their own architecture: "
+                f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
+            )
+        if self.train.global_batch % self.data.streams:
+            raise UserError(
+                f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
+                f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
+            )
+        if self.train.label_smoothing and self.train.loss != "softmax":
+            raise UserError("train.label_smoothing needs train.loss=softmax.")
+        if self.engine.precision == "bf16" and self.engine.zero_stage == 0:
+            raise UserError(
+                "engine.precision = bf16 with engine.zero_stage = 0 takes a wrong first Adam step in DeepSpeed. "
+                "Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """A sharding job: raw images -> tars and manifest."""
+
+    source: str = setting(REQUIRED, "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars)")
+    out: str = setting(REQUIRED, "Folder of the new data set")
+    layout: Literal["auto", "folder", "archive", "imagenet21k"] = setting("auto", "What source is; auto looks.")
+    splits: dict[str, str] = setting(
+        {"train": ""}, "Split name -> folder inside the source that holds its class folders ('' is the top)."
+    )
+    val_share: float = setting(0.0, "Share of the train split held out as 'val', by a hash of the key: it never moves.")
+    seed: int = setting(0, "Mixes samples across classes.")
+    samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
+    resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
+    jpeg_quality: int = setting(95, "Of re-encoded images (only with resize_short).")
+    inspect: Literal["decode", "header"] = setting("decode", "Whether images are decoded whole or only their header is read.")
+    max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.")
+    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.val_share < 1:
+            raise UserError(f"val_share = {self.val_share} must be at least 0 and below 1.")
+        if self.val_share and "val" in self.splits:
+            raise UserError("val_share holds images out of 'train' as 'val', but splits names a 'val' already: use one.")
+        if self.val_share and "train" not in self.splits:
+            raise UserError(f"val_share holds images out of 'train', but splits has only {', '.join(self.splits)}.")
+        if not 0 <= self.max_bad_share <= 1:
+            raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
+        if self.samples_per_shard < 1:
+            raise UserError(f"samples_per_shard = {self.samples_per_shard} must be at least 1.")
+        if not 1 <= self.jpeg_quality <= 100:
+            raise UserError(f"jpeg_quality = {self.jpeg_quality} must be from 1 to 100.")
+        if self.resize_short < 0 or self.num_tasks < 0:
+            raise UserError("resize_short and num_tasks must not be negative.")
+        if not self.splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in self.splits):
+            raise UserError(f"splits = {self.splits} must name at least one split, in lower-case letters and digits.")

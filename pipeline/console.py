@@ -1,0 +1,57 @@
+"""What a person sees of a run: plain lines (also in log.txt), and a progress bar on a terminal."""
+
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class Console:
+    """Prints lines on rank 0 and keeps them in a file; `say` works beside the bar."""
+
+    def __init__(self, log: Path, is_main: bool) -> None:
+        self.is_main = is_main
+        self.bar: tqdm | None = None
+        self.begin = time.perf_counter()
+        self.log = log
+        if is_main:
+            log.parent.mkdir(parents=True, exist_ok=True)
+
+    def say(self, line: str) -> None:
+        if not self.is_main:
+            return
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+        with open(self.log, "a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def open_bar(self, done: int, total: int) -> None:
+        if self.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+
+    def advance(self) -> None:
+        if self.bar:
+            self.bar.update()
+
+    def close_bar(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
+    """One line of training: step, loss, lr, gradient norm, images/s, MFU, data wait, memory, skips, time left."""
+    left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
+    return (
+        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad {metrics['grad_norm']:.3f}  "
+        f"{metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  data wait {metrics['data_wait']:.1%}  "
+        f"mem {metrics['peak_memory_gib']:.2f} GiB  skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
+        f"left {duration(left)}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, or 2 d 03:04:05."""
+    days, rest = divmod(round(seconds), 86400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {clock}" if days else clock

@@ -1,0 +1,150 @@
+"""Rows of a split -> uint8 batches, decoded on threads ahead of the consumer.
+
+Decoders and resizers release the GIL and write straight into the batch, which measured 1.4 times faster than worker
+processes (no pickling, no shared memory). A sample that cannot be read keeps its place in the batch with `valid` False,
+so it changes no other sample; it is counted, and too many of them stop the run.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.config import AugmentConfig
+from pipeline.data import augment
+from pipeline.data.decode import DecodeError, decode
+from pipeline.data.manifest import Split
+from pipeline.data.order import SampleOrder
+from pipeline.data.storage import ShardReader
+from pipeline.errors import UserError
+
+# (image (H, W, 3), out (S, S, 3), epoch, row) -> None
+View = Callable[[np.ndarray, np.ndarray, int, int], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """images: uint8 (B, S, S, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows: int64 (B,)."""
+
+    images: Tensor
+    labels: Tensor
+    valid: Tensor
+    rows: np.ndarray
+
+
+class Loader:
+    """Makes batches of a split for any sequence of (rows, epochs). Close it, or use it as a context manager."""
+
+    def __init__(
+        self, split: Split, view: View, image_size: int, threads: int, prefetch: int, max_bad_share: float, pin: bool = False
+    ) -> None:
+        self.split, self.view, self.image_size = split, view, image_size
+        self.threads, self.prefetch, self.pin = threads, prefetch, pin
+        self.reader = ShardReader(split)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self.max_bad_share = max_bad_share
+        self.max_bad = max(1, int(max_bad_share * len(split))) if max_bad_share else 0
+        self.bad: dict[int, str] = {}
+        self._bad_lock = threading.Lock()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.reader.close()
+
+    def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
+        """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
+
+        Raises UserError when more distinct samples are unreadable than max_bad_share of the split.
+        """
+        ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+        for rows, epochs in requests:
+            ahead.append(self._start(rows, epochs))
+            if len(ahead) > self.prefetch:
+                yield self._finish(*ahead.popleft())
+        while ahead:
+            yield self._finish(*ahead.popleft())
+
+    def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[None]]]:
+        size = self.image_size
+        images = torch.empty((len(rows), size, size, 3), dtype=torch.uint8, pin_memory=self.pin)
+        labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
+        valid = torch.zeros(len(rows), dtype=torch.bool)
+        batch = Batch(images, labels, valid, rows)
+        parts = np.array_split(np.arange(len(rows)), min(len(rows), 2 * self.threads))
+        return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
+
+    def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> None:
+        images = batch.images.numpy()
+        for i in places.tolist():
+            row = int(batch.rows[i])
+            try:
+                self.view(decode(self.reader.read(row)), images[i], int(epochs[i]), row)
+            except (OSError, DecodeError) as error:
+                images[i] = 0
+                with self._bad_lock:
+                    self.bad.setdefault(row, str(error))
+                continue
+            labels = self.split.labels_of(row)
+            batch.labels[i, : len(labels)] = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+            batch.valid[i] = True
+
+    def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
+        for part in parts:
+            part.result()
+        if len(self.bad) > self.max_bad:
+            row, reason = next(iter(self.bad.items()))
+            raise UserError(
+                f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
+                "Check the shards, or raise data.max_bad_share."
+            )
+        return batch
+
+
+def train_requests(
+    order: SampleOrder, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, epochs) of every micro-batch of one rank, from batch `first_step` to before `last_step`."""
+    for step in range(first_step, last_step):
+        rows, epochs = order.slice(step, rank, world_size)
+        for start in range(0, len(rows), micro_batch):
+            yield rows[start : start + micro_batch], epochs[start : start + micro_batch]
+
+
+def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, zeros) of one rank's share of a split: the same number of batches on every rank.
+
+    Ranks whose share ends early repeat the last row; the caller drops repetitions by row.
+    """
+    share = -(-num_samples // world_size)
+    num_batches = -(-share // batch)
+    for i in range(num_batches):
+        places = rank * share + np.arange(i * batch, min((i + 1) * batch, share))
+        yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
+
+
+def train_view(config: AugmentConfig, seed: int) -> View:
+    """The augmented view as a function of (image, out, epoch, row)."""
+    return lambda image, out, epoch, row: augment.train_view(image, out, config, seed, epoch, row)
+
+
+def eval_view(config: AugmentConfig) -> View:
+    """The evaluation view as a function of (image, out, epoch, row)."""
+    return lambda image, out, epoch, row: augment.eval_view(image, out, config)
+
+
+def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """uint8 (B, S, S, 3) on the host -> `dtype` (B, 3, S, S) in [-1, 1] on the device."""
+    moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+    return (moved.to(torch.float32) / 127.5 - 1).to(dtype)

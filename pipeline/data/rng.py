@@ -1,0 +1,35 @@
+"""Random numbers as a pure function of what they are for: no state, the same on every machine and library version.
+
+`bits(seed, epoch, sample, draw)` hashes its integers with SplitMix64's finaliser (Steele et al. 2014). So the order of
+samples and every augmentation can be computed for any position, in any process, without replaying what came before.
+"""
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+Integer = int | np.integer | np.ndarray
+
+
+def bits(*parts: Integer) -> np.ndarray:
+    """64 random bits for each element of the broadcast integer parts; uint64 of their broadcast shape."""
+    state = np.zeros((), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            state = state + _GOLDEN + np.asarray(part).astype(np.uint64)
+            state = (state ^ (state >> np.uint64(30))) * _MIX_1
+            state = (state ^ (state >> np.uint64(27))) * _MIX_2
+            state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def uniform(*parts: Integer) -> np.ndarray:
+    """float64 in [0, 1) for each element of the broadcast integer parts."""
+    return (bits(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(length: int, *parts: Integer) -> np.ndarray:
+    """A permutation of range(length), int64, chosen by the parts."""
+    return np.argsort(bits(*parts, np.arange(length)), kind="stable")

@@ -1,0 +1,81 @@
+"""Ranks, devices, and the few collectives that training needs beyond the engine's own."""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is. device: where it computes."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Element-wise sum over ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """Mean over ranks."""
+        return self.sum(float(value))[0] / self.world_size
+
+    def max(self, value: float) -> float:
+        """The largest over ranks."""
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
+    def barrier(self) -> None:
+        # A sum rather than dist.barrier(), which needs to be told the device on NCCL.
+        self.sum(0.0)
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. A UserError there is raised everywhere, so that no rank waits for another."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        dist.all_gather_object(values, value)
+        return values
+
+
+def from_environment() -> Ranks:
+    """Ranks as the launcher (deepspeed, torchrun) set them; a plain `python` process is the only rank."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    return Ranks(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]), device)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,182 @@
+"""DeepSpeed, and all that is particular to it: the only file that imports it.
+
+Avoided here (each has a test): gradients accumulated in bf16, a lock left by a process that died while compiling, ZeRO
+configurations that train wrongly (refused in config.py).
+"""
+
+import datetime
+import fcntl
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import EngineConfig, OptimizerConfig
+from pipeline.data import rng
+from pipeline.data.loader import Batch, normalise
+from pipeline.distributed import Ranks
+from pipeline.plan import Plan
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Compiling an op needs ninja, which sits beside the interpreter when its environment is not activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+import deepspeed  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+
+_DROPOUT = 5
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step. loss: mean over this rank's samples, a scalar on the device. grad_norm: before clipping."""
+
+    loss: Tensor
+    grad_norm: float
+
+
+def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
+    """Join the process group. Call once per process, before any collective."""
+    deepspeed_logger.setLevel("WARNING")
+    if ranks.device.type == "cpu" and ranks.world_size > 1:
+        _build_shared_memory_op()
+    with _quiet():
+        deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+
+
+class Engine:
+    """A model under ZeRO: forward, backward and step over micro-batches, and its own files of a checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig,
+        optimizer_config: OptimizerConfig,
+        plan: Plan,
+        ranks: Ranks,
+        seed: int,
+    ) -> None:
+        self.ranks, self.seed = ranks, seed
+        self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.settings = deepspeed_settings(config, optimizer_config, plan)
+        with _quiet():
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
+            )
+
+    def train_step(
+        self, step: int, batches: list[Batch], lr: float, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> StepResult:
+        """One optimizer step from this rank's micro-batches. loss_of: (logits, labels, valid) -> scalar mean."""
+        self.engine.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros((), device=self.ranks.device)
+        for i, batch in enumerate(batches):
+            # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
+            torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
+            logits = self.engine(normalise(batch.images, self.ranks.device, self.dtype))
+            loss = loss_of(logits, batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device))
+            self.engine.backward(loss)
+            total += loss.detach()
+            self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return StepResult(total / len(batches), float("nan") if norm is None else float(norm))
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        self.engine.eval()
+        return self.engine(normalise(images, self.ranks.device, self.dtype)).float()
+
+    def save(self, folder: Path) -> None:
+        """Write every rank's part of weights and optimizer state below `folder`. Collective."""
+        with _quiet():
+            self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Read back what `save` wrote, on the same number of ranks. Collective."""
+        with _quiet():
+            found, _ = self.engine.load_checkpoint(str(folder), tag="state")
+        assert found is not None, folder
+
+    def weights(self) -> dict[str, Tensor]:
+        """fp32 master weights on the host, whole, on rank 0 (empty elsewhere). Collective."""
+        state = {}
+        for name, parameter in self.engine.module.named_parameters():
+            full = safe_get_full_fp32_param(parameter)
+            if full is None:  # Stage 0 keeps no copies: the parameters are the master weights.
+                full = parameter.detach()
+            if self.ranks.is_main:
+                state[name] = full.detach().to("cpu", torch.float32, copy=True)
+        return state
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.engine.skipped_steps)
+
+
+def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's JSON for a run; generated, never written by hand."""
+    settings: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": optimizer.clip,
+        "zero_optimization": {"stage": config.zero_stage},
+        # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if config.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+        # DeepSpeed would accumulate in bf16, which loses small gradients.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def _build_shared_memory_op() -> None:
+    """Compile DeepSpeed's CPU collective, one process of this machine at a time.
+
+    torch marks a build by a lock file that nobody removes when the builder dies, and every later start waits for it
+    without a word. Our own lock goes with its process; under it, a lock file of torch's can only be a dead one's.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    name = "deepspeed_shm_comm"
+    folder = Path(_get_build_directory(name, verbose=False))
+    with open(folder.parent / f"{name}.builder", "w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        with _quiet():
+            builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+            if builder is not None:
+                builder.load(verbose=False)
+
+
+@contextmanager
+def _quiet() -> Any:
+    """DeepSpeed prints its configuration and timings to standard output; ours is for the run's own lines."""
+    sys.stdout.flush()
+    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,1 @@
+"""How good a model is: accuracy, few-shot probes, per-class reports."""

@@ -1,0 +1,87 @@
+"""What a run will do, worked out before it starts: batch arithmetic and lengths in steps."""
+
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All lengths in optimizer steps."""
+
+    steps: int
+    warmup: int
+    eval_every: int
+    checkpoint_every: int
+    accumulation: int
+    micro_batch: int
+    num_samples: int
+    global_batch: int
+    world_size: int
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.global_batch / self.num_samples
+
+    def describe(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.steps:,} steps of {self.global_batch} = {self.world_size} ranks x {self.accumulation} x "
+            f"{self.micro_batch} samples ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
+            f"evaluation every {self.eval_every:,}, checkpoint every {self.checkpoint_every:,} steps"
+        )
+
+
+def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
+    """The plan of a run on `num_samples` training samples and `world_size` ranks.
+
+    Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
+    """
+    train = config.train
+    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size)
+    steps = train.length.steps(num_samples, train.global_batch)
+    if steps < 1:
+        raise UserError(
+            f"train.length = {train.length} is {steps} steps of train.global_batch = {train.global_batch} on "
+            f"{num_samples:,} samples. Train longer, or use a smaller batch."
+        )
+    warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
+    if warmup >= steps:
+        raise UserError(
+            f"schedule.warmup = {config.schedule.warmup} is {warmup:,} steps, but the whole run has {steps:,} "
+            f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
+        )
+    return Plan(
+        steps=steps,
+        warmup=warmup,
+        eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
+        checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
+        accumulation=accumulation,
+        micro_batch=train.global_batch // (world_size * accumulation),
+        num_samples=num_samples,
+        global_batch=train.global_batch,
+        world_size=world_size,
+    )
+
+
+def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
+    """Micro-batches a rank accumulates. A rank's share smaller than micro_batch is one micro-batch."""
+    if global_batch % world_size:
+        lower = global_batch // world_size * world_size
+        near = f"{lower} and {lower + world_size}" if lower else str(world_size)
+        raise UserError(
+            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks. "
+            f"Nearest batches are {near}; or use another number of ranks."
+        )
+    share = global_batch // world_size
+    if share <= micro_batch:
+        return 1
+    if share % micro_batch:
+        fitting = max(m for m in range(1, micro_batch + 1) if share % m == 0)
+        raise UserError(
+            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks x train.micro_batch "
+            f"{micro_batch} = {world_size * micro_batch}: a rank's {share} samples make {share / micro_batch:.2f} "
+            f"micro-batches. Use train.micro_batch={fitting}."
+        )
+    return share // micro_batch

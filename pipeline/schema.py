@@ -1,0 +1,217 @@
+"""Typed trees of settings: dataclasses filled from YAML and from `key=value` overrides, checked before anything runs.
+
+A settings class is a frozen dataclass whose fields are made by `setting(default, "what it means")`. Every field is
+documented, has a type that is checked, and can be set from the command line by its dotted name. The tree itself is
+in `config.py`; this file knows nothing of training.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from pipeline.errors import UserError
+
+T = TypeVar("T")
+REQUIRED = dataclasses.MISSING
+
+
+def setting(default: Any, doc: str) -> Any:
+    """A documented dataclass field. default: a value, REQUIRED, or a settings class (a nested section)."""
+    metadata = {"doc": doc}
+    if default is REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, (type, dict)):
+        factory = default if isinstance(default, type) else lambda: dict(default)
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] = ()) -> T:
+    """Read a settings tree from a YAML file, then apply `a.b=value` overrides (values are YAML).
+
+    Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type, and
+    whatever the class's own `check()` refuses.
+    """
+    tree: dict[str, Any] = {}
+    where = "the command line"
+    if path is not None:
+        where = str(path)
+        tree = _read_yaml(Path(path))
+    for override in overrides:
+        _apply(cls, tree, override)
+    config = build(cls, tree, where)
+    check = getattr(config, "check", None)
+    if check is not None:
+        check()
+    return config
+
+
+def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
+    """Make a `cls` of a plain nested dict; `where` names the source in errors, `prefix` the section ('model.')."""
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {tree!r}.")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in tree:
+        if key not in fields:
+            raise UserError(f"{where}: unknown setting {prefix}{key}.{_did_you_mean(cls, prefix, str(key))}")
+    values = {}
+    for name, field in fields.items():
+        if name in tree or _is_section(hints[name]):
+            values[name] = convert(hints[name], tree.get(name), f"{prefix}{name}", where)
+        elif field.default is REQUIRED and field.default_factory is REQUIRED:
+            raise UserError(f"{where}: {prefix}{name} is not set ({field.metadata['doc']}). Set it: {prefix}{name}=...")
+    return cls(**values)
+
+
+def convert(kind: Any, value: Any, name: str, where: str) -> Any:
+    """Turn a YAML value into `kind`, or raise a UserError that names the setting, the value and the type."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if hasattr(kind, "parse"):
+            try:
+                return kind.parse(value)
+            except ValueError as error:
+                raise UserError(f"{where}: {name} = {value!r}: {error}") from None
+        return build(kind, value if value is not None else {}, where, f"{name}.")
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        choices = typing.get_args(kind)
+        if not isinstance(value, bool) and value in choices:
+            return value
+        raise UserError(f"{where}: {name} = {value!r} is none of {', '.join(map(str, choices))}.")
+    if origin in (typing.Union, types.UnionType):
+        inner = [option for option in typing.get_args(kind) if option is not type(None)]
+        return None if value is None else convert(inner[0], value, name, where)
+    if origin is dict:
+        if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+            return {str(k): v for k, v in value.items()}
+        raise UserError(f"{where}: {name} = {value!r} must be a mapping of names to text.")
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if kind is int and not isinstance(value, bool):
+        number = _number(value)
+        if number is not None and number == int(number):
+            return int(number)
+    if kind is float and not isinstance(value, bool):
+        number = _number(value)
+        if number is not None:
+            return number
+    raise UserError(f"{where}: {name} = {value!r} must be a {type_name(kind)}.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The tree as plain nested dicts that `build` reads back (what goes into checkpoints and MLflow)."""
+    plain = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            plain[field.name] = str(value) if hasattr(value, "parse") else to_dict(value)
+        else:
+            plain[field.name] = value
+    return plain
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'model': {'name': x}} -> {'model.name': x}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(dotted name, type, default, meaning) of every field, in order; what `--help` lists."""
+    hints = typing.get_type_hints(cls)
+    rows = []
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if _is_section(kind):
+            rows += describe(kind, f"{prefix}{field.name}.")
+            continue
+        if field.default is not REQUIRED:
+            default = str(field.default)
+        else:
+            default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
+        rows.append((f"{prefix}{field.name}", type_name(kind), default, field.metadata["doc"]))
+    return rows
+
+
+def type_name(kind: Any) -> str:
+    """How a person would say the type."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if origin in (typing.Union, types.UnionType):
+        return f"{type_name(typing.get_args(kind)[0])} or null"
+    if origin is dict:
+        return "mapping"
+    names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file. Shipped ones are in configs/.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a config file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a mapping of settings, not {tree!r}.")
+    return tree
+
+
+def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise UserError(f"{override!r} is no override: write setting=value, for example train.global_batch=512.")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    *sections, leaf = name.split(".")
+    for depth, section in enumerate(sections):
+        fields = {f.name for f in dataclasses.fields(cls)}
+        if section not in fields:
+            prefix = ".".join(sections[:depth]) + "." if depth else ""
+            raise UserError(f"the command line: unknown setting {name}.{_did_you_mean(cls, prefix, section)}")
+        kind = typing.get_type_hints(cls)[section]
+        if typing.get_origin(kind) is dict:
+            tree = tree.setdefault(section, {})
+            break
+        if not _is_section(kind):
+            raise UserError(f"the command line: {section} is a single value, so there is no {name}.")
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree, cls = tree[section], typing.cast(type, kind)
+    tree[leaf] = value
+
+
+def _did_you_mean(cls: type, prefix: str, key: str) -> str:
+    known = [f.name for f in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
+
+
+def _number(value: Any) -> float | None:
+    # PyYAML reads 1e-3 (no dot) as text; people write it all the time.
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except ValueError:
+        return None

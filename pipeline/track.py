@@ -1,0 +1,197 @@
+"""Metrics of a run: a file that is always written, and MLflow, which may be away. The only file that imports mlflow.
+
+`metrics.jsonl` in the run's folder is the record; a thread of its own follows it and sends what MLflow does not have yet.
+So a step never waits for a server, nothing is lost while the server is away, and a restart goes on where the last left
+off, in the same MLflow run.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import write_atomically
+from pipeline.config import TrackConfig
+
+_BATCH = 500
+_RETRY_SECONDS = (1, 2, 5, 10, 30)
+_POLL_SECONDS = 1.0
+# How long the end of a run may wait for a slow or absent server; what is unsent goes with the next start.
+_FINISH_SECONDS = 30.0
+# MLflow's limit on the length of a parameter's value.
+_MAX_PARAMETER = 6000
+
+
+class Tracker:
+    """Writes metrics to `<folder>/metrics.jsonl` and follows it into MLflow. For rank 0 only."""
+
+    def __init__(
+        self, config: TrackConfig, out: Path, folder: Path, name: str, parameters: dict[str, Any], tags: dict[str, str]
+    ) -> None:
+        self.folder, self.name, self.parameters = folder, name, parameters
+        self.experiment = config.experiment
+        self.tags = {**tags, "git_revision": git_revision()}
+        self.uri = config.uri or default_uri(out)
+        # A local store puts artifacts beside its database, not into whatever folder the command was started in.
+        self.artifact_location = None if config.uri else (out / "mlartifacts").resolve().as_uri()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(folder / "metrics.jsonl", "a")
+        self._stop = threading.Event()
+        self._warned = False
+        self._artifacts: list[Path] = []
+        self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True) if config.enabled else None
+        if self._thread:
+            self._thread.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record metrics of a step. Never waits."""
+        record = {"step": step, "time": round(time.time() * 1000), "metrics": metrics}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def artifact(self, path: Path) -> None:
+        """Send a file to the MLflow run when the run finishes."""
+        self._artifacts.append(path)
+
+    def finish(self, status: str) -> None:
+        """Send what is left, and close the run with FINISHED, FAILED or KILLED. Waits 30 s at most."""
+        self._status = status
+        self._stop.set()
+        if self._thread:
+            self._thread.join(_FINISH_SECONDS)
+            if self._thread.is_alive():
+                _warn(f"MLflow at {self.uri} does not answer: the rest of metrics.jsonl goes with the next start.")
+        self.file.close()
+
+    def _follow(self) -> None:
+        attempt = 0
+        while True:
+            stopping = self._stop.is_set()
+            try:
+                self._send()
+                attempt = 0
+                if stopping:
+                    self._close()
+                    return
+                self._stop.wait(_POLL_SECONDS)
+            except Exception as error:
+                # Whatever the server or its client does, training goes on; the file keeps the metrics.
+                if not self._warned:
+                    _warn(f"MLflow at {self.uri} cannot be reached ({_one_line(error)}): going on, metrics are kept in metrics.jsonl.")
+                    self._warned = True
+                if stopping:
+                    return
+                self._stop.wait(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
+                attempt += 1
+
+    def _send(self) -> None:
+        """Everything in metrics.jsonl behind the cursor, in batches; the cursor moves after each."""
+        cursor = self._cursor()
+        with open(self.folder / "metrics.jsonl", "rb") as file:
+            file.seek(cursor["sent_bytes"])
+            # A line without its end is still being written.
+            lines = [line for line in file.readlines() if line.endswith(b"\n")]
+        client, run_id = self._run(cursor)
+        from mlflow.entities import Metric
+
+        while lines:
+            chunk: list[bytes] = []
+            metrics: list[Any] = []
+            while lines and len(metrics) < _BATCH:
+                record = json.loads(lines[0])
+                metrics += [Metric(k, v, record["time"], record["step"]) for k, v in record["metrics"].items()]
+                chunk.append(lines.pop(0))
+            client.log_batch(run_id, metrics=metrics)
+            cursor["sent_bytes"] += sum(map(len, chunk))
+            self._save_cursor(cursor)
+
+    def _run(self, cursor: dict[str, Any]) -> tuple[Any, str]:
+        """The client and the id of this run's MLflow run, made at the first start, found again at later ones."""
+        if hasattr(self, "_client"):
+            return self._client, cursor["run_id"]
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        import logging
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        from mlflow.entities import Param, RunStatus, RunTag
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=self.uri)
+        if not cursor["run_id"] or not _exists(client, cursor["run_id"]):
+            experiment = client.get_experiment_by_name(self.experiment)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(
+                self.experiment, artifact_location=self.artifact_location
+            )
+            cursor["run_id"] = client.create_run(experiment_id, run_name=self.name).info.run_id
+            cursor["sent_bytes"] = 0
+            self._save_cursor(cursor)
+            params = [Param(k, str(v)[:_MAX_PARAMETER]) for k, v in self.parameters.items()]
+            client.log_batch(cursor["run_id"], params=params)
+            client.log_dict(cursor["run_id"], self.parameters, "config.json")
+        client.update_run(cursor["run_id"], status=RunStatus.to_string(RunStatus.RUNNING))
+        client.log_batch(cursor["run_id"], tags=[RunTag(k, v) for k, v in self.tags.items()])
+        self._client = client
+        return client, cursor["run_id"]
+
+    def _close(self) -> None:
+        cursor = self._cursor()
+        for path in self._artifacts:
+            self._client.log_artifact(cursor["run_id"], str(path))
+        self._client.set_terminated(cursor["run_id"], self._status)
+
+    def _cursor(self) -> dict[str, Any]:
+        path = self.folder / "mlflow.json"
+        if path.exists():
+            cursor = json.loads(path.read_text())
+            if cursor["uri"] == self.uri:
+                return cursor
+        return {"uri": self.uri, "run_id": None, "sent_bytes": 0}
+
+    def _save_cursor(self, cursor: dict[str, Any]) -> None:
+        write_atomically(self.folder / "mlflow.json", json.dumps(cursor))
+
+
+def default_uri(out: Path) -> str:
+    """The tracking store of all runs below `out`, when no server is given."""
+    return f"sqlite:///{(out / 'mlflow.db').resolve()}"
+
+
+def git_revision() -> str:
+    """Commit of the working tree, with '+changes' when it differs, or 'unknown' outside of git."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        revision = _git(root, "rev-parse", "HEAD")
+        return revision + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _exists(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+    return True
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)

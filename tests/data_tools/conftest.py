@@ -1,0 +1,32 @@
+"""One Ray for the session, and one data set that many tests read."""
+
+from pathlib import Path
+
+import pytest
+import raw_images
+
+from data_tools import cluster, shard
+from pipeline.data.manifest import Dataset
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> int:
+    """CPUs of a cluster on this machine; it ends with this process."""
+    return cluster.connect(num_cpus=2)
+
+
+@pytest.fixture(scope="session")
+def pictures() -> dict[str, bytes]:
+    return raw_images.pictures()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory, pictures: dict[str, bytes]) -> Path:
+    return raw_images.write_folder(pictures, tmp_path_factory.mktemp("source") / "raw")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int, source: Path) -> Dataset:
+    """The pictures as a data set with a held-out split; tests must not change it."""
+    out = tmp_path_factory.mktemp("dataset") / "out"
+    return shard.run(raw_images.settings(source, out, val_share=0.25))

@@ -1,0 +1,161 @@
+"""What is refused or passed over when a source is listed. None of it needs Ray, and none of it leaves anything behind."""
+
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zip
+
+from data_tools.shard import run
+from pipeline import command
+from pipeline.config import ShardConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
+
+
+def _empty_class(at: Path) -> Path:
+    (at / "raw/fox").mkdir(parents=True)
+    return write_folder(GOOD, at / "raw")
+
+
+def _cut(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:3000])
+    return path
+
+
+def _damaged_header(path: Path) -> Path:
+    with tarfile.open(path) as tar:
+        second = tar.getmembers()[1].offset
+    data = bytearray(path.read_bytes())
+    data[second + 10] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+def _twice_in_tar(at: Path) -> Path:
+    write_tar(GOOD, at / "raw.tar")
+    with tarfile.open(at / "raw.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("cat/1.jpg"))
+    return at / "raw.tar"
+
+
+def _text(at: Path) -> Path:
+    (at / "raw.tar").write_text("hello")
+    return at / "raw.tar"
+
+
+# What is wrong -> (makes the source, what the line says)
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
+    "no images": (lambda at: write_folder({"cat/notes.txt": b""}, at / "raw"), "no class folders with images"),
+    "images at the top": (lambda at: write_folder({"1.jpg": jpeg(1)}, at / "raw"), "no class folders with images"),
+    "empty class": (_empty_class, "raw/fox is a class folder without images"),
+    "empty class tar": (
+        lambda at: write_class_tars({**GOOD, "fox/readme.txt": b"?"}, at / "raw"),
+        "raw/fox is a class folder without images",
+    ),
+    "two extensions": (
+        lambda at: write_folder({**GOOD, "cat/1.png": b"?"}, at / "raw"),
+        "cat/1.jpg and cat/1.png have the same key, 'cat/1'",
+    ),
+    "dots": (
+        lambda at: write_folder({**GOOD, "cat/a.b.jpg": b"?", "cat/a_b.jpg": b"?"}, at / "raw"),
+        "cat/a.b.jpg and cat/a_b.jpg have the same key, 'cat/a_b'",
+    ),
+    "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
+    "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
+    "cut tar.gz": (lambda at: _cut(write_tar({**GOOD, "cat/2.jpg": jpeg(3, width=99)}, at / "raw.tgz", "w:gz")), "is damaged"),
+    "cut zip": (lambda at: _cut(write_zip({**GOOD, "cat/2.jpg": jpeg(3, width=99)}, at / "raw.zip")), "is damaged"),
+    "damaged tar": (lambda at: _damaged_header(write_tar(GOOD, at / "raw.tar")), "is damaged (bad checksum"),
+    "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
+    "splits as classes": (
+        lambda at: write_folder({f"{split}/{name}": data for split in ("test", "train") for name, data in GOOD.items()}, at / "raw"),
+        "If they are, say so: splits.test=test splits.train=train",
+    ),
+    "one folder too deep": (
+        lambda at: write_folder({f"photos/{name}": data for name, data in GOOD.items()}, at / "raw"),
+        "If those are the classes, say so: splits.train=photos",
+    ),
+}  # fmt: skip
+
+
+def refusal(monkeypatch, capfd, *arguments: str) -> str:
+    """The one line that the command prints, having checked that it is one line with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["shard.py", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        command.main(ShardConfig, run, "about")
+    line = capfd.readouterr().err
+    assert exit.value.code == 2
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_in_one_line_and_nothing_left(what: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    make, said = REFUSED[what]
+    line = refusal(monkeypatch, capfd, f"source={make(tmp_path)}", f"out={tmp_path / 'out'}")
+    assert said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
+    source = write_folder(GOOD, tmp_path / "raw")
+    stranger = write_folder({"thesis.txt": b"..."}, tmp_path / "mine")
+    cases = {
+        (f"out={source}/shards",): "lies inside source",
+        (f"out={stranger}",): "is not empty (it holds thesis.txt)",
+        (f"out={stranger}/thesis.txt",): "is a file",
+        (f"out={tmp_path}/new", "splits.train=here"): "here has no class folders with images (split 'train')",
+        (f"out={tmp_path}/new", "val_share=0.0001"): "leaves 2 for 'train' and 0 for 'val'",
+        (f"out={tmp_path}/new", "layout=archive"): "is a folder",
+    }
+    for arguments, said in cases.items():
+        assert said in refusal(monkeypatch, capfd, f"source={source}", *arguments)
+    assert [path.name for path in stranger.iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "new").exists()
+
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://x.zip"}}')
+    assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
+
+
+def test_the_command_itself_refuses_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "launch/shard.py", f"source={tmp_path}/nowhere", f"out={tmp_path}/out"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert (
+        result.stderr
+        == f"error: source = {tmp_path}/nowhere: no such file or folder. Give the path of your images: source=...\n"
+    )
+
+
+def test_help_tells_every_setting() -> None:
+    result = subprocess.run([sys.executable, "launch/shard.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "samples_per_shard" in result.stdout
+    assert "ray job submit" in result.stdout
+
+
+def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
+    from data_tools.sources import list_source
+
+    others = {
+        "cat/.DS_Store": b"",
+        "__MACOSX/cat/._1.jpg": b"",
+        "cat/notes.txt": b"",
+        ".git/x/y.jpg": b"",
+        "top.jpg": b"",
+    }
+    for source in (
+        write_folder({**GOOD, **others}, tmp_path / "raw"),
+        write_zip({**GOOD, **others}, tmp_path / "raw.zip"),
+    ):
+        listing = list_source(source, "auto", {"train": ""}, tmp_path / "staging")
+        assert listing.classes == ["cat", "dog"]
+        assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
+        assert any("that are no images" in note for note in listing.notes)
+        assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)

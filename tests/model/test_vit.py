@@ -1,0 +1,179 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.model import VisionTransformer, ViTConfig, configure, create, to_npz
+
+
+def tiny(**changes):
+    settings = {"image_size": (8, 12), "num_classes": 5, "width": 24, "depth": 2, "mlp_width": 40, "num_heads": 3}
+    return create("ViT-mu/4", **settings | changes)
+
+
+def fill_randomly(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def random_images(*shape, seed=2):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+@pytest.mark.parametrize("representation", [True, False])
+def test_forward_is_the_equations_of_the_paper(equations, gelu, representation):
+    model = fill_randomly(tiny(gelu=gelu, representation=representation))
+    images = random_images(3, 3, 8, 12)
+    expected = equations(to_npz(model), images.permute(0, 2, 3, 1).double().numpy(), gelu)
+    with torch.no_grad():
+        assert model(images) == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_two_gelus_differ_by_more_than_the_tolerance_of_the_test_above(equations):
+    model = fill_randomly(tiny())
+    images = random_images(3, 8, 12, 3).double().numpy()
+    tanh, erf = (equations(to_npz(model), images, gelu) for gelu in ("tanh", "erf"))
+    assert np.abs(tanh - erf).max() > 1e-4
+
+
+def test_features_are_what_the_head_reads():
+    model = fill_randomly(tiny(representation=True))
+    images = random_images(2, 3, 8, 12)
+    features = model.features(images)
+    assert features.shape == (2, 24)
+    assert features.abs().max() < 1
+    assert torch.equal(model.head(features), model(images))
+    headless = fill_randomly(tiny(num_classes=0))
+    assert torch.equal(headless(images), headless.features(images))
+    assert headless(images).shape == (2, 24)
+
+
+def test_activation_checkpointing_runs_each_block_again_and_changes_no_gradient():
+    images, gradients = random_images(2, 3, 8, 12), []
+    for switch in (False, True):
+        model = fill_randomly(tiny(dropout=0.1)).train()
+        model.activation_checkpointing = switch
+        runs = []
+        model.blocks[1].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        torch.manual_seed(0)
+        model(images).square().sum().backward()
+        assert len(runs) == (2 if switch else 1)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_dropout_sits_after_every_dense_layer_but_qkv_and_after_the_positions():
+    """ViT paper, B.1. On p=0.5 each site scales what it keeps by 2; counting calls shows where they are."""
+    model = tiny(dropout=0.5, depth=1)
+    calls = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda m, args, out, name=name: calls.append((name, tuple(out.shape[2:]))))
+    model(random_images(2, 3, 8, 12))
+    attention, mlp = "blocks.0.attention.dropout", "blocks.0.mlp.dropout"
+    assert calls == [("dropout", (24,)), (attention, (24,)), (mlp, (40,)), (mlp, (24,))]
+
+
+def test_initial_values_are_those_of_the_official_code():
+    width, mlp_width = 192, 256
+    model = create("ViT-Ti/16", 64, 10, representation=True, head_bias=-10.0, depth=1, mlp_width=mlp_width)
+    block = model.blocks[0]
+
+    def xavier(kernel, fan_in, fan_out):
+        bound = (6 / (fan_in + fan_out)) ** 0.5
+        assert kernel.abs().max() <= bound
+        assert kernel.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+
+    for kernel in (*block.attention.qkv.weight.chunk(3), block.attention.out.weight):
+        xavier(kernel, width, width)
+    xavier(block.mlp.up.weight, width, mlp_width)
+    xavier(block.mlp.down.weight, mlp_width, width)
+
+    def lecun(kernel, fan_in):
+        assert kernel.std().item() == pytest.approx(fan_in**-0.5, rel=0.02)
+        assert 1.9 < kernel.abs().max() * fan_in**0.5 * 0.87962566 <= 2.0 + 1e-5
+
+    lecun(model.patch_embedding.weight, 3 * 16 * 16)
+    lecun(model.representation.weight, width)
+
+    assert model.positions.std().item() == pytest.approx(0.02, rel=0.05)
+    for bias in (block.mlp.up.bias, block.mlp.down.bias):
+        assert bias.std().item() == pytest.approx(1e-6, rel=0.2)
+    zeros = [model.class_token, model.patch_embedding.bias, block.attention.qkv.bias, block.attention.out.bias]
+    norms = [block.attention_norm, block.mlp_norm, model.norm]
+    zeros += [model.representation.bias, model.head.weight, *(norm.bias for norm in norms)]
+    assert all(not tensor.any() for tensor in zeros)
+    assert all((norm.weight == 1).all() and norm.eps == 1e-6 for norm in norms)
+    assert (model.head.bias == -10).all()
+
+
+def test_initial_values_depend_on_the_seed_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = tiny(seed=3).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    again, other = tiny(seed=3).state_dict(), tiny(seed=4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["positions"], other["positions"])
+
+
+def test_a_head_and_its_size_leave_the_other_values_alone():
+    small, large = tiny(num_classes=5).state_dict(), tiny(num_classes=50).state_dict()
+    assert all(torch.equal(small[name], large[name]) for name in small if not name.startswith("head."))
+
+
+def test_kernels_decay_and_nothing_else():
+    model = tiny(representation=True)
+    kernels = {"patch_embedding.weight", "representation.weight", "head.weight"}
+    for i in range(2):
+        kernels |= {f"blocks.{i}.{n}.weight" for n in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
+    assert model.weight_decay_mask() == kernels
+    assert kernels <= {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 12, 8), (2, 1, 8, 12), (3, 8, 12), (2, 8, 12, 3)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"this model reads \(B, 3, 8, 12\)"):
+        tiny()(torch.zeros(shape))
+
+
+def test_integer_images_are_refused():
+    with pytest.raises(ValueError, match=r"uint8.*\[-1, 1\]"):
+        tiny()(torch.zeros(2, 3, 8, 12, dtype=torch.uint8))
+
+
+def test_a_meta_model_costs_nothing():
+    with torch.device("meta"):
+        model = VisionTransformer(configure("ViT-G/14"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_importing_the_model_imports_nothing_heavy():
+    blocked = (
+        "deepspeed ray mlflow pyarrow yaml PIL cv2 simplejpeg scipy pandas sklearn matplotlib webdataset safetensors"
+    )
+    code = (
+        "import sys; from pipeline.model import create, load; create('ViT-mu/8', 16, 2); "
+        f"print(*[m for m in {blocked.split()} if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_a_config_survives_plain_data():
+    config = configure("ViT-B/16", (224, 448), 10, representation=True, gelu="erf", dropout=0.1)
+    assert ViTConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(UserError, match="unknown field 'widht'; did you mean \"width\""):
+        ViTConfig.from_dict(config.to_dict() | {"widht": 3})
+    incomplete = config.to_dict()
+    del incomplete["depth"]
+    with pytest.raises(UserError, match="depth"):
+        ViTConfig.from_dict(incomplete)

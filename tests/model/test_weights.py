@@ -1,0 +1,221 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.model import create, load, read_weights, resample_positions, save, save_state
+
+
+def tiny(**changes):
+    settings = {"image_size": 8, "num_classes": 5, "representation": True, "dropout": 0.1, "gelu": "erf", "seed": 3}
+    model = create("ViT-mu/4", **settings | {"head_bias": -10.0} | changes)
+    with torch.no_grad():
+        if model.config.num_classes:
+            model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def same_values(model, other, *, but=()):
+    a, b = model.state_dict(), other.state_dict()
+    return all(torch.equal(a[name], b[name]) for name in b if not name.startswith(tuple(but)))
+
+
+@pytest.fixture
+def file(tmp_path):
+    save(tiny(), tmp_path / "model.pt", {"classes": ["cat", "dog"], "preprocessing": {"mean": (0.5, 0.5, 0.5)}})
+    return tmp_path / "model.pt"
+
+
+def test_saved_weights_come_back(file):
+    model = load(file)
+    assert model.config == tiny().config
+    assert same_values(model, tiny())
+    config, state, extra = read_weights(file)
+    assert config == tiny().config
+    assert extra == {"classes": ["cat", "dog"], "preprocessing": {"mean": (0.5, 0.5, 0.5)}}
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    assert [path.name for path in file.parent.iterdir()] == ["model.pt"]
+
+
+def test_the_file_is_as_documented(file):
+    content = torch.load(file, weights_only=True)
+    assert content.keys() == {"format", "model", "state", "extra"}
+    assert content["format"] == "vit-weights/1"
+    assert content["model"] == tiny().config.to_dict()
+    assert content["state"].keys() == tiny().state_dict().keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_of_a_flat_buffer_are_saved_as_small_fp32_tensors(tmp_path, dtype):
+    model = tiny()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).to(dtype)
+    flat = torch.cat([flat, flat.new_zeros(100_000)])  # as other parameters of the buffer would be
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    pieces = zip(model.named_parameters(), flat.split([*sizes, 100_000]), strict=False)
+    state = {name: piece.view(parameter.shape) for (name, parameter), piece in pieces}
+    save_state(state, model.config, tmp_path / "a.pt")
+    save(model, tmp_path / "b.pt")
+    assert abs((tmp_path / "a.pt").stat().st_size - (tmp_path / "b.pt").stat().st_size) < 1000
+    assert torch.equal(load(tmp_path / "a.pt").positions, model.positions.to(dtype).float())
+
+
+def test_a_state_of_another_model_is_not_written(tmp_path):
+    state = tiny().state_dict()
+    with pytest.raises(ValueError, match=r'"head.weight" should be \(6, 32\), but is \(5, 32\)'):
+        save_state(state, tiny(num_classes=6).config, tmp_path / "model.pt")
+    del state["norm.bias"]
+    with pytest.raises(ValueError, match=r'"norm.bias" \(32,\) is missing'):
+        save_state(state, tiny().config, tmp_path / "model.pt")
+    assert not any(tmp_path.iterdir())
+
+
+def test_extra_is_plain_data(tmp_path):
+    with pytest.raises(ValueError, match=r"extra\['mean'\]\[0\] is a float64"):
+        save(tiny(), tmp_path / "model.pt", {"mean": [np.float64(0.5)]})
+
+
+def test_a_crash_while_writing_leaves_the_old_file(file, monkeypatch):
+    before = file.read_bytes()
+
+    def crash(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="no space"):
+        save(tiny(seed=4), file)
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == ["model.pt"]
+
+
+def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-000020"
+    checkpoint.mkdir(parents=True)
+    save(tiny(), checkpoint / "model.pt")
+    (tmp_path / "checkpoints" / "latest").write_text("step-000020\n")
+    assert same_values(load(checkpoint), tiny())
+    assert same_values(load(str(tmp_path)), tiny())
+
+    (tmp_path / "checkpoints" / "latest").write_text("step-000030\n")
+    with pytest.raises(UserError, match=r'names "step-000030", but .*step-000030/model\.pt is not there'):
+        load(tmp_path)
+    with pytest.raises(UserError, match=r"neither model\.pt nor checkpoints/latest"):
+        load(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="no such file or folder"):
+        load(tmp_path / "absent")
+
+
+def test_another_number_of_classes_means_fine_tuning(file):
+    """ViT paper, B.1.1: one zero-initialised linear head replaces the representation layer and the head."""
+    for model in (load(file, num_classes=3), load(file, num_classes=5, new_head=True), load(file, new_head=True)):
+        assert model.representation is None
+        assert not model.config.representation
+        assert not model.head.weight.any()
+        assert not model.head.bias.any()
+        assert same_values(tiny(), model, but=("head.",))
+    assert load(file, num_classes=3).head.weight.shape == (3, 32)
+    assert same_values(load(file, num_classes=5), tiny())
+
+
+def test_no_classes_means_features(file):
+    model, images = load(file, num_classes=0).eval(), torch.rand(2, 3, 8, 8)
+    assert torch.equal(model(images), tiny().eval().features(images))
+    assert load(file, num_classes=0, representation=False).representation is None
+
+
+def test_the_representation_layer_can_be_kept_under_a_new_head(file):
+    model = load(file, num_classes=3, representation=True)
+    assert torch.equal(model.representation.weight, tiny().representation.weight)
+    assert not model.head.weight.any()
+
+
+def test_a_head_is_not_kept_on_features_it_does_not_know(file):
+    with pytest.raises(UserError, match="cannot be kept with representation=False"):
+        load(file, representation=False)
+    with pytest.raises(UserError, match="new_head=True needs num_classes"):
+        load(file, num_classes=0, new_head=True)
+
+
+def test_another_image_size_resamples_the_positions(file):
+    model = load(file, image_size=(8, 16))
+    assert model.config.grid == (2, 4)
+    assert model(torch.rand(1, 3, 8, 16)).shape == (1, 5)
+    assert torch.equal(model.positions, resample_positions(tiny().positions.detach(), (2, 4)))
+    assert same_values(model, tiny(), but=("positions",))
+
+    save(model, file)  # a table that is not square comes back too
+    assert load(file, image_size=(12, 8)).config.grid == (3, 2)
+    with pytest.raises(UserError, match="image_size = 9 is not divisible by patch_size = 4"):
+        load(file, image_size=9)
+
+
+def test_gelu_and_dropout_default_to_the_files(file, npz):
+    assert (load(file).config.gelu, load(file).config.dropout) == ("erf", 0.1)
+    changed = load(file, gelu="tanh", dropout=0.0)
+    assert (changed.config.gelu, changed.config.dropout) == ("tanh", 0.0)
+    assert (load(npz()).config.gelu, load(npz(), gelu="erf", dropout=0.2).config.dropout) == ("tanh", 0.2)
+
+
+def test_what_is_new_depends_on_the_seed_alone(tmp_path):
+    save(tiny(representation=False), tmp_path / "model.pt")
+    new = [load(tmp_path / "model.pt", num_classes=3, representation=True, seed=seed) for seed in (1, 1, 2)]
+    weights = [model.representation.weight for model in new]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def one_line(path, **changes):
+    with pytest.raises(UserError) as error:
+        load(path, **changes)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_a_damaged_file_is_refused(file):
+    whole = file.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert "not a readable weights file" in one_line(file)
+
+
+def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
+    whole = bytearray(file.read_bytes())
+    where = whole.find(tiny().positions.detach().numpy().tobytes())
+    assert where > 0
+    whole[where + 40] ^= 1
+    file.write_bytes(whole)
+    assert "damaged, the checksum" in one_line(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"blocks.0.norm1.weight": torch.ones(3)}, 'no format "vit-weights/1"'),
+        ([1, 2], "no format"),
+        ({"format": "vit-weights/2"}, "no format"),
+        ({"format": "vit-weights/1"}, "not complete"),
+        ({"format": "vit-weights/1", "model": tiny().config.to_dict()}, "holds no state"),
+        (
+            {"format": "vit-weights/1", "model": tiny().config.to_dict(), "state": {}},
+            '"class_token" (1, 1, 32) is missing',
+        ),
+        (
+            {"format": "vit-weights/1", "model": tiny().config.to_dict(), "state": tiny().state_dict() | {"mask": 1}},
+            '"mask" is not part of this ViT',
+        ),
+        (
+            {
+                "format": "vit-weights/1",
+                "model": tiny().config.to_dict(),
+                "state": tiny().state_dict() | {"norm.bias": 1},
+            },
+            '"norm.bias" should be (32,), but is ()',
+        ),
+        (torch.nn.Linear(2, 2), "not a readable weights file"),
+    ],
+)
+def test_another_kind_of_file_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "model.pt")
+    assert message in one_line(tmp_path / "model.pt")
