@@ -92,7 +92,9 @@ def _result(reference: Any) -> Any:
 
 
 def _prepare_environment() -> None:
-    """For a cluster on this machine, whose processes inherit the environment of this one."""
+    """What Ray and its workers read; a cluster on this machine inherits it."""
+    # When several tasks fail, the first one's error is ours to tell; Ray would print tracebacks of the others.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or os.environ.get("RAY_ADDRESS"):
         return
     # Without a token in the environment, Ray writes one into the home folder, which every later cluster then requires.

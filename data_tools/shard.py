@@ -165,10 +165,10 @@ def _finish(out: Path, results: list[Done], listing: Listing, identity: dict[str
     skipped = sorted(row for done in results for row in done.skipped)
     (out / SKIPPED).unlink(missing_ok=True)
     if skipped:
-        with replacing(out / SKIPPED) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
-            csv.writer(text).writerows([("key", "where", "reason"), *skipped])
-            text.flush()
-            text.detach()
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([("key", "where", "reason"), *skipped])
+        with replacing(out / SKIPPED) as file:
+            file.write(text.getvalue().encode())
     tables = (pq.read_table(part_path(out, shard.name)).replace_schema_metadata(None).cast(ROWS) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"])
 

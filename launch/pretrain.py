@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.command import main  # noqa: E402
-from pipeline.config import RunConfig  # noqa: E402
+from pipeline.command import main
+from pipeline.config import RunConfig
 
 
 def pretrain(config: RunConfig) -> None:
@@ -23,7 +23,7 @@ if __name__ == "__main__":
         Pre-train a Vision Transformer. The same command starts, resumes and finishes a run.
 
           deepspeed --hostfile hosts launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml
-          deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml data.path=/data/i21k
+          deepspeed --num_gpus 8     launch/pretrain.py --config configs/pretrain/vit_l16_imagenet21k.yaml seed=1
           torchrun --nproc_per_node 2 launch/pretrain.py --config configs/pretrain/cifar10_small.yaml
           python launch/pretrain.py --config configs/pretrain/cifar10_small.yaml train.length="2 epochs" name=try
         """,

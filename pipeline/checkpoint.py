@@ -26,6 +26,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._refused: set[Path] = set()
 
     def begin(self, step: int) -> Path:
         """An empty hidden folder to write the checkpoint of `step` into."""
@@ -35,14 +36,17 @@ class Checkpoints:
         return path
 
     def commit(self, path: Path, state: dict[str, Any]) -> Path:
-        """Make the folder that `begin` gave visible, with its state, and point at it; then drop the oldest."""
+        """Make the folder that `begin` gave visible, with its state, and point at it; then drop the oldest.
+
+        Damaged ones do not count among those to keep, and go once a newer one is committed.
+        """
         write_atomically(path / "state.json", json.dumps(state, indent=1))
         files = sorted(file for file in path.rglob("*") if file.is_file())
         checksums = {str(file.relative_to(path)): checksum(file) for file in files}
         write_atomically(path / "checksums.json", json.dumps(checksums, indent=1))
         for file in files:
             _flush(file)
-        for folder in {file.parent for file in files}:
+        for folder in [path, *(file for file in path.rglob("*") if file.is_dir())]:
             _flush(folder)
         final = self.folder / path.name.removeprefix(".writing-")
         if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
@@ -50,8 +54,12 @@ class Checkpoints:
         os.rename(path, final)
         _flush(self.folder)
         write_atomically(self.folder / "latest", final.name)
-        for old in self.candidates()[self.keep :]:
-            _remove(old)
+        self._refused.discard(final)
+        older = [old for old in self.candidates() if _step(old) <= _step(final)]
+        kept = [old for old in older if old not in self._refused][: self.keep]
+        for old in older:
+            if old not in kept:
+                _remove(old)
         return final
 
     def candidates(self) -> list[Path]:
@@ -59,7 +67,7 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True)
+        return sorted(found, key=_step, reverse=True)
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that verifies, or None; and a line for each newer one that did not."""
@@ -68,6 +76,7 @@ class Checkpoints:
             problem = verify(path)
             if problem is None:
                 return path, refused
+            self._refused.add(path)
             refused.append(f"{path} is damaged ({problem}): not used.")
         return None, refused
 
@@ -83,6 +92,8 @@ def verify(path: Path) -> str | None:
     try:
         expected = json.loads((path / "checksums.json").read_text())
     except (OSError, ValueError):
+        expected = None
+    if not isinstance(expected, dict):
         return "checksums.json is missing or unreadable"
     for name, checksums in expected.items():
         try:
@@ -115,18 +126,30 @@ def checksum(file: Path) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        # A failed write() does not know its file, and "no space left" is of little use without.
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _remove(path: Path) -> None:
     # Hidden first: a kill in the middle must not leave half a checkpoint under its name.
     hidden = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _flush(path: Path) -> None:

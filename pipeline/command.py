@@ -29,28 +29,33 @@ def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that win over the file")
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # Settings may stand before --config, too.
     with mistakes_in_one_line():
         function(schema.load(cls, arguments.config, arguments.overrides))
 
 
 class mistakes_in_one_line:
-    """Context in which a UserError, a full disk or a missing file ends the program with one line and exit code 2."""
+    """Context in which a UserError, a full disk or a forbidden folder ends the program with one line and exit code 2."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, UserError):
-            line = str(error)
+            line = " ".join(str(error).split("\n"))
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            line = f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
-        elif isinstance(error, PermissionError):
+            line = (
+                f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
+            )
+        elif isinstance(error, PermissionError) and error.filename:
             line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
         else:
             return
-        # Every rank meets the same mistake; one of them says so.
-        if os.environ.get("RANK", "0") == "0":
+        # Every rank meets the same mistake, and one of them says so; a disk or a sample may be wrong on one rank alone.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             print(f"error: {line}", file=sys.stderr, flush=True)
+        elif isinstance(error, OSError) or getattr(error, "on_one_rank", False):
+            print(f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -58,6 +63,8 @@ def fields_help(cls: type) -> str:
     """Every field of the settings with type, default and meaning, as `--help` prints them."""
     lines = ["settings (in the file as nested YAML, on the command line as section.field=value):"]
     for name, kind, default, doc in schema.describe(cls):
-        lines.append(f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})")
+        lines.append(
+            f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"
+        )
         lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -27,14 +27,21 @@ class Length:
     def parse(cls, value: object) -> "Length":
         if isinstance(value, Length):
             return value
-        match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value))
+        match = re.fullmatch(
+            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value)
+        )
         if not match:
             raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
         unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-        return cls(float(match[1]), unit)  # type: ignore[arg-type]
+        amount = float(match[1])
+        if not math.isfinite(amount):
+            raise ValueError("that is no finite number.")
+        return cls(amount, unit)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return f"{self.amount:g}{'' if self.unit == '%' else ' '}{self.unit}"
+        # Exact, so that what a checkpoint keeps is read back as the same length.
+        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
+        return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
 
     def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
         """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
@@ -95,7 +102,9 @@ class AugmentConfig:
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
     resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 8/7 of model.image_size (448 for 384).")
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
-    eval_resize: int = setting(0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224).")
+    eval_resize: int = setting(
+        0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
+    )
     eval_crop: Literal["center", "resize"] = setting(
         "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized to a square."
     )
@@ -120,7 +129,9 @@ class OptimizerConfig:
     beta2: float = setting(0.999, "Adam: decay of the second moment.")
     eps: float = setting(1e-8, "Adam: added to the denominator.")
     momentum: float = setting(0.9, "SGD: momentum.")
-    weight_decay: float = setting(0.1, "Decoupled weight decay of dense kernels, times the learning rate.")
+    weight_decay: float = setting(
+        0.1, "Of dense kernels, times the learning rate; Adam: decoupled, SGD: added to the gradient."
+    )
     clip: float = setting(1.0, "Largest global gradient norm; 0 is no clipping.")
 
 
@@ -193,10 +204,27 @@ class RunConfig:
             "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
             "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
             "train.length": self.train.length.amount, "engine.timeout_minutes": self.engine.timeout_minutes,
+            "evaluate.every": self.evaluate.every.amount, "checkpoint.every": self.checkpoint.every.amount,
+            "optimizer.eps": self.optimizer.eps,
         }  # fmt: skip
         for name, value in positive.items():
             if value <= 0:
                 raise UserError(f"{name} = {value} must be greater than 0.")
+        not_negative = {
+            "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
+            "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
+            "train.max_skipped_steps": self.train.max_skipped_steps,
+        }  # fmt: skip
+        for name, value in not_negative.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        below_one = {"optimizer.beta1": self.optimizer.beta1, "optimizer.beta2": self.optimizer.beta2,
+                     "optimizer.momentum": self.optimizer.momentum}  # fmt: skip
+        for name, value in below_one.items():
+            if not 0 <= value < 1:
+                raise UserError(f"{name} = {value} must be at least 0 and below 1.")
+        if self.seed >= 2**63:
+            raise UserError(f"seed = {self.seed} must be below 2**63.")
         shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
                   "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final}  # fmt: skip
         for name, value in shares.items():
@@ -214,7 +242,10 @@ class RunConfig:
                 f"augment.aspect_min = {self.augment.aspect_min} and augment.aspect_max = {self.augment.aspect_max} "
                 "must satisfy 0 < aspect_min <= aspect_max."
             )
-        for name, size in (("augment.resize_to", self.augment.resize_to), ("augment.eval_resize", self.augment.eval_resize)):
+        for name, size in (
+            ("augment.resize_to", self.augment.resize_to),
+            ("augment.eval_resize", self.augment.eval_resize),
+        ):
             if size and size < self.model.image_size:
                 raise UserError(f"{name} = {size} is smaller than model.image_size = {self.model.image_size}.")
         if (self.model.name is None) == (self.init.weights is None):
@@ -240,7 +271,9 @@ class RunConfig:
 class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
 
-    source: str = setting(REQUIRED, "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars)")
+    source: str = setting(
+        REQUIRED, "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars)"
+    )
     out: str = setting(REQUIRED, "Folder of the new data set")
     layout: Literal["auto", "folder", "archive", "imagenet21k"] = setting("auto", "What source is; auto looks.")
     splits: dict[str, str] = setting(
@@ -251,7 +284,9 @@ class ShardConfig:
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
     resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
     jpeg_quality: int = setting(95, "Of re-encoded images (only with resize_short).")
-    inspect: Literal["decode", "header"] = setting("decode", "Whether images are decoded whole or only their header is read.")
+    inspect: Literal["decode", "header"] = setting(
+        "decode", "Whether images are decoded whole or only their header is read."
+    )
     max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
 
@@ -260,7 +295,9 @@ class ShardConfig:
         if not 0 <= self.val_share < 1:
             raise UserError(f"val_share = {self.val_share} must be at least 0 and below 1.")
         if self.val_share and "val" in self.splits:
-            raise UserError("val_share holds images out of 'train' as 'val', but splits names a 'val' already: use one.")
+            raise UserError(
+                "val_share holds images out of 'train' as 'val', but splits names a 'val' already: use one."
+            )
         if self.val_share and "train" not in self.splits:
             raise UserError(f"val_share holds images out of 'train', but splits has only {', '.join(self.splits)}.")
         if not 0 <= self.max_bad_share <= 1:
@@ -273,3 +310,55 @@ class ShardConfig:
             raise UserError("resize_short and num_tasks must not be negative.")
         if not self.splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in self.splits):
             raise UserError(f"splits = {self.splits} must name at least one split, in lower-case letters and digits.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Scores of trained weights on a split of a data set, and a report of them."""
+
+    weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
+    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    split: str = setting("val", "Split to score.")
+    out: str = setting(
+        "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."
+    )
+    classify: bool = setting(True, "Score the weights' own head; false when it is of other classes: shots only.")
+    match_classes: bool = setting(True, "Refuse data whose class names are not those that the weights were trained on.")
+    shots: int = setting(5, "Few-shot linear accuracy of the features, with so many images of each class; 0 is none.")
+    shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.")
+    train_split: str = setting("train", "Split that the few shots are chosen from.")
+    image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.")
+    eval_resize: int = setting(
+        0, "Short side before the central crop; 0 is as the weights say, else 8/7 of image_size."
+    )
+    eval_crop: Literal["auto", "center", "resize"] = setting(
+        "auto",
+        "Short side resized and central crop, or the whole image resized to a square; auto is as the weights say.",
+    )
+    loss: Literal["auto", "softmax", "sigmoid"] = setting(
+        "auto", "Loss to report; auto is the weights' own, else softmax."
+    )
+    batch: int = setting(64, "Images per forward pass.")
+    threads: int = setting(2, "Decoding threads.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model computes; auto is a GPU if there is one.")
+    precision: Precision = setting("fp32", "Of weights and activations; bf16 is for GPUs.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name, value in {"batch": self.batch, "threads": self.threads, "shots_seeds": self.shots_seeds}.items():
+            if value < 1:
+                raise UserError(f"{name} = {value} must be at least 1.")
+        for name, value in {
+            "shots": self.shots,
+            "image_size": self.image_size,
+            "eval_resize": self.eval_resize,
+        }.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        if not self.classify and not self.shots:
+            raise UserError("classify=false with shots=0 leaves nothing to score: set one of them.")
+        if self.shots and self.train_split == self.split:
+            raise UserError(
+                f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
+                "Use another train_split, or shots=0."
+            )

@@ -4,10 +4,12 @@ Avoided here (each has a test): gradients accumulated in bf16, a lock left by a 
 configurations that train wrongly (refused in config.py).
 """
 
+import atexit
 import datetime
 import fcntl
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Compiling an op needs ninja, which sits beside the interpreter when its environment is not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-os.environ.setdefault("DS_LOG_LEVEL", "warning")
+# torch and DeepSpeed disagree on the name of a collective; a user can do nothing about it.
+warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
 
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
@@ -46,12 +49,17 @@ class StepResult:
 
 
 def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
-    """Join the process group. Call once per process, before any collective."""
+    """Join the process group, before any collective; once in a process."""
+    if torch.distributed.is_initialized():
+        return
     deepspeed_logger.setLevel("WARNING")
     if ranks.device.type == "cpu" and ranks.world_size > 1:
         _build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    if torch.distributed.get_backend() == "gloo":
+        # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
+        atexit.register(torch.distributed.destroy_process_group)
 
 
 class Engine:

@@ -9,13 +9,22 @@ import torch
 from pipeline.distributed import Ranks
 
 # Dense 16-bit peak in TFLOP/s by the name CUDA gives; the data sheets' figures without sparsity.
-_PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "V100": 125.0}
+_PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "V100": 125.0,
+}
 _MEASURE_SIDE = 512
 _MEASURE_SECONDS = 0.3
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:
-    """FLOP/s of one device at best, and where the figure is from: the config, a data sheet, or a matrix product timed here."""
+    """FLOP/s of one device at best, and where the figure is from: the config, a data sheet, or a measurement here."""
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
     if device.type == "cuda" and dtype != torch.float32:
@@ -74,7 +83,7 @@ class Meter:
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
     def read(self) -> dict[str, float]:
-        """images_per_second, mfu, data_wait (the slowest rank's), peak_memory_gib since the last reading. Collective."""
+        """images_per_second, mfu, data_wait (of the slowest rank), peak_memory_gib since the last one. Collective."""
         seconds = max(time.perf_counter() - self.begin - self.away, 1e-9)
         rate = self.images / seconds
         self.total_images += self.images

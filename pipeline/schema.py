@@ -7,6 +7,7 @@ in `config.py`; this file knows nothing of training.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from pathlib import Path
@@ -95,14 +96,12 @@ def convert(kind: Any, value: Any, name: str, where: str) -> Any:
         return value
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    if kind is int and not isinstance(value, bool):
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value  # Not by way of float, which has 53 bits: a seed may have more.
+    if kind in (int, float) and not isinstance(value, bool):
         number = _number(value)
-        if number is not None and number == int(number):
-            return int(number)
-    if kind is float and not isinstance(value, bool):
-        number = _number(value)
-        if number is not None:
-            return number
+        if number is not None and (kind is float or number.is_integer()):
+            return kind(number)
     raise UserError(f"{where}: {name} = {value!r} must be a {type_name(kind)}.")
 
 
@@ -181,26 +180,40 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise UserError(f"{override!r} is no override: write setting=value, for example train.global_batch=512.")
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        prefix = "".join(f"{section}." for section in parts[:depth])
+        kind = typing.get_type_hints(cls).get(part)
+        if kind is None:
+            raise UserError(f"the command line: unknown setting {name}.{_did_you_mean(cls, prefix, part)}")
+        rest = parts[depth + 1 :]
+        if not rest:
+            value = _override_value(kind, text)
+            convert(kind, value, name, "the command line")  # A mistake here is not one of the file.
+            tree[part] = value
+            return
+        is_mapping = typing.get_origin(kind) is dict
+        if not is_mapping and not _is_section(kind):
+            raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {name}.")
+        if not isinstance(tree.get(part), dict):
+            if tree.get(part) is not None:
+                raise UserError(f"{prefix}{part} is {tree[part]!r} in the file, so {name} cannot be set in it.")
+            tree[part] = {}
+        tree = tree[part]
+        if is_mapping:
+            tree[".".join(rest)] = text
+            return
+        cls = typing.cast(type, kind)
+
+
+def _override_value(kind: Any, text: str) -> Any:
     try:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError:
-        value = text
-    *sections, leaf = name.split(".")
-    for depth, section in enumerate(sections):
-        fields = {f.name for f in dataclasses.fields(cls)}
-        if section not in fields:
-            prefix = ".".join(sections[:depth]) + "." if depth else ""
-            raise UserError(f"the command line: unknown setting {name}.{_did_you_mean(cls, prefix, section)}")
-        kind = typing.get_type_hints(cls)[section]
-        if typing.get_origin(kind) is dict:
-            tree = tree.setdefault(section, {})
-            break
-        if not _is_section(kind):
-            raise UserError(f"the command line: {section} is a single value, so there is no {name}.")
-        if tree.get(section) is None:
-            tree[section] = {}
-        tree, cls = tree[section], typing.cast(type, kind)
-    tree[leaf] = value
+        return text
+    # Where text is wanted, it is taken as it was typed: YAML would read name=0123 as 83, and name=2026-11-01 as a date.
+    wants_text = kind is str or kind == str | None
+    return text if wants_text and value is not None and not isinstance(value, str) else value
 
 
 def _did_you_mean(cls: type, prefix: str, key: str) -> str:
@@ -210,8 +223,9 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    # PyYAML reads 1e-3 (no dot) as text; people write it all the time.
+    # PyYAML reads 1e-3 (no dot) as text; people write it all the time. No setting may be infinite or no number.
     try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except ValueError:
+        number = float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
         return None
+    return number if number is not None and math.isfinite(number) else None

@@ -6,11 +6,13 @@ off, in the same MLflow run.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ _RETRY_SECONDS = (1, 2, 5, 10, 30)
 _POLL_SECONDS = 1.0
 # How long the end of a run may wait for a slow or absent server; what is unsent goes with the next start.
 _FINISH_SECONDS = 30.0
-# MLflow's limit on the length of a parameter's value.
+# MLflow's limits: on the length of a parameter's value, on the parameters of one call.
 _MAX_PARAMETER = 6000
+_MAX_PARAMETERS = 100
 
 
 class Tracker:
@@ -37,19 +40,25 @@ class Tracker:
         self.tags = {**tags, "git_revision": git_revision()}
         self.uri = config.uri or default_uri(out)
         # A local store puts artifacts beside its database, not into whatever folder the command was started in.
-        self.artifact_location = None if config.uri else (out / "mlartifacts").resolve().as_uri()
+        database = self.uri.removeprefix("sqlite:///")
+        self.artifact_location = (
+            (Path(database).resolve().parent / "mlartifacts").as_uri() if database != self.uri else None
+        )
         folder.mkdir(parents=True, exist_ok=True)
+        _end_last_line(folder / "metrics.jsonl")
         self.file = open(folder / "metrics.jsonl", "a")
         self._stop = threading.Event()
-        self._warned = False
+        self._warned = self._all_sent = False
         self._artifacts: list[Path] = []
         self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True) if config.enabled else None
         if self._thread:
             self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step. Never waits."""
-        record = {"step": step, "time": round(time.time() * 1000), "metrics": metrics}
+        """Record metrics of a step. Never waits for MLflow."""
+        # JSON has no nan and no inf: they are written as text that float() reads.
+        readable = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        record = {"step": step, "time": round(time.time() * 1000), "metrics": readable}
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
 
@@ -63,8 +72,9 @@ class Tracker:
         self._stop.set()
         if self._thread:
             self._thread.join(_FINISH_SECONDS)
-            if self._thread.is_alive():
-                _warn(f"MLflow at {self.uri} does not answer: the rest of metrics.jsonl goes with the next start.")
+            if not self._all_sent:
+                record = self.folder / "metrics.jsonl"
+                _warn(f"MLflow at {self.uri} does not have all of {record}: the rest goes with the next start.")
         self.file.close()
 
     def _follow(self) -> None:
@@ -73,15 +83,17 @@ class Tracker:
             stopping = self._stop.is_set()
             try:
                 self._send()
-                attempt = 0
+                attempt, self._warned = 0, False
                 if stopping:
+                    self._all_sent = True
                     self._close()
                     return
                 self._stop.wait(_POLL_SECONDS)
             except Exception as error:
                 # Whatever the server or its client does, training goes on; the file keeps the metrics.
                 if not self._warned:
-                    _warn(f"MLflow at {self.uri} cannot be reached ({_one_line(error)}): going on, metrics are kept in metrics.jsonl.")
+                    reason = f"MLflow at {self.uri} cannot be reached ({_one_line(error)})"
+                    _warn(f"{reason}: going on, metrics are kept in metrics.jsonl.")
                     self._warned = True
                 if stopping:
                     return
@@ -91,22 +103,26 @@ class Tracker:
     def _send(self) -> None:
         """Everything in metrics.jsonl behind the cursor, in batches; the cursor moves after each."""
         cursor = self._cursor()
-        with open(self.folder / "metrics.jsonl", "rb") as file:
+        client, run_id = self._run(cursor)
+        path = self.folder / "metrics.jsonl"
+        if path.stat().st_size < cursor["sent_bytes"]:
+            cursor["sent_bytes"] = 0  # Another file: the old one was removed.
+        with open(path, "rb") as file:
             file.seek(cursor["sent_bytes"])
             # A line without its end is still being written.
-            lines = [line for line in file.readlines() if line.endswith(b"\n")]
-        client, run_id = self._run(cursor)
+            lines = deque(line for line in file if line.endswith(b"\n"))
         from mlflow.entities import Metric
 
         while lines:
-            chunk: list[bytes] = []
+            num_bytes = 0
             metrics: list[Any] = []
             while lines and len(metrics) < _BATCH:
-                record = json.loads(lines[0])
-                metrics += [Metric(k, v, record["time"], record["step"]) for k, v in record["metrics"].items()]
-                chunk.append(lines.pop(0))
+                line = lines.popleft()
+                num_bytes += len(line)
+                record = _record(line)
+                metrics += [Metric(k, float(v), record["time"], record["step"]) for k, v in record["metrics"].items()]
             client.log_batch(run_id, metrics=metrics)
-            cursor["sent_bytes"] += sum(map(len, chunk))
+            cursor["sent_bytes"] += num_bytes
             self._save_cursor(cursor)
 
     def _run(self, cursor: dict[str, Any]) -> tuple[Any, str]:
@@ -125,36 +141,62 @@ class Tracker:
         client = MlflowClient(tracking_uri=self.uri)
         if not cursor["run_id"] or not _exists(client, cursor["run_id"]):
             experiment = client.get_experiment_by_name(self.experiment)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(
-                self.experiment, artifact_location=self.artifact_location
+            experiment_id = (
+                experiment.experiment_id
+                if experiment
+                else client.create_experiment(self.experiment, artifact_location=self.artifact_location)
             )
-            cursor["run_id"] = client.create_run(experiment_id, run_name=self.name).info.run_id
-            cursor["sent_bytes"] = 0
+            run_id = client.create_run(experiment_id, run_name=self.name).info.run_id
+            cursor.update(run_id=run_id, sent_bytes=0, has_parameters=False)
             self._save_cursor(cursor)
+        if not cursor["has_parameters"]:
             params = [Param(k, str(v)[:_MAX_PARAMETER]) for k, v in self.parameters.items()]
-            client.log_batch(cursor["run_id"], params=params)
-            client.log_dict(cursor["run_id"], self.parameters, "config.json")
+            for first in range(0, len(params), _MAX_PARAMETERS):
+                client.log_batch(cursor["run_id"], params=params[first : first + _MAX_PARAMETERS])
+            cursor["has_parameters"] = True
+            self._save_cursor(cursor)
         client.update_run(cursor["run_id"], status=RunStatus.to_string(RunStatus.RUNNING))
         client.log_batch(cursor["run_id"], tags=[RunTag(k, v) for k, v in self.tags.items()])
         self._client = client
         return client, cursor["run_id"]
 
     def _close(self) -> None:
-        cursor = self._cursor()
+        run_id = self._cursor()["run_id"]
         for path in self._artifacts:
-            self._client.log_artifact(cursor["run_id"], str(path))
-        self._client.set_terminated(cursor["run_id"], self._status)
+            if not path.exists():  # A run that failed early has no scores.
+                continue
+            try:
+                self._client.log_artifact(run_id, str(path))
+            except Exception as error:
+                _warn(f"MLflow at {self.uri} does not take {path} ({_one_line(error)}).")
+        self._client.set_terminated(run_id, self._status)
 
     def _cursor(self) -> dict[str, Any]:
-        path = self.folder / "mlflow.json"
-        if path.exists():
-            cursor = json.loads(path.read_text())
-            if cursor["uri"] == self.uri:
-                return cursor
-        return {"uri": self.uri, "run_id": None, "sent_bytes": 0}
+        """How far the MLflow run of this tracking URI has come; each URI that was ever used has its own."""
+        return self._cursors().get(self.uri, {"run_id": None, "sent_bytes": 0, "has_parameters": False})
 
     def _save_cursor(self, cursor: dict[str, Any]) -> None:
-        write_atomically(self.folder / "mlflow.json", json.dumps(cursor))
+        write_atomically(self.folder / "mlflow.json", json.dumps({**self._cursors(), self.uri: cursor}, indent=1))
+
+    def _cursors(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / "mlflow.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _end_last_line(path: Path) -> None:
+    """A kill in the middle of a line must not spoil the next life's first one."""
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with open(path, "a") as file:
+            file.write("\n")
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """One line of metrics.jsonl; no metrics when a kill cut it short."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        _warn(f"a line of metrics.jsonl was cut short and is left out: {line[:60]!r}")
+        return {"step": 0, "time": 0, "metrics": {}}
 
 
 def default_uri(out: Path) -> str:
@@ -181,12 +223,12 @@ def _exists(client: Any, run_id: str) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_run(run_id)
+        # One that was deleted by hand takes no more metrics.
+        return client.get_run(run_id).info.lifecycle_stage == "active"
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return False
         raise
-    return True
 
 
 def _one_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ from pipeline.console import Console, progress_line
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
-from pipeline.distributed import Ranks, from_environment
+from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import predict, score
@@ -42,7 +42,7 @@ _CHECKPOINT_BYTES_PER_PARAMETER = 20
 
 
 def run(config: RunConfig) -> None:
-    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for the user's mistakes."""
+    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake."""
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path)
@@ -153,14 +153,18 @@ def _find_checkpoint(
         console.say(line)
     if path is None:
         if refused:
-            return UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
+            return UserError(
+                f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh."
+            )
         return None
     then = read_state(path)["identity"]
     now = identity(config, dataset, plan)
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
     fixed = [text for text in changed if text.startswith(_FIXED)]
     if fixed:
-        return UserError(f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=...")
+        return UserError(
+            f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
+        )
     for text in changed:
         console.say(f"changed since the checkpoint: {text}")
     return path
@@ -234,7 +238,13 @@ def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) ->
 
 
 def _save(
-    checkpoints: Checkpoints, engine: Engine, model: VisionTransformer, config: RunConfig, dataset: Dataset, plan: Plan, step: int
+    checkpoints: Checkpoints,
+    engine: Engine,
+    model: VisionTransformer,
+    config: RunConfig,
+    dataset: Dataset,
+    plan: Plan,
+    step: int,
 ) -> None:
     """Commit a checkpoint. Collective; nothing half-written stays when the disk is full."""
     ranks = engine.ranks
@@ -242,8 +252,8 @@ def _save(
     problem = None
     if ranks.is_main and free_bytes(checkpoints.folder) < needed:
         problem = UserError(
-            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. Free some, or lower "
-            "checkpoint.keep; the same command goes on from the last checkpoint."
+            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. Free some, or "
+            "lower checkpoint.keep; the same command goes on from the last checkpoint."
         )
     ranks.agree(problem)
     path = ranks.agree(checkpoints.begin(step) if ranks.is_main else None)
@@ -257,8 +267,9 @@ def _save(
             models.save_state(weights, model.config, path / "model.pt", extra)
         ranks.barrier()  # Every rank's files are there.
         if ranks.is_main:
-            state = {"step": step, "samples_seen": step * plan.global_batch, "identity": identity(config, dataset, plan),
-                     "versions": {"python": platform.python_version(), "torch": torch.__version__}}  # fmt: skip
+            versions = {"python": platform.python_version(), "torch": torch.__version__}
+            state = {"step": step, "samples_seen": step * plan.global_batch, "versions": versions,
+                     "identity": identity(config, dataset, plan)}  # fmt: skip
             checkpoints.commit(path, state)
         ranks.barrier()
     except BaseException:

@@ -147,6 +147,7 @@ class Collector:
         self._flush()
         self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
+        self._parts = []
         classes = sorted(self._classes)
         ranks = np.zeros(len(classes), np.int32)
         for rank, name in enumerate(classes):

@@ -16,6 +16,8 @@ _CROP_TRIES = 100
 _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
 _AUGMENT = 3
+# A picture of 65500 x 1 must not become one of 16.8 M x 256 on the way to its central square.
+_MAX_EVAL_ASPECT = 16
 
 
 def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
@@ -74,17 +76,26 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
 
     "center": short side to eval_resize (area method when shrinking), then the central square. "resize": all of it.
     """
-    height, width = image.shape[:2]
     size = out.shape[0]
     if config.eval_crop == "center":
+        image = _without_ends(image)
         short = config.eval_resize or round(size * 8 / 7)
+        height, width = image.shape[:2]
         scale = short / min(height, width)
         new = max(short, round(width * scale)), max(short, round(height * scale))
         if new != (width, height):
             image = cv2.resize(image, new, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR)
         top, left = (new[1] - size) // 2, (new[0] - size) // 2
         image = image[top : top + size, left : left + size]
-    _resize_into(image, out, cv2.INTER_AREA if min(height, width) > size else cv2.INTER_LINEAR)
+    _resize_into(image, out, cv2.INTER_AREA if min(image.shape[:2]) > size else cv2.INTER_LINEAR)
+
+
+def _without_ends(image: np.ndarray) -> np.ndarray:
+    """The central part of an image whose long side is more than 16 times its short side."""
+    height, width = image.shape[:2]
+    longest = _MAX_EVAL_ASPECT * min(height, width)
+    top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+    return image[top : height - top, left : width - left]
 
 
 def _resize_into(image: np.ndarray, out: np.ndarray, interpolation: int) -> None:

@@ -27,6 +27,12 @@ from pipeline.errors import UserError
 View = Callable[[np.ndarray, np.ndarray, int, int], None]
 
 
+class UnreadableError(UserError):
+    """Too many samples cannot be read."""
+
+    on_one_rank = True  # The others read other samples: each rank has to say it itself.
+
+
 @dataclass(frozen=True)
 class Batch:
     """images: uint8 (B, S, S, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows: int64 (B,)."""
@@ -41,7 +47,14 @@ class Loader:
     """Makes batches of a split for any sequence of (rows, epochs). Close it, or use it as a context manager."""
 
     def __init__(
-        self, split: Split, view: View, image_size: int, threads: int, prefetch: int, max_bad_share: float, pin: bool = False
+        self,
+        split: Split,
+        view: View,
+        image_size: int,
+        threads: int,
+        prefetch: int,
+        max_bad_share: float,
+        pin: bool = False,
     ) -> None:
         self.split, self.view, self.image_size = split, view, image_size
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
@@ -65,7 +78,7 @@ class Loader:
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
         """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
 
-        Raises UserError when more distinct samples are unreadable than max_bad_share of the split.
+        Raises UnreadableError when more distinct samples are unreadable than max_bad_share of the split.
         """
         ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
         for rows, epochs in requests:
@@ -104,7 +117,7 @@ class Loader:
             part.result()
         if len(self.bad) > self.max_bad:
             row, reason = next(iter(self.bad.items()))
-            raise UserError(
+            raise UnreadableError(
                 f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
                 f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
                 "Check the shards, or raise data.max_bad_share."

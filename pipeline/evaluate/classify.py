@@ -1,4 +1,7 @@
-"""Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, n samples."""
+"""Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
+
+With several labels to a sample, a prediction is right when it is any of them. An image that cannot be read is wrong.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +24,14 @@ class Predictions:
     """Of every sample of a split, in row order.
 
     top: int64 (n, 5 or K), the most likely classes, best first. probability: float32 (n,), of the first.
-    loss: float64 (n,). readable: bool (n,), False where the image could not be decoded (it counts as wrong).
+    loss: float64 (n,). readable: bool (n,), False where the image could not be decoded; problems: row -> why.
     """
 
     top: np.ndarray
     probability: np.ndarray
     loss: np.ndarray
     readable: np.ndarray
+    problems: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Scores:
         return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
 
 
+@torch.no_grad()
 def predict(
     forward: Callable[[Tensor], Tensor],
     split: Split,
@@ -69,77 +74,99 @@ def predict(
             # The model's own output function: sigmoid probabilities do not sum to one.
             probability = logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
             best = probability.gather(1, top[:, :1])[:, 0]
-            parts.append([loaded.rows, *(t.cpu().numpy() for t in (top, best.float(), losses.double())), loaded.valid.numpy()])
+            parts.append(
+                [loaded.rows, *(t.cpu().numpy() for t in (top, best.float(), losses.double())), loaded.valid.numpy()]
+            )
             progress(len(loaded.rows))
-    gathered = [part for rank_parts in ranks.gather(parts) for part in rank_parts]
-    rows, *columns = (np.concatenate(column) for column in zip(*gathered, strict=True))
+    gathered = ranks.gather((parts, loader.bad))
+    batches = [part for rank_parts, _ in gathered for part in rank_parts]
+    rows, *columns = (np.concatenate(column) for column in zip(*batches, strict=True))
     # The last ranks repeat samples to make as many batches as the others; one of each row stays.
     unique, first = np.unique(rows, return_index=True)
     assert np.array_equal(unique, np.arange(len(split))), "every sample is predicted"
-    top, probability, loss, readable = (column[first] for column in columns)
-    return Predictions(top, probability, loss, readable)
+    top_classes, best_probability, loss, readable = (column[first] for column in columns)
+    problems = {row: why for _, bad in gathered for row, why in bad.items()}
+    return Predictions(top_classes, best_probability, loss, readable, problems)
 
 
 def score(predictions: Predictions, split: Split) -> Scores:
-    """Accuracy and loss. With several labels to a sample, a prediction is right when it is any of them."""
-    rows = np.arange(len(split))
-    n = len(rows)
-    hits = np.zeros(predictions.top.shape, dtype=bool)
-    for row in rows:
-        hits[row] = np.isin(predictions.top[row], split.labels_of(row))
-    hits &= predictions.readable[:, None]
+    """Accuracy and loss."""
+    n = len(split)
+    hits = is_any(predictions.top, label_table(split)) & predictions.readable[:, None]
     readable = int(predictions.readable.sum())
     loss = float(predictions.loss[predictions.readable].mean()) if readable else float("nan")
     return Scores(float(hits[:, 0].sum()) / n, float(hits.any(1).sum()) / n, loss, n, n - readable)
 
 
-def confusion(predictions: Predictions, split: Split, num_classes: int) -> np.ndarray:
-    """int64 (K, K): samples of true class (row) predicted as class (column).
-
-    A sample of several labels counts under the predicted one if that is right, else under its first; unreadable ones
-    are left out.
-    """
-    table = np.zeros((num_classes, num_classes), dtype=np.int64)
-    for row in np.flatnonzero(predictions.readable):
-        labels = split.labels_of(row)
-        predicted = predictions.top[row, 0]
-        table[predicted if predicted in labels else labels[0], predicted] += 1
+def label_table(split: Split) -> np.ndarray:
+    """int64 (n, M), -1 where a sample has fewer than M labels (M is at least 1)."""
+    table = np.full((len(split), max(1, split.max_labels)), -1, dtype=np.int64)
+    present = np.arange(table.shape[1]) < np.diff(split.label_offsets)[:, None]
+    table[present] = split.label_values[split.label_offsets[0] : split.label_offsets[-1]]
     return table
+
+
+def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """bool (n, T): whether each predicted class, (n, T) and not negative, is one of its sample's labels, (n, M)."""
+    hits = np.zeros(predicted.shape, dtype=bool)
+    for column in labels.T:
+        hits |= predicted == column[:, None]
+    return hits
+
+
+def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """(true, predicted) class of each sample, int64 (n,); predicted is -1 where the image is unreadable.
+
+    A sample of several labels counts under the predicted one if that is right, else under its first; true is -1 for a
+    sample without labels.
+    """
+    labels = label_table(split)
+    best = predictions.top[:, :1]
+    right = is_any(best, labels)[:, 0] & predictions.readable
+    return np.where(right, best[:, 0], labels[:, 0]), np.where(predictions.readable, best[:, 0], -1)
+
+
+def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """int64 (C, C): samples of true class classes[row] predicted as classes[column]; all others are left out.
+
+    A table of all 21,843 classes would take 3.8 GB, so the classes to show are chosen first.
+    """
+    place = np.full(1 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
+    place[classes] = np.arange(len(classes))
+    rows, columns = np.where(true < 0, -1, place[true]), np.where(predicted < 0, -1, place[predicted])
+    shown = (rows >= 0) & (columns >= 0)
+    counts = np.bincount(rows[shown] * len(classes) + columns[shown], minlength=len(classes) ** 2)
+    return counts.reshape(len(classes), len(classes))
 
 
 @dataclass(frozen=True)
 class ClassReport:
-    """float64 (K,) each; a class without predictions has precision 0, without samples recall 0 (as scikit-learn)."""
+    """float64 (K,), but support int64: a class without predictions has precision 0, without samples recall 0 (as
+    scikit-learn). Unreadable images are in the support, and lower the recall: weighted by support, it is top-1.
+    """
 
     precision: np.ndarray
     recall: np.ndarray
     f1: np.ndarray
     support: np.ndarray
 
+    def macro(self) -> dict[str, float]:
+        """Plain means over the classes that have samples: macro_precision, macro_recall, macro_f1."""
+        tested = self.support > 0
+        columns = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
+        return {f"macro_{name}": float(column[tested].mean()) for name, column in columns.items()}
 
-def per_class(table: np.ndarray) -> ClassReport:
-    """Precision, recall and F1 of each class from a confusion table, int64 (K, K), true class in rows."""
-    right = np.diag(table).astype(np.float64)
-    precision = _share(right, table.sum(0))
-    recall = _share(right, table.sum(1))
+
+def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> ClassReport:
+    """Precision, recall and F1 of each class from `outcomes`; samples without labels are left out."""
+    predicted, true = predicted[true >= 0], true[true >= 0]
+    right = np.bincount(true[true == predicted], minlength=num_classes).astype(np.float64)
+    support = np.bincount(true, minlength=num_classes)
+    precision = _share(right, np.bincount(predicted[predicted >= 0], minlength=num_classes))
+    recall = _share(right, support)
     f1 = _share(2 * precision * recall, precision + recall)
-    return ClassReport(precision, recall, f1, table.sum(1))
+    return ClassReport(precision, recall, f1, support)
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
-
-
-@torch.no_grad()
-def extract(
-    features: Callable[[Tensor], Tensor], split: Split, rows: np.ndarray, image_size: int, augment: AugmentConfig,
-    batch: int, threads: int,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Features float32 (n, D) and first labels int64 (n,) of the readable samples among `rows`, in order."""
-    found, labels = [], []
-    requests = ((rows[i : i + batch], np.zeros(batch, dtype=np.int64)) for i in range(0, len(rows), batch))
-    with Loader(split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0) as loader:
-        for loaded in loader.batches(requests):
-            found.append(features(loaded.images).float().cpu().numpy()[loaded.valid.numpy()])
-            labels.append(loaded.labels[:, 0].numpy()[loaded.valid.numpy()])
-    return np.concatenate(found), np.concatenate(labels)

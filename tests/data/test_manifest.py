@@ -97,9 +97,9 @@ def test_damage_is_told_in_one_line(damage, said: str, tmp_path: Path) -> None:
 
 
 def test_unknown_split_and_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no split 'test'. It has: train, val"):
+    with pytest.raises(UserError, match=r"has no split 'test'. It has: train, val"):
         write(tmp_path).split("test")
-    with pytest.raises(UserError, match="no such data set. Shard it first: python launch/shard.py"):
+    with pytest.raises(UserError, match=r"no such data set. Shard it first: python launch/shard.py"):
         open_dataset(tmp_path / "nowhere")
 
 
@@ -132,7 +132,7 @@ def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as file:
         file.write(b"old")
-    with pytest.raises(OSError, match="No space left") as error, replacing(path) as file:
+    with pytest.raises(OSError, match="No space left") as error, replacing(path) as file:  # noqa: PT012
         file.write(b"half")
         raise OSError(28, "No space left on device")
     assert error.value.filename == str(path)

@@ -65,7 +65,10 @@ def write_tar(files: dict[str, bytes], path: Path, mode: str = "w", format: int 
 def write_zip(files: dict[str, bytes], path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for number, (name, data) in enumerate(files.items()):
-            archive.writestr(name, data, zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED)
+            member = zipfile.ZipInfo(name)
+            # An extra field, as zips made on most machines have (its bytes lie between the name and the data).
+            member.extra = b"\xfe\xca\x04\x00more"
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED)
     return path
 
 

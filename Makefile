@@ -1,0 +1,31 @@
+# make demo, make test: all the set-up anyone needs. Wants Python 3.11+, a C++ compiler and a package index.
+PYTHON ?= python3
+PY := .venv/bin/python
+# torch first, at the version pyproject.toml pins: deepspeed's build looks for it, and an open range fetches gigabytes.
+TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint install clean
+
+demo: install
+	$(PY) launch/demo.py
+
+test: install lint
+	$(PY) -m pytest
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet '$(TORCH)' $$(grep -oE '"(setuptools|ninja)==[0-9.]*"' pyproject.toml | tr -d '"') wheel
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs/demo .mypy_cache .ruff_cache .pytest_cache

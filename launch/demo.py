@@ -1,0 +1,154 @@
+"""The whole way on a CPU, on data that needs no download: shard, pre-train, kill, resume, fine-tune, score."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data_tools.demo import make_digits, make_shapes
+from pipeline import schema
+from pipeline.command import main
+from pipeline.config import ScoreConfig, ShardConfig
+from pipeline.errors import UserError
+from pipeline.schema import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    out: str = setting("runs/demo", "Folder for everything the demo makes; an earlier demo there is replaced.")
+    num_per_class: int = setting(400, "Generated pictures of each shape.")
+    ranks: int = setting(2, "DeepSpeed ranks.")
+
+
+def demo(config: DemoConfig) -> None:
+    out = Path(config.out)
+    if out.exists() and not (out / "raw").is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} holds something that is no demo: choose another folder with out=...")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    begin = time.perf_counter()
+
+    title("1/5  Shard: generated shapes, and scikit-learn's scans of digits, with Ray")
+    from data_tools import shard  # Late: --help needs no Ray.
+
+    make_shapes(out / "raw" / "shapes", config.num_per_class)
+    make_digits(out / "raw" / "digits")
+    for name, extra in (("shapes", ["val_share=0.1"]), ("digits", ["splits.train=train", "splits.test=test"])):
+        folders = [f"source={out / 'raw' / name}", f"out={out / name}", "samples_per_shard=512"]
+        shard.run(schema.load(ShardConfig, None, [*folders, *extra]))
+
+    title("2/5  Pre-train on the shapes; killed with SIGKILL half-way")
+    pretrain = command(config, "pretrain", [f"data.path={out / 'shapes'}"])
+    run_and_kill(pretrain, out / "pretrain" / "checkpoints" / "latest")
+
+    title("3/5  The same command again: it resumes from the last checkpoint")
+    check(pretrain)
+
+    title("4/5  Fine-tune on the digits at 40 px")
+    check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}"]))
+
+    title("5/5  Score")
+    from pipeline.evaluate import report  # Late: --help needs no torch.
+
+    digits = [f"data={out / 'digits'}", "split=test"]
+    finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))
+    probed = report.run(
+        schema.load(ScoreConfig, None, [f"weights={out / 'pretrain'}", "shots=5", "classify=false", *digits])
+    )
+
+    pretrained = json.loads((out / "pretrain" / "scores.json").read_text())
+    records = [json.loads(line)["metrics"] for line in (out / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    speeds = sorted(record["images_per_second"] for record in records if "images_per_second" in record)
+    summary = {
+        "pretrain_top1": pretrained["top1"],
+        "finetune_top1": finetuned["top1"],
+        "fewshot_top1": probed["fewshot_top1"],
+        "images_per_second": speeds[len(speeds) // 2],
+        "seconds": time.perf_counter() - begin,
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    title("Done")
+    print(f"""
+  pre-training on shapes, 32 px: top-1 on held-out pictures    {summary["pretrain_top1"]:8.1%}
+  fine-tuning on digits, 40 px: top-1 on held-out scans        {summary["finetune_top1"]:8.1%}
+  5-shot linear on digits, features of the shapes' model       {summary["fewshot_top1"]:8.1%}
+  images/s in pre-training, median                             {summary["images_per_second"]:8.0f}
+  seconds for everything                                       {summary["seconds"]:8.0f}
+
+  Written to {out / "summary.json"}; pictures and tables in {out / "finetune" / "evaluate"}.
+  To look at the runs in MLflow, then open http://127.0.0.1:5000:
+
+    {Path(sys.executable).parent / "mlflow"} server --backend-store-uri sqlite:///{(out / "mlflow.db").resolve()}
+""")
+
+
+def command(config: DemoConfig, name: str, overrides: list[str]) -> list[str]:
+    """The command line a user would type, on `config.ranks` local ranks."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(config.ranks), "--log_level", "error"]
+    settings = ["--config", str(ROOT / "configs" / "demo" / f"{name}.yaml"), f"out={config.out}", *overrides]
+    return [*launcher, str(ROOT / "launch" / f"{name}.py"), *settings]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, as on a machine that is full; the launcher cannot find a CPU by itself without a word."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    import torch
+
+    accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **accelerator, "PATH": path}
+
+
+def check(arguments: list[str]) -> None:
+    """Run a command to its end. Raises UserError when it fails: its own output has said why."""
+    code = subprocess.run(arguments, env=environment()).returncode
+    if code:
+        raise UserError(f"this command failed with exit code {code}, see above: {' '.join(arguments)}")
+
+
+def run_and_kill(arguments: list[str], pointer: Path) -> None:
+    """Run a command, and SIGKILL it with all its ranks once a second checkpoint is committed."""
+    process = subprocess.Popen(arguments, env=environment(), start_new_session=True)
+    seen: set[str] = set()
+    while len(seen) < 2:
+        if process.poll() is not None:
+            raise UserError(f"this command ended before it could be killed, see above: {' '.join(arguments)}")
+        if pointer.exists():
+            seen.add(pointer.read_text())
+        time.sleep(0.1)
+    kill_tree(process.pid)
+    process.wait()
+    print("killed")
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all that it started; the launcher gives each rank a session of its own."""
+    import psutil
+
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in family:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family[1:], timeout=10)
+
+
+def title(text: str) -> None:
+    print(f"\n=== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main(
+        DemoConfig,
+        demo,
+        """
+        The whole way on a CPU, in minutes, without a download: shards generated pictures with Ray, pre-trains a small
+        ViT on them with 2 DeepSpeed ranks, kills and resumes it, fine-tunes at a higher resolution on real scans,
+        and scores the result.
+        """,
+    )

@@ -1,0 +1,32 @@
+"""Command: weights and a data set -> scores and a report. See `pipeline/evaluate/report.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.command import main
+from pipeline.config import ScoreConfig
+
+
+def evaluate(config: ScoreConfig) -> None:
+    from pipeline.evaluate.report import run  # Late: --help and mistakes in the settings need no torch.
+
+    run(config)
+
+
+if __name__ == "__main__":
+    main(
+        ScoreConfig,
+        evaluate,
+        """
+        Score weights on a split of a data set: top-1, top-5, loss, precision, recall and F1 of each class, a picture of
+        what is taken for what, and few-shot linear accuracy of the features. Runs in one process, on a GPU or a CPU.
+
+          python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet
+          python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10
+
+        Writes report.md, scores.json, per_class.csv and confusion.png into the folder it names at the end. Images that
+        cannot be read count as wrong, and are named.
+        """,
+    )

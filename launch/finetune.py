@@ -1,0 +1,26 @@
+"""Fine-tune a Vision Transformer: `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.command import main
+from pipeline.config import RunConfig
+from pipeline.transfer.finetune import run
+
+if __name__ == "__main__":
+    main(
+        RunConfig,
+        run,
+        """
+        Fine-tune pre-trained weights on another data set, at another resolution: a new zero-initialised head, positions
+        resampled to the new patch grid. The same command starts, resumes and finishes a run.
+
+          deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
+          deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
+          deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
+
+        Weights bring their own architecture: leave model.name and its sizes unset.
+        """,
+    )

@@ -1,0 +1,113 @@
+"""scores.json as a person reads it: the page report.md, the table per_class.csv, the lines on the terminal."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_MAX_LISTED, _WORST, _BEST = 30, 15, 5
+_MAX_NAMED = 20
+
+
+def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, value) of the scores that there are, one line each."""
+    rows = []
+    if "top1" in scores:
+        names = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
+                 "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
+        rows += [(text, f"{scores[name]:.2%}") for name, text in names.items()]
+        rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
+    if "fewshot_top1" in scores:
+        seeds = len(scores["fewshot_top1_of_seeds"])
+        rows.append((f"{scores['fewshot_shots']}-shot linear accuracy, mean", f"{scores['fewshot_top1']:.2%}"))
+        rows.append((f"  its standard deviation over {seeds} seeds", f"{scores['fewshot_std']:.2%}"))
+    rows.append(("images", f"{scores['num_samples']:,}"))
+    if scores["num_unreadable"]:
+        rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
+    rows.append(("images/s", f"{scores['images_per_second']:,.1f}"))
+    return rows
+
+
+def page(scores: dict[str, Any]) -> str:
+    """report.md."""
+    parts = [f"# {scores['weights']} on {scores['data']}, split {scores['split']}", _how(scores)]
+    parts.append(_table(("score", "value"), summary(scores)))
+    if "fewshot_top1" in scores:
+        parts += ["## Few-shot", _few_shot_text(scores)]
+    if "per_class" in scores:
+        parts += ["## Classes", *_classes(scores), "## What is taken for what"]
+        if scores["confused"]:
+            rows = [
+                (pair["true"], pair["predicted"], f"{pair['count']:,}", f"{pair['share']:.1%}")
+                for pair in scores["confused"]
+            ]
+            parts.append(_table(("true class", "predicted as", "images", "share of the true class"), rows))
+        parts.append("![Confusion matrix: each row is a true class, each cell its share predicted as the column's]"
+                     "(confusion.png)")  # fmt: skip
+    for title, name in (
+        ("Unreadable images", "unreadable"),
+        ("Unreadable images among the shots", "fewshot_unreadable"),
+    ):
+        if bad := scores.get(name):
+            parts += [f"## {title}", _table(("image", "problem"), [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]])]
+            if len(bad) > _MAX_NAMED:
+                parts.append(f"The first {_MAX_NAMED} of {len(bad):,}; all are in scores.json.")
+    return "\n\n".join(parts) + "\n"
+
+
+def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
+    """per_class.csv: class, precision, recall, f1, support."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _how(scores: dict[str, Any]) -> str:
+    origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
+    crop = "the whole image resized to a square"
+    if scores["eval_crop"] == "center":
+        crop = f"short side resized to {scores['eval_resize']}, central crop"
+    return (
+        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. "
+        f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
+    )
+
+
+def _few_shot_text(scores: dict[str, Any]) -> str:
+    shots, fewest = scores["fewshot_shots"], scores["fewshot_fewest"]
+    of_seeds = ", ".join(f"{accuracy:.2%}" for accuracy in scores["fewshot_top1_of_seeds"])
+    less = f" Some class has only {fewest}." if fewest < shots else ""
+    return (
+        f"Ridge regression (λ = 1024) of the features before the head on {shots} images of each class of split "
+        f"{scores['fewshot_split']}, tested on split {scores['split']}, both in the evaluation view above. "
+        f"Seeds 0, 1, ...: {of_seeds}.{less}"
+    )
+
+
+def _classes(scores: dict[str, Any]) -> Iterable[str]:
+    tested = [row for row in scores["per_class"] if row["support"]]
+    untested = len(scores["per_class"]) - len(tested)
+    if untested:
+        yield f"{untested:,} classes have no image in this split; the means are over the other {len(tested):,}."
+    header = ("class", "precision", "recall", "F1", "images")
+    if len(tested) <= _MAX_LISTED:
+        yield _table(header, [_class_cells(row) for row in tested])
+        return
+    ranked = sorted(tested, key=lambda row: row["f1"])
+    yield f"The {_WORST} with the lowest F1, the {_BEST} with the highest; all are in [per_class.csv](per_class.csv)."
+    rows = [_class_cells(row) for row in ranked[:_WORST]]
+    yield _table(header, [*rows, ("...",) * len(header), *(_class_cells(row) for row in ranked[-_BEST:])])
+
+
+def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; the first column is text, the others are set right unless they are text as well."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )

@@ -1,0 +1,284 @@
+"""Weights and a data set -> scores, and a folder that shows them; `run` is the whole of it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.config import AugmentConfig, ScoreConfig
+from pipeline.data.loader import normalise
+from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.evaluate import fewshot, render
+from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
+from pipeline.evaluate.features import Features, extract
+from pipeline.evaluate.figure import draw_confusion
+from pipeline.model import VisionTransformer
+
+_NUM_CONFUSED = 10
+
+
+@torch.inference_mode()
+def run(config: ScoreConfig) -> dict[str, Any]:
+    """Score `config.weights` on `config.split`, write the report, print its table; returns what scores.json holds.
+
+    Among its keys, where scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
+    macro_recall, macro_f1, per_class; fewshot_top1 (mean over seeds), fewshot_std. Shares are in [0, 1].
+    Raises UserError for weights and data that do not fit, before anything is written.
+    """
+    # ---------------------------------------------------------------------- what is scored, on what
+    dataset = open_dataset(config.data)
+    split = _split(config, dataset)
+    shots_split = _shots_split(config, dataset) if config.shots else None
+    subject = _load(config, dataset)
+    folder = _folder(config)
+
+    # ---------------------------------------------------------------------- every image once through the model
+    begin = time.perf_counter()
+    predictions, features = _forward(config, subject, split)
+    seconds = time.perf_counter() - begin
+    seen = predictions or features
+    assert seen is not None, "config.check refuses to score nothing"
+    _check_seen(config, seen, split)
+
+    # ---------------------------------------------------------------------- the scores
+    scores: dict[str, Any] = {
+        **_identity(config, dataset, subject), "num_samples": len(split), "num_unreadable": len(seen.problems),
+        "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
+    }  # fmt: skip
+    picture = None
+    if predictions is not None:
+        true, predicted = outcomes(predictions, split)
+        classes = per_class(true, predicted, dataset.num_classes)
+        scores |= {**asdict(score(predictions, split)), **classes.macro()}
+        scores["confused"] = _most_confused(true, predicted, dataset.classes)
+        columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
+        scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
+        picture = draw_confusion(true, predicted, dataset.classes)
+    if features is not None and shots_split is not None:
+        scores |= _few_shots(config, subject, features, split, shots_split, dataset.num_classes)
+
+    # ---------------------------------------------------------------------- the folder
+    files = {
+        "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
+        "confusion.png": picture,
+        "report.md": render.page(scores).encode(),
+        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)  # Of an earlier report, of which this one has no such part.
+            continue
+        with replacing(folder / name) as file:
+            file.write(content)
+    for name, value in render.summary(scores):
+        print(f"{name:<44} {value:>12}")
+    print(f"report: {folder / 'report.md'}")
+    return scores
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """Weights, ready to be scored. extra: what the weights' file says of them."""
+
+    model: VisionTransformer
+    device: torch.device
+    dtype: torch.dtype
+    image_size: int
+    view: AugmentConfig
+    loss_kind: str
+    extra: dict[str, Any]
+
+    def features(self, images: Tensor) -> Tensor:
+        """uint8 (B, S, S, 3) -> (B, D), what the head reads."""
+        return self.model.features(normalise(images, self.device, self.dtype))
+
+
+def _load(config: ScoreConfig, dataset: Dataset) -> _Subject:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
+    device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    trained, _, extra = models.read_weights(config.weights)
+    if config.classify:
+        _check_classes(config, trained.num_classes, extra.get("classes"), dataset)
+    if not config.image_size and trained.image_size[0] != trained.image_size[1]:
+        raise UserError(f"{config.weights} reads images of {trained.image_size} pixels, no square: set image_size.")
+    image_size = config.image_size or trained.image_size[0]
+    view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
+    loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
+    model = models.load(config.weights, image_size=image_size).eval().to(device, dtype)
+    return _Subject(model, device, dtype, image_size, view, loss_kind, extra)
+
+
+def evaluation_view(config: ScoreConfig, image_size: int, trained: dict[str, Any]) -> AugmentConfig:
+    """The preprocessing asked for, else that of the weights, `trained`, else the default.
+
+    At another image size than theirs the weights' eval_resize keeps its ratio to it.
+    """
+    crop = trained.get("eval_crop", "center") if config.eval_crop == "auto" else config.eval_crop
+    resize = round(trained.get("eval_resize", 0) * image_size / trained.get("image_size", image_size))
+    view = schema.build(AugmentConfig, {"eval_crop": crop, "eval_resize": config.eval_resize or resize}, config.weights)
+    if view.eval_crop == "center" and 0 < view.eval_resize < image_size:
+        raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
+    return view
+
+
+def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
+    way_out = "Use the data set that these weights were made for, or classify=false to score their features alone."
+    if num_classes != dataset.num_classes:
+        head = f"{num_classes:,} classes" if num_classes else "no head"
+        raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {way_out}")
+    if names is None or not config.match_classes:
+        return
+    for number, (there, here) in enumerate(zip(names, dataset.classes, strict=True)):
+        if there != here:
+            raise UserError(
+                f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {way_out} "
+                "If only the names differ: match_classes=false."
+            )
+
+
+def _split(config: ScoreConfig, dataset: Dataset) -> Split:
+    split = dataset.split(config.split)
+    if not len(split):
+        raise UserError(f"{config.data}: split {config.split!r} has no images.")
+    return split
+
+
+def _shots_split(config: ScoreConfig, dataset: Dataset) -> Split:
+    if config.train_split not in dataset.splits:
+        raise UserError(
+            f"{config.data} has no split {config.train_split!r} to choose shots from. "
+            f"It has: {', '.join(dataset.splits)}. Set train_split, or shots=0."
+        )
+    split = dataset.split(config.train_split)
+    if not len(split):
+        raise UserError(f"{config.data}: split {config.train_split!r} has no images to choose shots from. Use shots=0.")
+    return split
+
+
+def _folder(config: ScoreConfig) -> Path:
+    """Where the report goes; exists already, or can be made."""
+    weights, name = Path(config.weights), f"{Path(config.data).resolve().name}-{config.split}"
+    if config.out:
+        folder = Path(config.out)
+    elif (weights / "checkpoints").is_dir():
+        folder = weights / "evaluate" / name
+    else:
+        folder = Path("runs") / "evaluate" / f"{weights.resolve().stem}-{name}"
+    for part in (folder, *folder.parents):
+        if part.exists():
+            if not part.is_dir():
+                raise UserError(
+                    f"{part} is a file, so the report cannot go into {folder}. Choose another folder with out=..."
+                )
+            break
+    return folder
+
+
+def _forward(config: ScoreConfig, subject: _Subject, split: Split) -> tuple[Predictions | None, Features | None]:
+    """Predictions when there is a head to score, features when there are shots."""
+    size, view = subject.image_size, subject.view
+    with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
+        if not config.classify:
+            rows = np.arange(len(split))
+            return None, extract(subject.features, split, rows, size, view, config.batch, config.threads, bar.update)
+        on_the_way: list[np.ndarray] = []
+
+        def logits(images: Tensor) -> Tensor:
+            features = subject.features(images)
+            if config.shots:
+                on_the_way.append(features.float().cpu().numpy())
+            return subject.model.head(features).float()
+
+        alone = Ranks(0, 0, 1, subject.device)
+        done = predict(logits, split, size, view, subject.loss_kind, config.batch, config.threads, alone, bar.update)
+        # A rank that is alone reads the rows in order, each once.
+        return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.shots else None
+
+
+def _check_seen(config: ScoreConfig, seen: Predictions | Features, split: Split) -> None:
+    values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
+    if not seen.readable.any():
+        first = _named(seen.problems, split)[0]
+        raise UserError(
+            f"none of the {len(split):,} images of {config.data}, split {split.name!r}, can be read; "
+            f"the first is {first['key']}: {first['problem']}. Check the shards."
+        )
+    broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
+    if len(broken):
+        raise UserError(
+            f"{config.weights} gives NaN or infinity for {len(broken):,} of {len(split):,} images, the first "
+            f"{split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
+        )
+
+
+def _identity(config: ScoreConfig, dataset: Dataset, subject: _Subject) -> dict[str, Any]:
+    """What was scored on what, and how."""
+    size, view = subject.image_size, subject.view
+    return {
+        "weights": config.weights, "run": subject.extra.get("run"), "step": subject.extra.get("step"),
+        "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
+        "num_classes": dataset.num_classes, "image_size": size, "eval_crop": view.eval_crop,
+        "eval_resize": (view.eval_resize or round(size * 8 / 7)) if view.eval_crop == "center" else size,
+        "loss_kind": subject.loss_kind, "precision": config.precision, "device": str(subject.device),
+    }  # fmt: skip
+
+
+def _few_shots(
+    config: ScoreConfig, subject: _Subject, tested: Features, split: Split, train: Split, num_classes: int
+) -> dict[str, Any]:
+    """fewshot_top1, fewshot_std and what they are made of. Only images that a seed chose go through the model."""
+    first_labels = label_table(train)[:, 0]
+    seeds = range(config.shots_seeds)
+    chosen = [fewshot.choose_shots(first_labels, num_classes, config.shots, seed) for seed in seeds]
+    rows = np.unique(np.concatenate(chosen))
+    with tqdm(total=len(rows), desc=f"{config.shots} shots", unit=" images", disable=None) as bar:
+        shots = extract(
+            subject.features, train, rows, subject.image_size, subject.view, config.batch, config.threads, bar.update
+        )
+    labels = np.where(tested.readable[:, None], label_table(split), -1)
+    accuracies = []
+    for choice in chosen:
+        places = np.searchsorted(rows, choice)
+        places = places[shots.readable[places]]
+        if not len(places):
+            raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
+        train_labels = first_labels[rows[places]]
+        accuracies.append(fewshot.accuracy(shots.values[places], train_labels, tested.values, labels, num_classes))
+    return {
+        "fewshot_top1": float(np.mean(accuracies)), "fewshot_std": float(np.std(accuracies)),
+        "fewshot_top1_of_seeds": accuracies, "fewshot_shots": config.shots, "fewshot_split": train.name,
+        "fewshot_fewest": int(np.bincount(first_labels[chosen[0]], minlength=num_classes).min()),
+        "fewshot_unreadable": _named(shots.problems, train),
+    }  # fmt: skip
+
+
+def _most_confused(true: np.ndarray, predicted: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
+    """The pairs of classes with most mistakes: their number, and their share of the true class's samples."""
+    wrong = (true >= 0) & (predicted >= 0) & (true != predicted)
+    pairs, counts = np.unique(np.stack([true[wrong], predicted[wrong]]), axis=1, return_counts=True)
+    support = np.bincount(true[true >= 0], minlength=len(names))
+    return [
+        {"true": names[t], "predicted": names[p], "count": int(count), "share": float(count / support[t])}
+        for (t, p), count in sorted(zip(pairs.T.tolist(), counts, strict=True), key=lambda item: -item[1])[
+            :_NUM_CONFUSED
+        ]
+    ]
+
+
+def _named(problems: dict[int, str], split: Split) -> list[dict[str, str]]:
+    rows = sorted(problems)
+    return [{"key": key, "problem": problems[row]} for key, row in zip(split.keys(rows), rows, strict=True)]

@@ -1,0 +1,1 @@
+"""From a pre-trained model to a new task."""

@@ -1,0 +1,66 @@
+"""Data sets whose pixels tell their row, so that a test can decide what the model says of each."""
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
+
+SIDE = 8
+MakeDataset = Callable[..., Dataset]
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> MakeDataset:
+    def make(
+        splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None
+    ) -> Dataset:
+        """splits: name -> the labels of each sample. bad: name -> rows that are no images.
+
+        Red and green of the upper left pixel are the row's low and high byte; the rest depends on first label and row.
+        """
+        path = tmp_path / "photos"
+        path.mkdir()
+        shards, tables = [], []
+        for split, labels in splits.items():
+            name, rows = f"{split}-000000.tar", []
+            with tarfile.open(path / name, "w", format=tarfile.GNU_FORMAT) as tar:
+                for row, own in enumerate(labels):
+                    data = b"no image" if row in (bad or {}).get(split, []) else picture(row, own)
+                    member = tarfile.TarInfo(f"{split}{row}.png")
+                    member.size = len(data)
+                    rows.append(
+                        {
+                            "key": f"{split}{row}",
+                            "offset": tar.offset + 512,
+                            "size": len(data),
+                            "ext": "png",
+                            "labels": own,
+                            "width": SIDE,
+                            "height": SIDE,
+                            "sha256": hashlib.sha256(data).digest(),
+                        }
+                    )
+                    tar.addfile(member, io.BytesIO(data))
+            content = (path / name).read_bytes()
+            shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
+            tables.append(pa.Table.from_pylist(rows, ROWS))
+        return write_dataset(path, shards, tables, classes, {}, {})
+
+    return make
+
+
+def picture(row: int, labels: list[int]) -> bytes:
+    pixels = np.random.default_rng([row, *labels]).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    pixels[SIDE // 2 :, :, :] = 20 + 50 * (labels[0] if labels else 0)
+    pixels[0, 0, :2] = row % 256, row // 256
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,185 @@
+"""Scores equal scikit-learn's, whatever the number of ranks; every image counts once, unreadable ones as wrong."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics
+from torch import Tensor
+
+from pipeline.config import AugmentConfig
+from pipeline.data.manifest import Split
+from pipeline.distributed import Ranks
+from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
+
+K = 7
+SIZE = 8
+WHOLE = AugmentConfig(eval_crop="resize")
+
+
+class Board:
+    """What simulated ranks, which are threads, have put up for each other."""
+
+    def __init__(self, world_size: int) -> None:
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=60)
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    board: Board
+
+    def gather(self, value: Any) -> list[Any]:
+        self.board.values[self.rank] = value
+        self.board.barrier.wait()
+        return list(self.board.values)
+
+
+def predict_on(
+    world_size: int, split: Split, table: np.ndarray, loss_kind: str = "softmax", batch: int = 4
+) -> list[Predictions]:
+    """What each rank returns when the model's logits of sample `row` are table[row]."""
+    board = Board(world_size)
+    results: list[Any] = [None] * world_size
+
+    def forward(images: Tensor) -> Tensor:
+        rows = images[:, 0, 0, 0].long() + 256 * images[:, 0, 0, 1].long()
+        return torch.from_numpy(table)[rows]
+
+    def work(rank: int) -> None:
+        ranks = ThreadRanks(rank, rank, world_size, torch.device("cpu"), board)
+        results[rank] = predict(forward, split, SIZE, WHOLE, loss_kind, batch, 1, ranks)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def random_case(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(labels (n,), logits (n, K)) that are right about half of the time."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, K - 1, n)  # The last class has no samples.
+    logits = rng.normal(size=(n, K)) + 1.5 * np.eye(K)[labels]
+    return labels, logits.astype(np.float32)
+
+
+def share_right(labels: np.ndarray, logits: np.ndarray, k: int) -> float:
+    return metrics.top_k_accuracy_score(labels, logits, k=k, labels=range(K), normalize=False)
+
+
+@pytest.mark.parametrize("loss_kind", ["softmax", "sigmoid"])
+def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
+    n, bad = 300, [0, 17, 299]
+    labels, logits = random_case(n)
+    split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg"), {"val": bad}).split("val")
+    (predictions,) = predict_on(1, split, logits, loss_kind, batch=32)
+    scores = score(predictions, split)
+
+    ok = np.setdiff1d(np.arange(n), bad)
+    assert scores.top1 == share_right(labels[ok], logits[ok], 1) / n
+    assert scores.top5 == share_right(labels[ok], logits[ok], 5) / n
+    assert scores.top1 < scores.top5 < 1
+    wide = logits[ok].astype(np.float64)
+    if loss_kind == "softmax":
+        shares = np.exp(wide) / np.exp(wide).sum(1, keepdims=True)
+        loss = metrics.log_loss(labels[ok], shares, labels=range(K))
+    else:
+        shares = 1 / (1 + np.exp(-wide))
+        hot = np.eye(K)[labels[ok]]
+        loss = sum(metrics.log_loss(hot[:, c], shares[:, c], labels=[0, 1]) for c in range(K))
+    assert scores.loss == pytest.approx(loss, rel=1e-6)
+    np.testing.assert_allclose(predictions.probability[ok], shares.max(1), rtol=1e-5)
+    assert (scores.num_samples, scores.num_unreadable) == (n, 3)
+    assert sorted(predictions.problems) == bad
+    assert "3 unreadable (counted as wrong)" in str(scores)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 5, 23])
+def test_every_number_of_ranks_gives_the_same(make_dataset, world_size: int, n: int) -> None:
+    labels, logits = random_case(n, seed=n)
+    bad = [n - 1] if n > 1 else []  # The row that short ranks repeat.
+    split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg"), {"val": bad}).split("val")
+    ok = np.setdiff1d(np.arange(n), bad)
+    for predictions in predict_on(world_size, split, logits):
+        assert np.array_equal(predictions.top[ok], np.argsort(-logits[ok], axis=1)[:, :5])
+        assert np.array_equal(np.flatnonzero(~predictions.readable), bad)
+        assert list(predictions.problems) == bad
+        scores = score(predictions, split)
+        assert scores.top1 == share_right(labels[ok], logits[ok], 1) / n if n > 1 else scores.top1 in (0, 1)
+        assert scores.num_samples == n
+
+
+def test_classes_equal_scikit_learns() -> None:
+    labels, logits = random_case(400)
+    predicted = logits.argmax(1)
+    predicted[:5] = -1  # Unreadable: a miss of its class, and nobody's false alarm.
+    report = per_class(labels, predicted, K)
+    expected = metrics.precision_recall_fscore_support(labels, predicted, labels=range(K), zero_division=0)
+    for ours, theirs in zip((report.precision, report.recall, report.f1, report.support), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    assert report.support[K - 1] == 0
+    present = range(K - 1)
+    for name, function in (
+        ("precision", metrics.precision_score),
+        ("recall", metrics.recall_score),
+        ("f1", metrics.f1_score),
+    ):
+        assert report.macro()[f"macro_{name}"] == pytest.approx(
+            function(labels, predicted, labels=present, average="macro")
+        )
+    # Weighted by support, recall is top-1 with the unreadable as wrong.
+    assert np.average(report.recall, weights=report.support) == pytest.approx((labels == predicted).mean())
+    for shown in (np.arange(K), np.array([2, 3, 5])):
+        assert np.array_equal(
+            confusion(labels, predicted, shown), metrics.confusion_matrix(labels, predicted, labels=shown)
+        )
+
+
+def test_any_of_several_labels_is_right(make_dataset) -> None:
+    labels = [[1, 4], [2], [0, 3, 5], [], [1, 2], [6]]
+    split = make_dataset({"val": labels}, list("abcdefg"), {"val": [4]}).split("val")
+    assert label_table(split).tolist() == [[1, 4, -1], [2, -1, -1], [0, 3, 5], [-1] * 3, [1, 2, -1], [6, -1, -1]]
+    # First guesses: the second label; wrong; wrong, with the third label as second guess; anything; right but unreadable; right.
+    top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [1, 2], [6, 0]])
+    readable = np.array([True, True, True, True, False, True])
+    predictions = Predictions(top, np.ones(6, np.float32), np.arange(6.0), readable, {4: "cut"})
+    scores = score(predictions, split)
+    assert (scores.top1, scores.top5) == (2 / 6, 3 / 6)
+    assert scores.loss == (0 + 1 + 2 + 3 + 5) / 5
+    true, predicted = outcomes(predictions, split)
+    assert true.tolist() == [4, 2, 0, -1, 1, 6]
+    assert predicted.tolist() == [4, 1, 2, 0, -1, 6]
+    report = per_class(true, predicted, 7)
+    assert report.support.tolist() == [1, 1, 1, 0, 1, 0, 1]
+    assert report.precision.tolist() == [0, 0, 0, 0, 1, 0, 1]
+
+
+def test_labels_of_a_second_split(make_dataset) -> None:
+    """Offsets of labels are the file's own in a split that is not the first."""
+    dataset = make_dataset({"train": [[0, 1], [2]], "val": [[3], [4, 5]]}, list("abcdefg"))
+    assert label_table(dataset.split("val")).tolist() == [[3, -1], [4, 5]]
+
+
+def test_fifty_thousand_images_of_imagenet_21k_are_scored_in_seconds() -> None:
+    """No step takes memory or time in the square of the classes, or a loop over images."""
+    n, num_classes = 50_000, 21_843
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, num_classes, n)
+    offsets = np.arange(n + 1)
+    split = Split("val", [], np.array([n]), np.array([0, n]), offsets[:-1], offsets[:-1], labels.astype(np.int32), offsets,
+                  None, range(0))  # fmt: skip
+    top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
+    predictions = Predictions(top, np.ones(n, np.float32), np.ones(n), np.ones(n, bool), {})
+    begin = time.process_time()
+    assert score(predictions, split).top1 == pytest.approx(0.5, abs=0.02)
+    report = per_class(*outcomes(predictions, split), num_classes)
+    assert time.process_time() - begin < 2
+    assert report.support.sum() == n

@@ -1,0 +1,207 @@
+"""Training on several real ranks: the same numbers as plain PyTorch, and exact resume after SIGKILL."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import ROOT, finish, kill_after, metrics, start
+
+from pipeline import model as models
+from pipeline import objective, schema
+from pipeline.config import RunConfig
+from pipeline.data.loader import Loader, normalise, train_requests, train_view
+from pipeline.data.manifest import open_dataset
+from pipeline.data.order import SampleOrder
+from pipeline.schedule import learning_rate
+
+STEPS = 6
+
+
+def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
+    """A run of a tiny model, a few steps long, that logs each of them."""
+    return [
+        f"name={name}", f"out={out}", f"data.path={dataset}", "data.streams=4", "data.window=16", "model.name=ViT-Ti/8",
+        "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
+        "train.global_batch=24", "train.micro_batch=6", f"train.length={STEPS} steps", "train.log_every=1",
+        "train.loss=softmax", "optimizer.lr=0.01", "schedule.warmup=2 steps", "evaluate.every=3 steps",
+        "checkpoint.every=3 steps", "engine.precision=fp32", "track.enabled=false", *more,
+    ]  # fmt: skip
+
+
+def plain_losses(overrides: list[str]) -> list[float]:
+    """The same training written in plain PyTorch, one process, one batch a step: what DeepSpeed must reproduce."""
+    config = schema.load(RunConfig, None, overrides)
+    data = open_dataset(config.data.path)
+    split = data.split("train")
+    m = config.model
+    model = models.create(m.name, m.image_size, data.num_classes, representation=m.representation, seed=config.seed,
+                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads)  # fmt: skip
+    decayed = model.weight_decay_mask()
+    groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
+              for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        groups, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps
+    )
+    order = SampleOrder(split.shard_sizes, config.seed, 24, config.data.streams, config.data.window)
+    losses = []
+    with Loader(split, train_view(config.augment, config.seed), m.image_size, 1, 1, 0.0) as loader:
+        for step, batch in enumerate(loader.batches(train_requests(order, 0, STEPS, 24, 0, 1))):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.schedule, config.optimizer.lr, step, STEPS, 2)
+            logits = model(normalise(batch.images, torch.device("cpu"), torch.float32))
+            loss = objective.batch_loss(logits, batch.labels, batch.valid, config.train.loss, 0.0)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+            optimizer.step()
+            losses.append(float(loss))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every supported ZeRO stage and precision on 2 ranks, accumulating 2 micro-batches, in one folder."""
+    out = tmp_path_factory.mktemp("matrix")
+    runs = [
+        settings(
+            dataset, out, f"stage{stage}-{precision}", f"engine.zero_stage={stage}", f"engine.precision={precision}"
+        )
+        for stage, precision in (
+            (0, "fp32"),
+            (1, "fp32"),
+            (2, "fp32"),
+            (3, "fp32"),
+            (1, "bf16"),
+            (2, "bf16"),
+            (3, "bf16"),
+        )
+    ]
+    finish(start(2, runs))
+    return out
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
+    expected = plain_losses(settings(dataset, matrix, "plain"))
+    found = metrics(matrix / f"stage{stage}-fp32")
+    assert sorted(found) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+    assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
+    """Within bf16's rounding; a wrong first step (stack of 0.73x) or bf16 accumulation of the gradients is far outside."""
+    expected = plain_losses(settings(dataset, matrix, "plain"))
+    found = metrics(matrix / f"stage{stage}-bf16")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=0.02)
+
+
+def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
+    """model.pt of every stage holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
+    from pipeline.config import AugmentConfig
+    from pipeline.distributed import Ranks
+    from pipeline.evaluate.classify import predict, score
+
+    split = open_dataset(dataset).split("val")
+    for stage in (0, 1, 2, 3):
+        run = matrix / f"stage{stage}-fp32"
+        model = models.load(run).eval()
+        with torch.no_grad():
+            predictions = predict(
+                lambda images, model=model: model(normalise(images, torch.device("cpu"), torch.float32)),
+                split, 16, AugmentConfig(), "softmax", 64, 1, Ranks(0, 0, 1, torch.device("cpu")),
+            )  # fmt: skip
+        assert score(predictions, split).loss == pytest.approx(metrics(run, "val_loss")[STEPS], rel=1e-5)
+        assert metrics(run, "val_num_samples")[STEPS] == len(split) == 37
+
+
+@pytest.fixture(scope="module")
+def resumed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each stage: an unbroken run, and one that was killed with SIGKILL after its first checkpoint and resumed."""
+    out = tmp_path_factory.mktemp("resume")
+    # Long enough that the kill always lands in the middle; dropout, so that its random numbers have to come back as well.
+    more = ["train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=40 steps", "model.dropout=0.1"]
+    stages = {stage: [*more, f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
+    finish(start(2, [settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items()]))
+    for s, rest in stages.items():
+        kill_after(
+            start(2, [settings(dataset, out, f"killed{s}", *rest)]), out / f"killed{s}" / "checkpoints" / "latest"
+        )
+    outputs = finish(start(2, [settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()]))
+    assert outputs[0].count("resumed from") == 3, outputs[0]
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_after_kill_is_bit_for_bit(resumed: Path, stage: int) -> None:
+    whole, killed = resumed / f"whole{stage}", resumed / f"killed{stage}"
+    assert metrics(whole) == metrics(killed)
+    assert metrics(whole, "grad_norm") == metrics(killed, "grad_norm")
+    (_, a, _), (_, b, _) = models.read_weights(whole), models.read_weights(killed)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_optimizer_state_survives_bit_for_bit(resumed: Path) -> None:
+    """Adam's moments of both parameter groups on both ranks, and each group's weight decay."""
+    for stage in (1, 2, 3):
+        files = sorted((resumed / f"whole{stage}" / "checkpoints" / "step-00000040").rglob("*optim_states.pt"))
+        assert len(files) == 2
+        for file in files:
+            twin = Path(str(file).replace("whole", "killed"))
+            assert_same(torch.load(file, weights_only=False), torch.load(twin, weights_only=False), str(file.name))
+
+
+def assert_same(a: object, b: object, where: str) -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            # DeepSpeed stores its own settings beside the state; they name the checkpoint's folder.
+            if key != "ds_config":
+                assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{i}")
+    elif isinstance(a, (int, float, str)):
+        assert a == b, where
+
+
+def test_other_ranks_model_or_data_cannot_continue(dataset: Path, resumed: Path) -> None:
+    """A checkpoint of other ranks, another model or seed is refused in one line, and stays as it is."""
+    more = ["train.length=40 steps", "engine.zero_stage=1"]
+    for world_size, change, word in (
+        (1, "seed=0", "ranks was 2, is 1"),
+        (2, "model.depth=1", "model.depth was 2, is 1"),
+    ):
+        processes = start(world_size, [settings(dataset, resumed, "whole1", *more, change)])
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [2] * world_size, outputs
+        errors = [line for line in outputs[0].splitlines() if line.startswith("error:")]
+        assert len(errors) == 1, outputs[0]
+        assert word in errors[0]
+        assert "Traceback" not in "".join(outputs)
+
+
+def test_deepspeed_launcher_runs_the_command(dataset: Path, tmp_path: Path) -> None:
+    """`deepspeed launch/pretrain.py` as a user types it, then again: finished, nothing left to do."""
+    overrides = settings(dataset, tmp_path, "launched", "track.enabled=true")
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "launch/pretrain.py", *overrides]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert f"step {STEPS}/{STEPS}" in first.stdout
+    again = subprocess.run([sys.executable, "launch/pretrain.py", *overrides], cwd=ROOT, env=environment, capture_output=True,
+                           text=True, timeout=240)  # fmt: skip
+    assert again.returncode == 2
+    assert "ranks was 2, is 1" in again.stderr
+    assert "Traceback" not in again.stderr

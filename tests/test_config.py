@@ -1,0 +1,380 @@
+"""Settings: every field means something, every shipped file works, and every mistake is told in one line."""
+
+import ast
+import copy
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import config as settings
+from pipeline import schema
+from pipeline.config import Length, RunConfig, ShardConfig
+from pipeline.errors import UserError
+from pipeline.plan import make_plan
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = [c for c in vars(settings).values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+# Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
+SAMPLES = {"imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "": 1_400}
+MINIMAL = {"name": "try", "model": {"name": "ViT-Ti/16"}, "data": {"path": "here"}, "train": {"length": "90 epochs"}}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def load(*overrides: str) -> RunConfig:
+    required = ("name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs")
+    return schema.load(RunConfig, None, [*required, *overrides])
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        load(*overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def leaves(cls: type) -> list[tuple[type, str]]:
+    """(class, field) of every setting that is no section, at every depth."""
+    found = []
+    for field in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[field.name]
+        is_section = dataclasses.is_dataclass(kind) and kind is not Length
+        found += leaves(kind) if is_section else [(cls, field.name)]
+    return found
+
+
+class Reads(ast.NodeVisitor):
+    """Which (settings class, field) a source file reads, from annotations: `f(x: TrainConfig)`, `x = config.train`."""
+
+    def __init__(self, found: set[tuple[type, str]]) -> None:
+        self.found = found
+        self.names: dict[str, type] = {}
+
+    def kind(self, node: ast.AST | None) -> type | None:
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return self.names.get(f"self.{node.attr}")
+        hints = typing.get_type_hints(self.kind(node.value) or object)
+        return hints.get(node.attr)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        found = getattr(settings, ast.unparse(node.annotation), None) if node.annotation else None
+        # A name without a settings class hides the same name outside.
+        self.names.pop(node.arg, None)
+        if found is not None:
+            self.names[node.arg] = found
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+        outside = dict(self.names)
+        self.generic_visit(node)
+        stays = {name: kind for name, kind in self.names.items() if name.startswith("self.")}
+        self.names = outside | stays
+
+    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                kind = self.kind(value)
+                if kind is not None and dataclasses.is_dataclass(kind):
+                    self.names[ast.unparse(name)] = kind
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: N802
+        owner = self.kind(node.value)
+        if owner is not None and isinstance(node.ctx, ast.Load):
+            self.found.add((owner, node.attr))
+        self.generic_visit(node)
+
+
+def reads_of(source: str) -> set[tuple[type, str]]:
+    found: set[tuple[type, str]] = set()
+    Reads(found).visit(ast.parse(source))
+    return found
+
+
+def test_reads_are_told_apart_by_section() -> None:
+    source = """
+def f(config: RunConfig, t: TrainConfig, other):
+    x, y = config.model, 3
+    t.loss, x.name, other.seed, config.augment.flip
+class C:
+    def __init__(self, config: EngineConfig):
+        self.config = config
+    def g(self):
+        return self.config.precision
+"""
+    found = {(owner.__name__, name) for owner, name in reads_of(source)}
+    expected = {("TrainConfig", "loss"), ("ModelConfig", "name"), ("AugmentConfig", "flip"), ("EngineConfig", "precision")}
+    assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
+
+
+def test_every_field_is_read_outside_of_config() -> None:
+    found: set[tuple[type, str]] = set()
+    for folder in ("pipeline", "data_tools", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "config.py":
+                found |= reads_of(path.read_text())
+    unread = [f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found]
+    assert not unread, f"settings that nothing reads: {unread}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_documented(command: type) -> None:
+    rows = schema.describe(command)
+    assert len(rows) == len(leaves(command))
+    assert not [name for name, kind, default, doc in rows if len(doc) < 5 or not kind]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shipped_file_loads_and_plans(path: Path) -> None:
+    if path.parent.name == "data":
+        assert schema.load(ShardConfig, path).source
+        return
+    config = schema.load(RunConfig, path)
+    num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
+    for world_size in (1, 2):
+        plan = make_plan(config, num_samples, world_size)
+        assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
+        assert 0 <= plan.warmup < plan.steps
+
+
+def test_there_are_shipped_files() -> None:
+    assert {path.parent.name for path in SHIPPED} >= {"data", "pretrain"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nmae: x", "unknown setting nmae. Did you mean name?"),
+        ("train: {globl_batch: 3}", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
+        ("zebra: 1", "unknown setting zebra. Known here: name, out, seed, model"),
+        ("train: 5", "train must be a mapping of settings, not 5"),
+        ("name:", "name = None must be a text"),
+        ("seed: 1.5", "seed = 1.5 must be a whole number"),
+        ("seed: .inf", "seed = inf must be a whole number"),
+        ("seed: .nan", "seed = nan must be a whole number"),
+        ("seed: true", "seed = True must be a whole number"),
+        ("optimizer: {lr: fast}", "optimizer.lr = 'fast' must be a number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr = nan must be a number"),
+        ("augment: {flip: 1}", "augment.flip = 1 must be"),
+        ("engine: {zero_stage: 4}", "engine.zero_stage = 4 is none of 0, 1, 2, 3"),
+        ("engine: {zero_stage: true}", "engine.zero_stage = True is none of"),
+        ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
+        ("train: {length: 1.2.3 steps}", "write a length as"),
+        ("train: {length: 1e999 steps}", "no finite number"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
+    tree = copy.deepcopy(MINIMAL)
+    for section, value in yaml.safe_load(text).items():
+        if isinstance(value, dict):
+            tree.setdefault(section, {}).update(value)
+        else:
+            tree[section] = value
+    path = write(tmp_path, yaml.safe_dump(tree, sort_keys=False))
+    with pytest.raises(UserError) as error:
+        schema.load(RunConfig, path)
+    assert said in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {name: ViT-Ti/16}\nname: a\ndata: {path: d}", "train.length is not set (Length of the run"),
+        ("train: {length: 1 epochs, lr: [}", "is not valid YAML"),
+        ("- a", "must hold a mapping of settings, not ['a']"),
+        ("", "must hold a mapping of settings, not None"),
+    ],
+)
+def test_a_file_that_is_not_whole(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(RunConfig, write(tmp_path, text))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere.yaml: no such config file"):
+        schema.load(RunConfig, tmp_path / "nowhere.yaml")
+    with pytest.raises(UserError, match="is a folder"):
+        schema.load(RunConfig, tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        schema.load(RunConfig, tmp_path / "binary.yaml")
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs, micro_batch: 8}\noptimizer:")
+    overrides = ["train.global_batch=512", "optimizer.lr=1e-3", "name=b", "augment.flip=false", "train.length=5e2 steps"]
+    config = schema.load(RunConfig, path, overrides)
+    assert (config.name, config.train.global_batch, config.train.micro_batch) == ("b", 512, 8)
+    assert (config.optimizer.lr, config.augment.flip, str(config.train.length)) == (0.001, False, "500 steps")
+
+
+def test_number_without_a_dot_in_a_file(tmp_path: Path) -> None:
+    # PyYAML reads 1e-3 as text.
+    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs}\noptimizer: {lr: 1e-3}\nseed: 1e3")
+    config = schema.load(RunConfig, path)
+    assert (config.optimizer.lr, config.seed) == (0.001, 1000)
+
+
+def test_override_of_a_whole_section_and_of_a_mapping() -> None:
+    config = load("train={length: 3 steps, loss: softmax}", "train.micro_batch=2")
+    assert (config.train.length.steps(1, 1), config.train.loss, config.train.micro_batch) == (3, "softmax", 2)
+    shards = schema.load(ShardConfig, None, ["source=a", "out=b", "splits.train=x/1", "splits.test=007"])
+    assert shards.splits == {"train": "x/1", "test": "007"}
+    assert schema.load(ShardConfig, None, ["source=a", "out=b", "splits={a: b}"]).splits == {"a": "b"}
+    assert ShardConfig(source="a", out="b").splits == {"train": ""}
+
+
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "on", "1:30", "1e5", "a: b"])
+def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
+    assert load(f"name={text}").name == text
+
+
+def test_null_and_empty_values() -> None:
+    assert load("init.weights=null").init.weights is None
+    assert load("track.uri=").track.uri == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.globl_batch=3", "the command line: unknown setting train.globl_batch. Did you mean train.global_batch?"),
+        ("trian.lr=3", "the command line: unknown setting trian.lr. Did you mean train?"),
+        ("seed.x=3", "the command line: seed is a single value, so there is no seed.x"),
+        ("train.length.x=3", "train.length is a single value"),
+        ("train", "'train' is no override: write setting=value"),
+        ("=3", "'=3' is no override"),
+        ("train=5", "the command line: train must be a mapping of settings, not 5"),
+        ("train.micro_batch=x", "the command line: train.micro_batch = 'x' must be a whole number"),
+        ("train.length=[", "the command line: train.length = '[': write a length as"),
+    ],
+)
+def test_mistakes_on_the_command_line(override: str, said: str) -> None:
+    assert said in refused(override)
+
+
+def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train is 5 in the file, so train\.micro_batch cannot be set"):
+        schema.load(RunConfig, write(tmp_path, "train: 5"), ["train.micro_batch=3"])
+    path = write(tmp_path, "source: a\nout: b\nsplits:")
+    assert schema.load(ShardConfig, path, ["splits.train=x"]).splits == {"train": "x"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.global_batch=100"], "train.global_batch = 100 is not divisible by data.streams = 16. Use data.streams=4."),
+        (["train.micro_batch=0"], "train.micro_batch = 0 must be greater than 0"),
+        (["evaluate.every=0 steps"], "evaluate.every = 0.0 must be greater than 0"),
+        (["checkpoint.every=0%"], "checkpoint.every = 0.0 must be greater than 0"),
+        (["optimizer.beta2=1"], "optimizer.beta2 = 1.0 must be at least 0 and below 1"),
+        (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1.0 must not be negative"),
+        (["seed=-1"], "seed = -1 must not be negative"),
+        (["seed=9223372036854775808"], "seed = 9223372036854775808 must be below"),
+        (["model.dropout=1.5"], "model.dropout = 1.5 must be between 0 and 1"),
+        (["name=a/b"], "name = 'a/b' must be a plain folder name"),
+        (["name=.."], "must be a plain folder name"),
+        (["augment.area_min=0.5", "augment.area_max=0.4"], "augment.area_min = 0.5 and augment.area_max = 0.4"),
+        (["augment.aspect_min=2"], "augment.aspect_min = 2.0 and augment.aspect_max = 1.33"),
+        (["augment.resize_to=100"], "augment.resize_to = 100 is smaller than model.image_size = 224"),
+        (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
+        (["init.weights=x.npz"], "model.name = ViT-Ti/16, init.weights = x.npz"),
+        (["model.name=null"], "model.name = None, init.weights = None"),
+        (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["engine.zero_stage=0"], "wrong first Adam step"),
+    ],
+)
+def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["val_share=1"], "val_share = 1.0 must be at least 0 and below 1"),
+        (["val_share=0.1", "splits.val=v"], "splits names a 'val' already"),
+        (["val_share=0.1", "splits.test=v"], "splits has only test"),
+        (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1"),
+        (["splits.Train=x"], "in lower-case letters"),
+    ],
+)
+def test_sharding_checks(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(ShardConfig, None, ["source=a", "out=b", *overrides])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_samples", "steps"),
+    [
+        # protocol.md B1: steps at batch 4096.
+        ("90 epochs", 14_200_000, 312_012),
+        ("30 epochs", 14_200_000, 104_004),
+        ("300 epochs", 1_281_167, 93_835),
+        ("7 epochs", 303_000_000, 517_822),
+        ("14 epochs", 303_000_000, 1_035_645),
+        ("1.278e9 samples", 14_200_000, 312_012),
+        ("312012 steps", 5, 312_012),
+        ("1 step", 5, 1),
+        ("0.5 epoch", 8192, 1),
+        (".5 epochs", 12_288, 2),  # 1.5 steps: halves go up
+    ],
+)
+def test_lengths_in_steps(length: str, num_samples: int, steps: int) -> None:
+    assert Length.parse(length).steps(num_samples, 4096) == steps
+
+
+def test_length_as_a_share() -> None:
+    assert Length.parse("5%").steps(1, 1, total_steps=312_012) == 15_601
+    assert Length.parse("0.1 %").steps(1, 1, total_steps=1000) == 1
+    with pytest.raises(UserError, match="train.length = 5% is a share of itself"):
+        Length.parse("5%").steps(1, 1)
+
+
+@pytest.mark.parametrize("text", ["1035645 steps", "1234567890 samples", "0.1%", "12.5 epochs", "1 step", "1.2e9 samples"])
+def test_a_length_is_read_back_as_it_was(text: str) -> None:
+    length = Length.parse(text)
+    assert Length.parse(str(length)) == length
+
+
+def test_a_tree_is_read_back_as_it_was() -> None:
+    config = load("train.length=1035645 steps", "optimizer.lr=0.1234567891", "seed=9007199254740993", "model.width=8")
+    assert config.seed == 2**53 + 1
+    again = schema.build(RunConfig, schema.to_dict(config), "checkpoint")
+    assert again == config
+    changed = load("train.length=1035646 steps", "optimizer.lr=0.1234567891", "seed=9007199254740993", "model.width=8")
+    assert schema.to_dict(changed) != schema.to_dict(config)
+    flat = schema.flatten(schema.to_dict(config))
+    assert (flat["train.length"], flat["model.width"], flat["name"]) == ("1035645 steps", 8, "try")
+    assert len(flat) == len(leaves(RunConfig))
+
+
+@pytest.mark.parametrize(("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig)])
+def test_help_lists_every_field(script: str, command: type) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / script, "--help"], capture_output=True, text=True, cwd="/", check=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    said = " ".join(done.stdout.split())
+    for name, kind, default, doc in schema.describe(command):
+        assert any(line.startswith(f"  {name}  ({kind}; ") and default in line for line in lines), name
+        assert " ".join(doc.split()) in said, name
