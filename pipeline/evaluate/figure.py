@@ -22,7 +22,7 @@ def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]
     """
     seen = (true >= 0) & (predicted >= 0)
     true, predicted = true[seen], predicted[seen]
-    drawn, title = np.arange(len(names)), f"{len(true):,} images"
+    drawn, title = np.arange(len(names)), f"{len(true):,} images; colour: share of the true class"
     if len(names) > _MAX_DRAWN:
         drawn = most_confused_classes(true, predicted, len(names))
         title = f"The {len(drawn)} most confused of {len(names):,} classes; rows do not sum to 100 %"
@@ -47,9 +47,9 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     axes = figure.add_subplot()
     # The square root of the share: a mistake in fifty should be seen beside a diagonal near one.
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1])
-    bar.ax.set_yticklabels(["0", "1 %", "5 %", "10 %", "25 %", "50 %", "100 %"])
-    short = [name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…" for name in names]
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.25, 0.5, 1])
+    bar.ax.set_yticklabels(["0", "1 %", "5 %", "25 %", "50 %", "100 %"])
+    short = [_shorten(name) for name in names]
     # A "$" in a name is no formula.
     axes.set_xticks(range(len(names)), short, rotation=90, parse_math=False)
     axes.set_yticks(range(len(names)), short, parse_math=False)
@@ -67,3 +67,8 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _shorten(name: str) -> str:
+    """Without its middle: long names differ at either end."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 2]}…{name[1 - _MAX_NAME // 2 :]}"

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from pipeline.model import VisionTransformer
 _NUM_CONFUSED = 10
 
 
-@torch.inference_mode()
 def run(config: ScoreConfig) -> dict[str, Any]:
     """Score `config.weights` on `config.split`, write the report, print its table; returns what scores.json holds.
 
@@ -110,7 +109,8 @@ def _load(config: ScoreConfig, dataset: Dataset) -> _Subject:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    trained, _, extra = models.read_weights(config.weights)
+    # Once: a run that is still training moves its pointer, and what is said here must be of these very weights.
+    trained, state, extra = models.read_weights(config.weights)
     if config.classify:
         _check_classes(config, trained.num_classes, extra.get("classes"), dataset)
     if not config.image_size and trained.image_size[0] != trained.image_size[1]:
@@ -118,8 +118,10 @@ def _load(config: ScoreConfig, dataset: Dataset) -> _Subject:
     image_size = config.image_size or trained.image_size[0]
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = models.load(config.weights, image_size=image_size).eval().to(device, dtype)
-    return _Subject(model, device, dtype, image_size, view, loss_kind, extra)
+    model = VisionTransformer(replace(trained, image_size=(image_size, image_size)))
+    positions = models.resample_positions(state["positions"], model.config.grid, old_grid=trained.grid)
+    model.load_state_dict({**state, "positions": positions})
+    return _Subject(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 
 def evaluation_view(config: ScoreConfig, image_size: int, trained: dict[str, Any]) -> AugmentConfig:

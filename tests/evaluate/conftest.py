@@ -59,7 +59,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
 
 def picture(row: int, labels: list[int]) -> bytes:
     pixels = np.random.default_rng([row, *labels]).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-    pixels[SIDE // 2 :, :, :] = 20 + 50 * (labels[0] if labels else 0)
+    pixels[SIDE // 2 :, :, :] = 20 + 30 * (labels[0] if labels else 0)
     pixels[0, 0, :2] = row % 256, row // 256
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")

@@ -147,8 +147,9 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     labels = [[1, 4], [2], [0, 3, 5], [], [1, 2], [6]]
     split = make_dataset({"val": labels}, list("abcdefg"), {"val": [4]}).split("val")
     assert label_table(split).tolist() == [[1, 4, -1], [2, -1, -1], [0, 3, 5], [-1] * 3, [1, 2, -1], [6, -1, -1]]
-    # First guesses: the second label; wrong; wrong, with the third label as second guess; anything; right but unreadable; right.
-    top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [1, 2], [6, 0]])
+    # First guesses: the second label; wrong; wrong, but the second guess is its third label; of no label; right, but
+    # unreadable; right.
+    top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [2, 1], [6, 0]])
     readable = np.array([True, True, True, True, False, True])
     predictions = Predictions(top, np.ones(6, np.float32), np.arange(6.0), readable, {4: "cut"})
     scores = score(predictions, split)
@@ -173,9 +174,19 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored_in_seconds() -> None:
     n, num_classes = 50_000, 21_843
     rng = np.random.default_rng(0)
     labels = rng.integers(0, num_classes, n)
-    offsets = np.arange(n + 1)
-    split = Split("val", [], np.array([n]), np.array([0, n]), offsets[:-1], offsets[:-1], labels.astype(np.int32), offsets,
-                  None, range(0))  # fmt: skip
+    starts = np.arange(n + 1)
+    split = Split(
+        "val",
+        [],
+        np.array([n]),
+        np.array([0, n]),
+        starts[1:],
+        starts[1:],
+        labels.astype(np.int32),
+        starts,
+        None,
+        range(0),
+    )
     top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
     predictions = Predictions(top, np.ones(n, np.float32), np.ones(n), np.ones(n, bool), {})
     begin = time.process_time()

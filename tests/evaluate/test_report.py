@@ -1,0 +1,254 @@
+"""launch/evaluate.py, from the command line to the folder it writes."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn import metrics
+from sklearn.linear_model import Ridge
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.config import ScoreConfig
+from pipeline.data.manifest import Dataset
+from pipeline.errors import UserError
+from pipeline.evaluate import figure, render, report
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE, K = 8, 6
+CLASSES = ["ant", "bee", "cat|dog", "doe $x_", "eel", "fox"]
+# Of every class one: whatever the model would say of an unreadable image, it would be right of one of them.
+BAD = {"train": [3], "val": [5, 40, 41, 42, 43, 44]}
+
+
+@pytest.fixture
+def data(make_dataset) -> Dataset:
+    rng = np.random.default_rng(0)
+    labels = {name: [[int(c)] for c in rng.integers(0, K, n)] for name, n in {"train": 90, "val": 70}.items()}
+    for c, row in enumerate(BAD["val"]):
+        labels["val"][row] = [c]
+    return make_dataset(labels, CLASSES, BAD)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A ViT whose features and head are random."""
+    return save(tmp_path / "random.pt", K, classes=CLASSES)
+
+
+def save(path: Path, num_classes: int, **extra: Any) -> Path:
+    model = models.create("ViT-mu/4", SIDE, num_classes, representation=True)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    preprocessing = {"image_size": SIDE, "eval_crop": "resize", "eval_resize": 0}
+    models.save(model, path, {"preprocessing": preprocessing, "loss": "sigmoid", "run": "try", "step": 1000, **extra})
+    return path
+
+
+def command(*settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "evaluate.py"), "device=cpu", *settings], capture_output=True, text=True
+    )
+
+
+def config(weights: Path, data: Dataset, *more: str) -> ScoreConfig:
+    return schema.load(ScoreConfig, None, [f"weights={weights}", f"data={data.path}", "device=cpu", *more])
+
+
+def pixels_of(data: Dataset, name: str) -> torch.Tensor:
+    """(n, 3, 8, 8) in [-1, 1], read with Pillow alone; zeros where the image is bad."""
+    split = data.split(name)
+    content = Path(split.shard_paths[0]).read_bytes()
+    images = np.full((len(split), SIDE, SIDE, 3), 127.5)
+    for row in np.setdiff1d(np.arange(len(split)), BAD[name]):
+        start = split.offsets[row]
+        images[row] = np.asarray(Image.open(io.BytesIO(content[start : start + split.sizes[row]])))
+    return torch.from_numpy((images / 127.5 - 1).transpose(0, 3, 1, 2)).float()
+
+
+def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=4", "batch=16")
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((out / "scores.json").read_text())
+    assert sorted(path.name for path in out.iterdir()) == ["confusion.png", "per_class.csv", "report.md", "scores.json"]
+
+    # The head, on what Pillow reads and with what scikit-learn says.
+    model = models.load(weights).eval()
+    labels = data.split("val").label_values
+    readable = np.setdiff1d(np.arange(70), BAD["val"])
+    with torch.no_grad():
+        features = {name: model.features(pixels_of(data, name)) for name in ("train", "val")}
+        logits = model.head(features["val"]).numpy()
+    predicted = np.where(np.isin(np.arange(70), readable), logits.argmax(1), -1)
+    assert len(np.unique(predicted)) > 3
+    assert scores["top1"] == metrics.accuracy_score(labels, predicted)
+    in_five = metrics.top_k_accuracy_score(labels[readable], logits[readable], k=5, labels=range(K), normalize=False)
+    assert scores["top5"] == in_five / 70
+    hot = torch.from_numpy(np.eye(K, dtype=np.float32)[labels])
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(torch.from_numpy(logits), hot, reduction="none").sum(
+        1
+    )
+    assert scores["loss"] == pytest.approx(losses[readable].mean().item(), rel=1e-5)
+    expected = metrics.precision_recall_fscore_support(labels, predicted, labels=range(K), zero_division=0)
+    rows = list(csv.DictReader((out / "per_class.csv").open()))
+    assert [row["class"] for row in rows] == CLASSES
+    for name, column in zip(("precision", "recall", "f1", "support"), expected, strict=True):
+        np.testing.assert_allclose([float(row[name]) for row in rows], column, err_msg=name)
+        assert [row[name] for row in scores["per_class"]] == pytest.approx(column)
+
+    # Few-shot: the same choice of images, and Ridge.
+    train_labels = data.split("train").label_values
+    accuracies = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        rows = np.concatenate([rng.permutation(np.where(train_labels == c)[0])[:4] for c in range(K)])
+        rows = np.setdiff1d(rows, BAD["train"])
+        x, x_test = (features[name].double().numpy() for name in ("train", "val"))
+        x, x_test = ((part - x[rows].mean(0)) / (x[rows].std(0) + 1e-5) for part in (x, x_test))
+        x, x_test = (np.pad(part, ((0, 0), (0, 1)), constant_values=100.0) for part in (x, x_test))
+        ridge = Ridge(alpha=1024, fit_intercept=False, solver="svd").fit(x[rows], 2 * np.eye(K)[train_labels[rows]] - 1)
+        right = ridge.predict(x_test).argmax(1) == labels
+        accuracies.append(right[readable].sum() / 70)
+    assert scores["fewshot_top1_of_seeds"] == pytest.approx(accuracies, abs=1e-9)
+    assert scores["fewshot_top1"] == pytest.approx(np.mean(accuracies))
+    assert scores["fewshot_std"] == pytest.approx(np.std(accuracies))
+
+    # What a person sees.
+    assert [bad["key"] for bad in scores["unreadable"]] == [f"val{row}" for row in BAD["val"]]
+    page = (out / "report.md").read_text()
+    for text in ("val40", r"cat\|dog", "(confusion.png)", "Run try, step 1,000", f"{scores['top1']:.2%}", "4-shot"):
+        assert text in page
+    for text in ("top-1 accuracy", f"{scores['top1']:.2%}", "counted as wrong", f"report: {out / 'report.md'}"):
+        assert text in done.stdout
+    assert Image.open(out / "confusion.png").size[0] > 400
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["split=test"], "has no split 'test'. It has: train, val."),
+        (["weights=nowhere.pt"], "nowhere.pt: no such file or folder."),
+        (["split=train"], "train_split = split = train"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    settings: list[str], said: str, weights: Path, data: Dataset, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", *settings)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert not out.exists()
+
+
+def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    def refused(said: str, path: Path = weights, *more: str) -> None:
+        with pytest.raises(UserError, match=said) as error:
+            report.run(config(path, data, f"out={tmp_path / 'out'}", *more))
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "out").exists()
+
+    refused(r"nine.pt has 9 classes, .*photos has 6 classes\. .*classify=false", save(tmp_path / "nine.pt", 9))
+    refused("headless.pt has no head", save_headless(tmp_path / "headless.pt"))
+    other = save(tmp_path / "other.pt", K, classes=["ant", "cat|dog", "bee", *CLASSES[3:]])
+    refused(r"class 1 is 'cat\|dog' in .*other.pt, but 'bee' in .*match_classes=false", other)
+    refused("has no split 'extra' to choose shots from. It has: train, val", weights, "train_split=extra")
+    refused("eval_resize = 6 is smaller than image_size = 8", weights, "eval_resize=6", "eval_crop=center")
+    refused("image_size = 9 is not divisible by patch_size = 4", weights, "image_size=9")
+    file = tmp_path / "file"
+    file.write_text("")
+    refused(f"{file} is a file, so the report cannot go into {file}/deeper", weights, f"out={file}/deeper")
+    if not torch.cuda.is_available():
+        refused("torch sees no GPU here", weights, "device=cuda")
+    for shots in (0, 5):
+        broken = models.load(weights)
+        torch.nn.init.constant_(broken.norm.weight, float("nan"))
+        models.save(broken, tmp_path / "nan.pt")
+        refused("gives NaN or infinity for 64 of 70 images, the first val0", tmp_path / "nan.pt", f"shots={shots}")
+
+
+def save_headless(path: Path) -> Path:
+    models.save(models.create("ViT-mu/4", SIDE, 0), path)
+    return path
+
+
+def test_nothing_readable_is_no_score(make_dataset, weights: Path, tmp_path: Path) -> None:
+    data = make_dataset({"val": [[0], [1]]}, CLASSES, {"val": [0, 1]})
+    with pytest.raises(UserError, match=r"none of the 2 images .* can be read; the first is val0: "):
+        report.run(config(weights, data, "shots=0", f"out={tmp_path / 'out'}"))
+
+
+def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:
+    """classify=false needs no fitting head, gives the same few-shot scores, and removes what an older report drew."""
+    out = f"out={tmp_path / 'out'}"
+    whole = report.run(config(weights, data, out, "shots=2"))
+    nine = save(tmp_path / "nine.pt", 9)  # The same features.
+    only = report.run(config(nine, data, out, "shots=2", "classify=false"))
+    assert only["fewshot_top1_of_seeds"] == whole["fewshot_top1_of_seeds"]
+    assert "top1" not in only
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "scores.json"]
+    neither = report.run(config(weights, data, out, "shots=0"))
+    assert {name: neither[name] for name in ("top1", "top5", "loss")} == {
+        name: whole[name] for name in ("top1", "top5", "loss")
+    }
+    assert "fewshot_top1" not in neither
+
+
+def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00001000"
+    checkpoint.mkdir(parents=True)
+    save(checkpoint / "model.pt", K, classes=CLASSES)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text(checkpoint.name)
+    report.run(config(tmp_path / "run", data, "shots=0"))
+    assert (tmp_path / "run" / "evaluate" / "photos-val" / "report.md").is_file()
+
+
+def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:
+    def view(trained: dict[str, Any], size: int, *more: str) -> tuple[str, int]:
+        found = report.evaluation_view(config(weights, data, *more), size, trained)
+        return found.eval_crop, found.eval_resize
+
+    trained = {"image_size": 224, "eval_crop": "center", "eval_resize": 248}
+    assert view({}, 224) == ("center", 0)
+    assert view(trained, 224) == ("center", 248)
+    assert view(trained, 448) == ("center", 496)
+    assert view(trained, 448, "eval_resize=480", "eval_crop=resize") == ("resize", 480)
+    assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)
+    with pytest.raises(UserError, match="eval_crop = 'zoom' is none of center, resize"):
+        view({"eval_crop": "zoom"}, 224)
+
+
+def test_another_image_size_is_that_of_load(weights: Path, data: Dataset) -> None:
+    subject = report._load(config(weights, data, "image_size=16"), data)
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(subject.model(images), models.load(weights, image_size=16).eval()(images))
+
+
+def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
+    names = [f"class{c}" for c in range(60)]
+    rows = [{"class": name, "precision": c / 60, "recall": c / 60, "f1": c / 60, "support": 5 * (c > 0)}
+            for c, name in enumerate(names)]  # fmt: skip
+    text = "\n".join(render._classes({"per_class": rows}))
+    shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| class")][1:]
+    assert shown == [*names[1:16], *names[55:]]
+    assert "1 classes have no image in this split" in text
+
+    true = np.array([50, 50, 50, 40, 40, 7, 1, 2])
+    predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])
+    drawn = figure.most_confused_classes(true, predicted, 60)
+    assert drawn.tolist() == [*range(26), 40, 41, 50, 51]
+    pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is taken for 2i + 1 i + 1 times.
+    assert figure.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
+    assert figure.draw_confusion(true, predicted, names).startswith(b"\x89PNG")
