@@ -71,7 +71,7 @@ class Checkpoints:
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that verifies, or None; and a line for each newer one that did not."""
-        refused = []
+        refused: list[str] = []
         for path in self.candidates():
             problem = verify(path)
             if problem is None:
@@ -88,13 +88,16 @@ class Checkpoints:
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a committed checkpoint, or None when every file has its size and checksum."""
+    """What is wrong with a committed checkpoint, or None when it is made of the files that were committed, to the bit."""
     try:
         expected = json.loads((path / "checksums.json").read_text())
     except (OSError, ValueError):
         expected = None
     if not isinstance(expected, dict):
         return "checksums.json is missing or unreadable"
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"checksums.json"}
+    if unknown := found - expected.keys():
+        return f"{min(unknown)} has no checksum"
     for name, checksums in expected.items():
         try:
             if checksum(path / name) != checksums:

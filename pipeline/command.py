@@ -34,7 +34,7 @@ def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
         function(schema.load(cls, arguments.config, arguments.overrides))
 
 
-class mistakes_in_one_line:
+class mistakes_in_one_line:  # noqa: N801  (used as a function)
     """Context in which a UserError, a full disk or a forbidden folder ends the program with one line and exit code 2."""
 
     def __enter__(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The settings of a run (pre-training, fine-tuning, evaluation) and of a sharding job: every field, typed and explained.
+"""The settings of a run, of a sharding job and of a scoring: every field, typed and explained.
 
 `--help` of each command prints this file's fields; `configs/` holds the shipped trees. Checks that need the data set or
 the number of ranks are in `plan.py`.
@@ -100,7 +100,7 @@ class AugmentConfig:
     area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
-    resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 8/7 of model.image_size (448 for 384).")
+    resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384).")
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
     eval_resize: int = setting(
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
@@ -250,7 +250,7 @@ class RunConfig:
                 raise UserError(f"{name} = {size} is smaller than model.image_size = {self.model.image_size}.")
         if (self.model.name is None) == (self.init.weights is None):
             raise UserError(
-                "set model.name for a new model, or init.weights to go on from weights, which bring their own architecture: "
+                "set model.name for a new model, or init.weights to go on from weights, which bring their architecture: "
                 f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
             )
         if self.train.global_batch % self.data.streams:

@@ -46,10 +46,11 @@ class Tracker:
         )
         folder.mkdir(parents=True, exist_ok=True)
         _end_last_line(folder / "metrics.jsonl")
-        self.file = open(folder / "metrics.jsonl", "a")
+        self.file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115  (finish() closes it)
         self._stop = threading.Event()
         self._warned = self._all_sent = False
         self._artifacts: list[Path] = []
+        self._client: Any = None
         self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True) if config.enabled else None
         if self._thread:
             self._thread.start()
@@ -127,7 +128,7 @@ class Tracker:
 
     def _run(self, cursor: dict[str, Any]) -> tuple[Any, str]:
         """The client and the id of this run's MLflow run, made at the first start, found again at later ones."""
-        if hasattr(self, "_client"):
+        if self._client is not None:
             return self._client, cursor["run_id"]
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -26,7 +26,7 @@ from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
-from pipeline.errors import UserError
+from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.model import VisionTransformer
 from pipeline.plan import Plan, make_plan
@@ -39,6 +39,8 @@ _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "
           "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes")  # fmt: skip
 # fp32 master weights, two moments and the 16-bit copy, and model.pt, with a margin.
 _CHECKPOINT_BYTES_PER_PARAMETER = 20
+_FULL_BYTES = 2**20
+_SPACE_ADVICE = "Free some, or lower checkpoint.keep; the same command goes on from the last checkpoint."
 
 
 def run(config: RunConfig) -> None:
@@ -131,13 +133,14 @@ def run(config: RunConfig) -> None:
                     tracker.log(done, {f"{split_name}_{name}": value for name, value in asdict(scores).items()})
                     write_atomically(folder / "scores.json", json.dumps({"step": done, **asdict(scores)}))
             meter.exclude(time.perf_counter() - begin)
+        bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
+        for (row, reason), key in zip(sorted(bad.items()), split.keys(sorted(bad)), strict=True):
+            console.say(f"left out {key}: {reason}")
         status = "FINISHED"
     finally:
         # -------------------------------------------------------------- stop
         console.close_bar()
         loader.close()
-        for row, reason in sorted(loader.bad.items()):
-            console.say(f"left out {split.keys([row])[0]}: {reason}")
         if tracker:
             tracker.finish(status)
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
@@ -252,8 +255,7 @@ def _save(
     problem = None
     if ranks.is_main and free_bytes(checkpoints.folder) < needed:
         problem = UserError(
-            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. Free some, or "
-            "lower checkpoint.keep; the same command goes on from the last checkpoint."
+            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. {_SPACE_ADVICE}"
         )
     ranks.agree(problem)
     path = ranks.agree(checkpoints.begin(step) if ranks.is_main else None)
@@ -272,9 +274,13 @@ def _save(
                      "identity": identity(config, dataset, plan)}  # fmt: skip
             checkpoints.commit(path, state)
         ranks.barrier()
-    except BaseException:
+    except (OSError, RuntimeError) as error:
+        # torch.save turns a full disk into a RuntimeError that does not say so.
+        full = free_bytes(checkpoints.folder) < _FULL_BYTES
         checkpoints.sweep()
-        raise
+        if full:
+            raise OneRankError(f"no space left in {checkpoints.folder}: {_SPACE_ADVICE}") from None
+        raise error
 
 
 def _start_tracker(

@@ -28,7 +28,7 @@ def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: 
         top, left, height, width = inception_crop(image.shape[0], image.shape[1], config, draws, seed, epoch, sample)
         image = image[top : top + height, left : left + width]
     elif config.crop == "resize_crop":
-        side = config.resize_to or round(size * 8 / 7)
+        side = config.resize_to or round(size * 7 / 6)
         image = cv2.resize(image, (side, side), interpolation=cv2.INTER_LINEAR)
         draws = rng.uniform(seed, _AUGMENT, epoch, sample, np.arange(2))
         top, left = (int(draw * (side - size + 1)) for draw in draws)

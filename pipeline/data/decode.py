@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore", module="PIL")
 _EXIF_ORIENTATION = 0x0112
 # JPEG segments that may hold EXIF come first; what lies behind is picture.
 _EXIF_SEARCH_BYTES = 65536
-# How to turn a picture upright, by EXIF orientation. Not ImageOps.exif_transpose: convert() loses the tag of TIFF.
+# How to turn a picture upright, by EXIF orientation.
 _TURN = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -52,6 +52,8 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
+    # Pillow turns a TIFF when it loads it, and forgets the tag: asked earlier, or by exif_transpose, it would turn twice.
+    image.load()
     orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     if image.mode.startswith("I") or image.mode == "F":
         pixels = np.asarray(image, dtype=np.float64)

@@ -4,6 +4,8 @@ import os
 import threading
 from collections import OrderedDict
 
+import numpy as np
+
 from pipeline.data.manifest import Split
 
 # Ranks read a handful of shards at a time; the limit keeps long runs below the usual 1,024 open files.
@@ -20,7 +22,7 @@ class ShardReader:
 
     def read(self, row: int) -> bytes:
         """The image file of sample `row`. Raises OSError when the shard is missing or shorter than the manifest says."""
-        shard = int(self.split.shard_of(row))
+        shard = int(self.split.shard_of(np.asarray(row)))
         size, offset = int(self.split.sizes[row]), int(self.split.offsets[row])
         with self._lock:
             if shard not in self._files:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
 _WORKER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -21,6 +22,17 @@ with mistakes_in_one_line():
     for overrides in json.loads(sys.argv[2]):
         run(schema.load(RunConfig, None, overrides))
 """
+
+
+def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
+    """A run of a tiny model, a few steps long, that logs each of them."""
+    return [
+        f"name={name}", f"out={out}", f"data.path={dataset}", "data.streams=4", "data.window=16", "model.name=ViT-Ti/8",
+        "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
+        "train.global_batch=24", "train.micro_batch=6", f"train.length={STEPS} steps", "train.log_every=1",
+        "train.loss=softmax", "optimizer.lr=0.01", "schedule.warmup=2 steps", "evaluate.every=3 steps",
+        "checkpoint.every=3 steps", "engine.precision=fp32", "track.enabled=false", *more,
+    ]  # fmt: skip
 
 
 def start(world_size: int, runs: list[list[str]]) -> list[subprocess.Popen]:

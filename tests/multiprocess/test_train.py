@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import ROOT, finish, kill_after, metrics, start
+from ranks import ROOT, STEPS, finish, kill_after, metrics, settings, start
 
 from pipeline import model as models
 from pipeline import objective, schema
@@ -18,18 +18,7 @@ from pipeline.data.manifest import open_dataset
 from pipeline.data.order import SampleOrder
 from pipeline.schedule import learning_rate
 
-STEPS = 6
-
-
-def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
-    """A run of a tiny model, a few steps long, that logs each of them."""
-    return [
-        f"name={name}", f"out={out}", f"data.path={dataset}", "data.streams=4", "data.window=16", "model.name=ViT-Ti/8",
-        "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
-        "train.global_batch=24", "train.micro_batch=6", f"train.length={STEPS} steps", "train.log_every=1",
-        "train.loss=softmax", "optimizer.lr=0.01", "schedule.warmup=2 steps", "evaluate.every=3 steps",
-        "checkpoint.every=3 steps", "engine.precision=fp32", "track.enabled=false", *more,
-    ]  # fmt: skip
+SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
 
 
 def plain_losses(overrides: list[str]) -> list[float]:
@@ -43,9 +32,10 @@ def plain_losses(overrides: list[str]) -> list[float]:
     decayed = model.weight_decay_mask()
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
               for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
-    optimizer = torch.optim.AdamW(
-        groups, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps
-    )
+    o = config.optimizer
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
+    if o.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
     order = SampleOrder(split.shard_sizes, config.seed, 24, config.data.streams, config.data.window)
     losses = []
     with Loader(split, train_view(config.augment, config.seed), m.image_size, 1, 1, 0.0) as loader:
@@ -58,7 +48,7 @@ def plain_losses(overrides: list[str]) -> list[float]:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
     return losses
 
 
@@ -80,7 +70,7 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             (3, "bf16"),
         )
     ]
-    finish(start(2, runs))
+    finish(start(2, [*runs, settings(dataset, out, "sgd", *SGD)]))
     return out
 
 
@@ -91,6 +81,14 @@ def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int
     assert sorted(found) == list(range(1, STEPS + 1))
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
+
+
+def test_sgd_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
+    """The optimizer of fine-tuning, which DeepSpeed does not know of."""
+    expected = plain_losses(settings(dataset, matrix, "plain", *SGD))
+    found = metrics(matrix / "sgd")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+    assert expected != pytest.approx(plain_losses(settings(dataset, matrix, "plain")), rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,0 +1,126 @@
+"""How a command ends: one line and 2 for a mistake of the user, a traceback for one of ours."""
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline import command
+from pipeline.command import main
+from pipeline.config import ShardConfig
+from pipeline.data.loader import UnreadableError
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(
+    function: Callable[[ShardConfig], object], monkeypatch: pytest.MonkeyPatch, *arguments: str, rank: str = ""
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shard.py", *arguments])
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+    main(ShardConfig, function, "About.")
+
+
+def ending(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str = ""
+) -> str:
+    """What is printed to standard error before the exit with code 2."""
+
+    def fail(config: ShardConfig) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run(fail, monkeypatch, "source=a", "out=b", rank=rank)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err
+
+
+def test_settings_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[ShardConfig] = []
+    file = tmp_path / "shard.yaml"
+    file.write_text("source: a\nseed: 3\n")
+    # Settings before and after --config, and the rank that the deepspeed launcher adds.
+    run(seen.append, monkeypatch, "--local_rank=1", "out=b", "--config", str(file), "seed=4")
+    assert (seen[0].source, seen[0].out, seen[0].seed) == ("a", "b", 4)
+
+
+def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(UserError("this is wrong"), monkeypatch, capsys) == "error: this is wrong\n"
+    assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"
+
+
+def test_mistakes_in_settings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "source=a", "outt=b")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: the command line: unknown setting outt. Did you mean out?\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ending(OSError(number, "No space left on device", "/data/x.tar"), monkeypatch, capsys)
+    assert said.startswith("error: No space left for /data/x.tar: free some")
+    assert said.count("\n") == 1
+    assert "a file" in ending(OSError(number, "No space left on device"), monkeypatch, capsys)
+
+
+def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ending(PermissionError(errno.EACCES, "Permission denied", "/root/x"), monkeypatch, capsys)
+    assert said == "error: /root/x: permission denied. Choose another folder, or change its rights.\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("ours"),
+        ValueError("ours"),
+        FileNotFoundError(2, "ours", "x"),
+        OSError(errno.EIO, "ours"),
+        PermissionError(1, "ours"),
+    ],
+)
+def test_a_mistake_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: ShardConfig) -> None:
+        raise error
+
+    with pytest.raises(type(error), match="ours"):
+        run(fail, monkeypatch, "source=a", "out=b")
+
+
+def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"
+    assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
+
+
+def test_what_only_one_rank_knows_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(UnreadableError("bad samples"), monkeypatch, capsys, rank="3") == "error on rank 3: bad samples\n"
+    full = OSError(errno.ENOSPC, "No space left on device", "/local/x")
+    assert ending(full, monkeypatch, capsys, rank="3").startswith("error on rank 3: No space left for /local/x")
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--config", str(tmp_path / "nowhere.yaml")]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path / 'nowhere.yaml'}: no such config file. Shipped ones are in configs/.\n"
+    assert done.stdout == ""
+
+
+def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "--help")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "About." in printed
+    assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed

@@ -1,0 +1,75 @@
+"""Speed figures: arithmetic on a clock that stands still unless told."""
+
+import pytest
+import torch
+
+from pipeline import profile
+from pipeline.distributed import Ranks
+from pipeline.profile import Meter, peak_flops, peak_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_rates(clock: list[float]) -> None:
+    meter = Meter(Ranks(0, 0, 1, CPU), flops_per_image=2e9, peak=1e12)
+    for _ in range(5):
+        meter.step(images=100, waited=0.1)
+    clock[0] += 5
+    meter.exclude(3)  # an evaluation
+    reading = meter.read()
+    assert reading["images_per_second"] == pytest.approx(250)
+    assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)
+    assert reading["data_wait"] == pytest.approx(0.25)
+    assert reading["peak_memory_gib"] > 0.01
+    # What was read is forgotten; the average is over all.
+    meter.step(100, 0.0)
+    clock[0] += 2
+    assert meter.read()["images_per_second"] == pytest.approx(50)
+    assert meter.average == pytest.approx(600 / 4)
+
+
+def test_utilisation_is_of_all_ranks(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(0, 0, 4, CPU)
+    monkeypatch.setattr(Ranks, "max", lambda self, value: value)
+    meter = Meter(ranks, flops_per_image=1e9, peak=1e12)
+    meter.step(400, 0.0)
+    clock[0] += 1
+    assert meter.read()["mfu"] == pytest.approx(400 * 1e9 / (4 * 1e12))
+
+
+def test_peak_is_the_settings_or_measured() -> None:
+    assert peak_flops(CPU, torch.float32, 312.5) == (312.5e12, "engine.peak_tflops")
+    measured, source = peak_flops(CPU, torch.float32, 0.0)
+    assert source == "matrix product timed at start"
+    assert 1e8 < measured < 1e14
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+    ],
+)
+def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, 0.0)
+    assert found == tflops * 1e12
+    assert source.startswith("data sheet")
+
+
+def test_memory_is_in_bytes() -> None:
+    assert 2**26 < peak_memory(CPU) < 2**36
