@@ -19,7 +19,7 @@ _OVERSAMPLING = 4
 def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32) -> None:
     """Write `<folder>/<shape>/<number>.png`, num_per_class pictures (size x size, RGB) of each of SHAPES.
 
-    The class is the form alone: colours, background, place, size, angle and noise are random. A picture follows from
+    The class is the form alone: colours (light on dark), background, place, size, angle and noise are random. A picture follows from
     (seed, class, number), so more of them leaves the first ones as they are.
     """
     for label, (name, draw) in enumerate(SHAPES.items()):
@@ -54,7 +54,7 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
     shade = np.linspace(-1, 1, size) * rng.uniform(0, 30)
     canvas = back + (shade[:, None] if rng.random() < 0.5 else shade[None, :])[..., None]
 
-    radius = side * rng.uniform(0.22, 0.42)
+    radius = side * rng.uniform(0.28, 0.45)
     middle = rng.uniform(radius, side - radius, 2)
     angle = rng.uniform(0, 2 * math.pi)
     turn = radius * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -69,11 +69,8 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
 
 
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Background and shape, (3,) each, far enough apart to be told apart."""
-    while True:
-        back, fore = rng.uniform(0, 255, (2, 3))
-        if np.abs(back - fore).max() > 90:
-            return back, fore
+    """Background and shape, (3,) each: any colours, but light on dark, as chalk on a board (and as the digits are)."""
+    return rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)
 
 
 def _polygon(corners: int, inner: float = 0.0) -> Points:

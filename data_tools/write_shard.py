@@ -12,8 +12,9 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.images import BadImageError, examine, shrink
+from data_tools.images import shrink
 from data_tools.sources import Reader
+from pipeline.data.decode import DecodeError, inspect
 from pipeline.data.manifest import ROWS, Shard, replacing
 from pipeline.errors import UserError
 
@@ -98,11 +99,11 @@ def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tup
         for key, label, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
             try:
                 data = reader.read(path, offset, size, packed)
-                ext, width, height = examine(data, job.whole)
+                ext, width, height = inspect(data, job.whole)
                 if job.resize_short and min(width, height) > job.resize_short:
                     data, width, height = shrink(data, job.resize_short, job.jpeg_quality)
                     ext = "jpg"
-            except (BadImageError, OSError, ValueError) as error:
+            except (DecodeError, OSError) as error:
                 skipped.append((key, name, str(error)))
                 continue
             row = {

@@ -5,7 +5,8 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from pipeline import schema
@@ -34,27 +35,27 @@ def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
         function(schema.load(cls, arguments.config, arguments.overrides))
 
 
-class mistakes_in_one_line:  # noqa: N801  (used as a function)
-    """Context in which a UserError, a full disk or a forbidden folder ends the program with one line and exit code 2."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2."""
+    try:
+        yield
+    except (UserError, OSError) as error:
         if isinstance(error, UserError):
             line = " ".join(str(error).split("\n"))
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             line = (
                 f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
             )
         elif isinstance(error, PermissionError) and error.filename:
             line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
         else:
-            return
-        # Every rank meets the same mistake, and one of them says so; a disk or a sample may be wrong on one rank alone.
+            raise
+        # Every rank meets the same mistake, and rank 0 says so; a disk or a sample may be wrong on one rank alone.
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             print(f"error: {line}", file=sys.stderr, flush=True)
-        elif isinstance(error, OSError) or getattr(error, "on_one_rank", False):
+        elif isinstance(error, OSError) or error.on_one_rank:
             print(f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 

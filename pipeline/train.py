@@ -69,10 +69,6 @@ def run(config: RunConfig) -> None:
         console.say(f"resumed from {resumed} at step {start:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
-    if start >= plan.steps:
-        console.say("nothing left to do: the run is finished")
-        return
-
     # ------------------------------------------------------------------ what feeds it and what watches it
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     flops = models.training_flops_per_image(model.config)
@@ -88,6 +84,7 @@ def run(config: RunConfig) -> None:
         split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
         config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda",
     )  # fmt: skip
+    # Also when nothing is left to train: what MLflow has not been told yet goes now.
     tracker = _start_tracker(config, dataset, plan, folder, engine, model) if ranks.is_main else None
     status = "FAILED"
     try:
@@ -112,6 +109,14 @@ def run(config: RunConfig) -> None:
                 console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
                 if tracker:
                     tracker.log(done, metrics)
+                if (
+                    metrics["bad_samples"] > loader.max_bad
+                ):  # Each rank has seen its own; here they are counted together.
+                    raise UserError(
+                        f"{metrics['bad_samples']:.0f} samples of {len(split)} cannot be read, more than "
+                        f"data.max_bad_share = {config.data.max_bad_share} allows ({loader.max_bad}). Check the shards, "
+                        "or raise data.max_bad_share."
+                    )
 
             evaluating = done % plan.eval_every == 0 or last
             saving = done % plan.checkpoint_every == 0 or last
@@ -134,8 +139,8 @@ def run(config: RunConfig) -> None:
                     write_atomically(folder / "scores.json", json.dumps({"step": done, **asdict(scores)}))
             meter.exclude(time.perf_counter() - begin)
         bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
-        for (row, reason), key in zip(sorted(bad.items()), split.keys(sorted(bad)), strict=True):
-            console.say(f"left out {key}: {reason}")
+        for row, key in zip(sorted(bad), split.keys(sorted(bad)), strict=True):
+            console.say(f"left out {key}: {bad[row]}")
         status = "FINISHED"
     finally:
         # -------------------------------------------------------------- stop
@@ -143,6 +148,9 @@ def run(config: RunConfig) -> None:
         loader.close()
         if tracker:
             tracker.finish(status)
+    if start >= plan.steps:
+        console.say("nothing left to do: the run is finished")
+        return
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
 
 
@@ -277,7 +285,8 @@ def _save(
     except (OSError, RuntimeError) as error:
         # torch.save turns a full disk into a RuntimeError that does not say so.
         full = free_bytes(checkpoints.folder) < _FULL_BYTES
-        checkpoints.sweep()
+        if ranks.is_main:
+            checkpoints.sweep()
         if full:
             raise OneRankError(f"no space left in {checkpoints.folder}: {_SPACE_ADVICE}") from None
         raise error

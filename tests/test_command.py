@@ -11,8 +11,7 @@ import pytest
 from pipeline import command
 from pipeline.command import main
 from pipeline.config import ShardConfig
-from pipeline.data.loader import UnreadableError
-from pipeline.errors import UserError
+from pipeline.errors import OneRankError, UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,7 +103,7 @@ def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_what_only_one_rank_knows_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ending(UnreadableError("bad samples"), monkeypatch, capsys, rank="3") == "error on rank 3: bad samples\n"
+    assert ending(OneRankError("bad samples"), monkeypatch, capsys, rank="3") == "error on rank 3: bad samples\n"
     full = OSError(errno.ENOSPC, "No space left on device", "/local/x")
     assert ending(full, monkeypatch, capsys, rank="3").startswith("error on rank 3: No space left for /local/x")
 

@@ -21,16 +21,10 @@ from pipeline.data.decode import DecodeError, decode
 from pipeline.data.manifest import Split
 from pipeline.data.order import SampleOrder
 from pipeline.data.storage import ShardReader
-from pipeline.errors import UserError
+from pipeline.errors import OneRankError
 
 # (image (H, W, 3), out (S, S, 3), epoch, row) -> None
 View = Callable[[np.ndarray, np.ndarray, int, int], None]
-
-
-class UnreadableError(UserError):
-    """Too many samples cannot be read."""
-
-    on_one_rank = True  # The others read other samples: each rank has to say it itself.
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Loader:
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
         """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
 
-        Raises UnreadableError when more distinct samples are unreadable than max_bad_share of the split.
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split.
         """
         ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
         for rows, epochs in requests:
@@ -117,7 +111,7 @@ class Loader:
             part.result()
         if len(self.bad) > self.max_bad:
             row, reason = next(iter(self.bad.items()))
-            raise UnreadableError(
+            raise OneRankError(
                 f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
                 f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
                 "Check the shards, or raise data.max_bad_share."
