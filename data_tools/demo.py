@@ -19,8 +19,8 @@ _OVERSAMPLING = 4
 def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32) -> None:
     """Write `<folder>/<shape>/<number>.png`, num_per_class pictures (size x size, RGB) of each of SHAPES.
 
-    The class is the form alone: colours (light on dark), background, place, size, angle and noise are random. A picture follows from
-    (seed, class, number), so more of them leaves the first ones as they are.
+    The class is the form alone: colours (light on dark), background, place, size, angle and noise are random. A picture
+    follows from (seed, class, number), so more of them leaves the first ones as they are.
     """
     for label, (name, draw) in enumerate(SHAPES.items()):
         (folder / name).mkdir(parents=True, exist_ok=True)

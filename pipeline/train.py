@@ -109,9 +109,8 @@ def run(config: RunConfig) -> None:
                 console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
                 if tracker:
                     tracker.log(done, metrics)
-                if (
-                    metrics["bad_samples"] > loader.max_bad
-                ):  # Each rank has seen its own; here they are counted together.
+                # Each rank has seen its own; here they are counted together.
+                if metrics["bad_samples"] > loader.max_bad:
                     raise UserError(
                         f"{metrics['bad_samples']:.0f} samples of {len(split)} cannot be read, more than "
                         f"data.max_bad_share = {config.data.max_bad_share} allows ({loader.max_bad}). Check the shards, "
