@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools import cluster
@@ -25,6 +25,7 @@ from data_tools.progress import Progress, duration
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
 from pipeline.config import ShardConfig
+from pipeline.data.bucket import AnyPath, name_inside, remove_tree, to_path
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
 from pipeline.errors import UserError
 
@@ -67,9 +68,9 @@ def run(config: ShardConfig) -> Dataset:
             file.write(json.dumps(identity).encode())
         results = _run_jobs(listing, plan, config, out, known)
         dataset = _check_remade(out, results, known) if known else _finish(out, results, listing, identity)
-        shutil.rmtree(out / PARTS)
+        remove_tree(out / PARTS)
     finally:
-        shutil.rmtree(out / STAGING, ignore_errors=True)
+        remove_tree(out / STAGING)
         if is_new:
             # A source that was refused leaves no empty folder behind.
             with contextlib.suppress(OSError):
@@ -117,7 +118,7 @@ def _hash_keys(listing: Listing, prefix: str) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: Path, known: dict[str, Shard]) -> list[Done]:
+def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
     """Every shard's result, in the plan's order. Stops when too many images are bad."""
 
     def jobs() -> Iterator[Job]:
@@ -155,7 +156,7 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: Path, know
     return [results[number] for number in range(len(plan.names))]
 
 
-def _finish(out: Path, results: list[Done], listing: Listing, identity: dict[str, Any]) -> Dataset:
+def _finish(out: AnyPath, results: list[Done], listing: Listing, identity: dict[str, Any]) -> Dataset:
     """Merge the parts into the manifest."""
     for done in results:
         if not done.shard.samples:
@@ -169,11 +170,16 @@ def _finish(out: Path, results: list[Done], listing: Listing, identity: dict[str
         csv.writer(text, lineterminator="\n").writerows([("key", "where", "reason"), *skipped])
         with replacing(out / SKIPPED) as file:
             file.write(text.getvalue().encode())
-    tables = (pq.read_table(part_path(out, shard.name)).replace_schema_metadata(None).cast(ROWS) for shard in kept)
+    tables = (_read_rows(part_path(out, shard.name)) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"])
 
 
-def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Dataset:
+def _read_rows(part: AnyPath) -> pa.Table:
+    with part.open("rb") as file:
+        return pq.read_table(file).replace_schema_metadata(None).cast(ROWS)
+
+
+def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
     """A shard made again must be the one that the manifest knows."""
     for done in results:
         name = done.shard.name
@@ -187,25 +193,31 @@ def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Da
     return open_dataset(out)
 
 
-def _folders(config: ShardConfig) -> tuple[Path, Path]:
+def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     if cluster.in_temporary_copy():
         for name, value in (("source", config.source), ("out", config.out)):
-            if not Path(value).is_absolute():
+            path = to_path(value)
+            if isinstance(path, Path) and not path.is_absolute():
                 raise UserError(
                     f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
                     f"of this folder. Give an absolute path on storage that all nodes share: {name}=/..."
                 )
-    source, out = Path(config.source).expanduser().resolve(), Path(config.out).expanduser().resolve()
+    source, out = _resolved(config.source), _resolved(config.out)
     if not source.exists():
         raise UserError(f"source = {config.source}: no such file or folder. Give the path of your images: source=...")
-    if out.is_relative_to(source):
+    if name_inside(out, source) is not None:
         raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {config.out} is a file. Choose a folder.")
     return source, out
 
 
-def _held(out: Path) -> dict[str, Any] | None:
+def _resolved(location: str) -> AnyPath:
+    path = to_path(location)
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def _held(out: AnyPath) -> dict[str, Any] | None:
     """Settings and source of what the folder holds, finished or not. Raises UserError for files of others."""
     if (out / INFO).exists():
         info = open_dataset(out).info
@@ -231,7 +243,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: Path, config: ShardConfig, held: dict[str, Any] | None) -> None:
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: dict[str, Any] | None) -> None:
     for name, old in held["settings"].items() if held else ():
         if old != (new := getattr(config, name, None)):
             raise UserError(
@@ -239,7 +251,7 @@ def _refuse_other_settings(out: Path, config: ShardConfig, held: dict[str, Any] 
             )
 
 
-def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
     if held and held["source"]["sha256"] != identity["source"]["sha256"]:
         old, new = held["source"], identity["source"]
         counts = f"{old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}"
@@ -249,11 +261,11 @@ def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, An
         )
 
 
-def _sweep(out: Path) -> None:
-    """Remove what a killed run left half-written."""
+def _sweep(out: AnyPath) -> None:
+    """Remove what a killed run left half-written. (In a bucket, nothing is there before it is whole.)"""
     for leftover in [*out.glob(".*.tmp"), *(out / PARTS).glob(".*.tmp")]:
         leftover.unlink(missing_ok=True)
-    shutil.rmtree(out / STAGING, ignore_errors=True)
+    remove_tree(out / STAGING)
 
 
 def _say_listing(listing: Listing, seconds: float) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from data_tools.images import shrink
 from data_tools.sources import Reader
+from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.decode import DecodeError, inspect
 from pipeline.data.manifest import ROWS, Shard, replacing
 from pipeline.errors import UserError
@@ -41,11 +42,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job. skipped: (key, where, reason) of each bad image. made: whether it was written now."""
+    """What became of a job. skipped: (key, where, reason) of each bad image. made: whether it was written now.
+
+    etag: in a bucket, its name for these bytes; '' elsewhere.
+    """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
     made: bool
+    etag: str = ""
 
 
 def write_shard(job: Job) -> Done:
@@ -53,14 +58,14 @@ def write_shard(job: Job) -> Done:
 
     Raises UserError when this machine does not see the folders; OSError when it cannot write.
     """
-    out, source = Path(job.out), Path(job.source)
+    out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
-        if not folder.exists():
+        if isinstance(folder, Path) and not folder.exists():
             raise UserError(f"A worker does not see {folder}: source and out must be on storage that all nodes share.")
     part = part_path(out, job.name)
     if job.known and _is_whole(out, job.known):
         return Done(job.known, [], made=False)
-    if part.exists() and (found := read_part(part)) and _is_whole(out, found.shard):
+    if part.exists() and (found := read_part(part)) and _is_whole(out, found.shard, found.etag):
         return found
 
     cv2.setNumThreads(1)
@@ -70,24 +75,26 @@ def write_shard(job: Job) -> Done:
         size, sha256 = _measure(Path(file.name))
     shard = Shard(job.name, job.split, len(columns["key"]), size, sha256)
     table = pa.Table.from_pydict(columns, ROWS)
-    about = json.dumps({"shard": asdict(shard), "skipped": skipped})
+    etag = _etag(out / job.name)
+    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag})
     with replacing(part) as file:
         pq.write_table(table.replace_schema_metadata({"part": about}), file)
-    return Done(shard, skipped, made=True)
+    return Done(shard, skipped, made=True, etag=etag)
 
 
-def part_path(out: Path, shard_name: str) -> Path:
+def part_path(out: AnyPath, shard_name: str) -> AnyPath:
     """The part file of a shard: its rows (schema ROWS), with its Shard and its skipped images in the metadata."""
     return out / PARTS / shard_name.replace(".tar", ".parquet")
 
 
-def read_part(path: Path) -> Done | None:
+def read_part(path: AnyPath) -> Done | None:
     """What a part file says, without its rows; None when it is damaged."""
     try:
-        about = json.loads(pq.read_schema(path).metadata[b"part"])
+        with path.open("rb") as file:
+            about = json.loads(pq.read_schema(file).metadata[b"part"])
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
         return None
-    return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False)
+    return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False, etag=about["etag"])
 
 
 def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
@@ -131,11 +138,18 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> int:
     return tar.offset - padded
 
 
-def _is_whole(out: Path, shard: Shard) -> bool:
+def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     path = out / shard.name
-    return path.is_file() and path.stat().st_size == shard.bytes and _measure(path) == (shard.bytes, shard.sha256)
+    if not path.is_file() or path.stat().st_size != shard.bytes:
+        return False
+    # Nobody changes an object in place: one with the ETag of the upload is that upload, and need not be read.
+    return (bool(etag) and _etag(path) == etag) or _measure(path) == (shard.bytes, shard.sha256)
 
 
-def _measure(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+def _etag(path: AnyPath) -> str:
+    return path.etag() if isinstance(path, BucketPath) else ""
+
+
+def _measure(path: AnyPath) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -81,7 +81,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    cache: str = setting(
+        "", "Folder on a local disk that keeps shards of a bucket, shared by a node's ranks; empty is none."
+    )
+    cache_gb: float = setting(200.0, "Gigabytes that data.cache may take; the least recently read shards go first.")
+    retry_minutes: float = setting(10.0, "How long a failing request to a bucket is tried again before the run stops.")
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
@@ -205,7 +210,7 @@ class RunConfig:
             "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
             "train.length": self.train.length.amount, "engine.timeout_minutes": self.engine.timeout_minutes,
             "evaluate.every": self.evaluate.every.amount, "checkpoint.every": self.checkpoint.every.amount,
-            "optimizer.eps": self.optimizer.eps,
+            "optimizer.eps": self.optimizer.eps, "data.cache_gb": self.data.cache_gb,
         }  # fmt: skip
         for name, value in positive.items():
             if value <= 0:
@@ -213,7 +218,7 @@ class RunConfig:
         not_negative = {
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
-            "train.max_skipped_steps": self.train.max_skipped_steps,
+            "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:

@@ -21,6 +21,7 @@ from pipeline import objective, optim, schema
 from pipeline.checkpoint import Checkpoints, free_bytes, read_state, write_atomically
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
+from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
@@ -47,7 +48,7 @@ def run(config: RunConfig) -> None:
     """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake."""
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
-    dataset = open_dataset(config.data.path)
+    dataset = open_dataset(config.data.path, Storage.of(config.data))
     split, evaluation = dataset.split(config.data.train_split), dataset.split(config.data.eval_split)
     plan = make_plan(config, len(split), ranks.world_size)
     folder = Path(config.out) / config.name
@@ -105,6 +106,7 @@ def run(config: RunConfig) -> None:
                     "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
                     "epoch": done * plan.global_batch / plan.num_samples, "skipped_steps": engine.skipped_steps,
                     "bad_samples": ranks.sum(len(loader.bad))[0],
+                    "storage_retries": ranks.sum(dataset.storage.patience.retries)[0],
                 }  # fmt: skip
                 console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
                 if tracker:

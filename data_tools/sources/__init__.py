@@ -5,17 +5,17 @@ the result is the same `Listing`, so the same images give the same shards whethe
 """
 
 import tarfile
-from pathlib import Path
 
 from data_tools.sources import archive, folder, imagenet21k
 from data_tools.sources.listing import Collector, Listing
 from data_tools.sources.reader import Reader
+from pipeline.data.bucket import AnyPath
 from pipeline.errors import UserError
 
 __all__ = ["Listing", "Reader", "list_source"]
 
 
-def list_source(source: Path, layout: str, splits: dict[str, str], staging: Path) -> Listing:
+def list_source(source: AnyPath, layout: str, splits: dict[str, str], staging: AnyPath) -> Listing:
     """Every image of a source, sorted by split and key.
 
     layout: "folder", "archive", "imagenet21k", or "auto" to look. splits: split name -> folder inside the source.

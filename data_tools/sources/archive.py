@@ -12,10 +12,10 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from data_tools.sources.listing import Collector
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 
@@ -25,9 +25,9 @@ _BLOCK = 512
 _END = bytes(_BLOCK)
 
 
-def kind(source: Path) -> str:
+def kind(source: AnyPath) -> str:
     """What a file is, by its first bytes: tar, zip, gzip, bzip2 or xz. Raises UserError for anything else."""
-    with open(source, "rb") as file:
+    with source.open("rb") as file:
         start = file.read(_BLOCK)
     for magic, name in _MAGIC.items():
         if start.startswith(magic):
@@ -41,21 +41,21 @@ def kind(source: Path) -> str:
     return "tar"
 
 
-def unpack(source: Path, kind: str, staging: Path) -> Path:
+def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
     """A compressed tar as a plain one in `staging`; whole or not there."""
     staging.mkdir(parents=True, exist_ok=True)
     plain = staging / "source.tar"
     try:
-        with COMPRESSED[kind](source, "rb") as packed, replacing(plain) as file:
+        with source.open("rb") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
             shutil.copyfileobj(packed, file, 2**20)
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
     return plain
 
 
-def walk_tar(source: Path, collector: Collector) -> None:
+def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
-    with open(source, "rb") as file:
+    with source.open("rb") as file:
         for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
             if is_folder:
                 collector.folder(name)
@@ -63,10 +63,10 @@ def walk_tar(source: Path, collector: Collector) -> None:
                 collector.file(name, 0, offset, size)
 
 
-def walk_zip(source: Path, collector: Collector) -> None:
+def walk_zip(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a zip."""
     try:
-        members = zipfile.ZipFile(source).infolist()
+        members = zipfile.ZipFile(source.open("rb")).infolist()
     except zipfile.BadZipFile as error:
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
     for member in members:

@@ -1,14 +1,21 @@
 """A folder of class folders: `<split's folder>/<class>/<name>.jpg`."""
 
 import os
-from pathlib import Path
 
 from data_tools.sources.listing import Collector
+from pipeline.data.bucket import AnyPath, BucketPath, name_inside
 
 
-def walk(source: Path, collector: Collector) -> None:
+def walk(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file below source."""
-    _walk(str(source), "", collector)
+    if isinstance(source, BucketPath):
+        for path, size in source.walk():
+            name = name_inside(path, source)
+            assert name
+            collector.folder(name.rpartition("/")[0])
+            collector.file(name, -1, 0, size)
+    else:
+        _walk(str(source), "", collector)
 
 
 def _walk(path: str, inside: str, collector: Collector) -> None:

@@ -4,46 +4,47 @@ Each inner tar counts as the class folder `<wnid>/`; nothing is extracted.
 """
 
 import tarfile
-from pathlib import Path
 from typing import BinaryIO
 
 from data_tools.sources.archive import tar_members
 from data_tools.sources.listing import Collector
+from pipeline.data.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
 
 
-def is_folder_of_tars(source: Path, splits: dict[str, str]) -> bool:
+def is_folder_of_tars(source: AnyPath, splits: dict[str, str]) -> bool:
     """Whether the first split's folder holds tars rather than class folders."""
     return any((source / next(iter(splits.values()))).glob("*.tar"))
 
 
-def is_tar_of_tars(source: Path) -> bool:
+def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar is itself a tar."""
-    with open(source, "rb") as file:
+    with source.open("rb") as file:
         for name, is_folder, _, _ in tar_members(file, 0, source.stat().st_size):
             if not is_folder:
                 return name.endswith(".tar")
     return False
 
 
-def walk_folder(source: Path, collector: Collector) -> None:
+def walk_folder(source: AnyPath, collector: Collector) -> None:
     """Tell the collector the members of every tar below source."""
-    for path in sorted(source.rglob("*")):
+    for path, size in sorted(walk_files(source), key=lambda file: str(file[0])):
+        name = name_inside(path, source)
+        assert name
         if path.suffix == ".tar" and not path.name.startswith("."):
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 try:
-                    name = path.relative_to(source).as_posix()
-                    _walk_class(file, name, 0, path.stat().st_size, collector.add_container(path), collector)
+                    _walk_class(file, name, 0, size, collector.add_container(path), collector)
                 except tarfile.TarError as error:
                     raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
-        elif path.is_file():
-            collector.file(path.relative_to(source).as_posix(), -1, 0, path.stat().st_size)
+        else:
+            collector.file(name, -1, 0, size)
 
 
-def walk_tar(source: Path, collector: Collector) -> None:
+def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Tell the collector the members of every tar inside a plain tar. Raises tarfile.TarError for a damaged one."""
     # A second handle: the walk through an inner tar moves the file's position.
-    with open(source, "rb") as outer, open(source, "rb") as inner:
+    with source.open("rb") as outer, source.open("rb") as inner:
         for name, is_folder, offset, size in tar_members(outer, 0, source.stat().st_size):
             if not is_folder and name.endswith(".tar"):
                 _walk_class(inner, name, offset, offset + size, 0, collector)

@@ -2,13 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.data.bucket import AnyPath
 from pipeline.errors import UserError
 
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -35,7 +35,7 @@ _BATCH = 2**16
 class Listing:
     """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over."""
 
-    source: Path
+    source: AnyPath
     splits: list[str]
     classes: list[str]
     containers: list[str]
@@ -80,7 +80,7 @@ class Collector:
     Names are relative to the source, with slashes; the first folder below a split's folder is the class.
     """
 
-    source: Path
+    source: AnyPath
     splits: dict[str, str]
     containers: list[str]
     _parts: list[pa.RecordBatch] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Collector:
         self._folders = sorted(folders, key=lambda pair: -len(pair[1]))
         self._numbers = {split: number for number, split in enumerate(self.splits)}
 
-    def add_container(self, path: Path) -> int:
+    def add_container(self, path: AnyPath) -> int:
         """Number of an archive, for `file`."""
         self.containers.append(str(path))
         return len(self.containers) - 1

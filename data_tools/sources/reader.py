@@ -4,6 +4,8 @@ import struct
 import zlib
 from typing import BinaryIO
 
+from pipeline.data.bucket import to_path
+
 
 class Reader:
     """Reads samples by (path, offset, size, packed), see `listing.TABLE`; keeps the file it read last open."""
@@ -24,7 +26,7 @@ class Reader:
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
-            self._file = open(path, "rb")  # noqa: SIM115 - stays open for the next sample
+            self._file = to_path(path).open("rb", buffering=0)
             self._path = path
         assert self._file is not None
         data = _zip_member(self._file, offset, packed) if packed else _exactly(self._file, offset, size)

@@ -4,11 +4,10 @@ Whoever judges samples (verify, dedup, a person) writes one list, `exclude/<name
 whoever opens a split leaves them out. A list belongs to the bytes it was made for, by the data set's fingerprint.
 """
 
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import Dataset, replacing
 from pipeline.errors import UserError
 
@@ -18,7 +17,7 @@ EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.st
 _FINGERPRINT = b"fingerprint"
 
 
-def write_list(dataset: Dataset, name: str, samples: pa.Table) -> Path:
+def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
     """Write (or replace) the list `name` of a data set; samples: EXCLUDED. An empty list is one too: nothing was found."""
     folder = dataset.path / FOLDER
     folder.mkdir(exist_ok=True)
@@ -32,9 +31,11 @@ def write_list(dataset: Dataset, name: str, samples: pa.Table) -> Path:
 def read_lists(dataset: Dataset) -> dict[str, pa.Table]:
     """Every list of a data set, by name, in the order of names. Raises UserError for one of other data or a damaged one."""
     lists = {}
-    for path in sorted((dataset.path / FOLDER).glob("[!.]*.parquet")):
+    found: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
+    for path in sorted(found, key=str):
         try:
-            table = pq.read_table(path)
+            with path.open("rb") as file:
+                table = pq.read_table(file)
             made_for = table.schema.metadata[_FINGERPRINT].decode()
             table = table.select(EXCLUDED.names).cast(EXCLUDED)
         except (pa.ArrowInvalid, KeyError, TypeError):

@@ -75,7 +75,7 @@ class Loader:
         Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split.
         """
         ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
-        for rows, epochs in requests:
+        for rows, epochs in self.reader.ahead(requests):
             ahead.append(self._start(rows, epochs))
             if len(ahead) > self.prefetch:
                 yield self._finish(*ahead.popleft())

@@ -5,8 +5,8 @@
     shards.parquet         one row per tar (SHARDS)
     dataset.json           classes, counts, where it came from, settings, fingerprint; written last
 
-Whoever makes shards (or scans someone else's) calls `write_dataset`; whoever reads them calls `open_dataset`. Needs
-pyarrow and numpy only.
+Whoever makes shards (or scans someone else's) calls `write_dataset`; whoever reads them calls `open_dataset`. The folder
+is local or in a bucket (`pipeline/data/bucket.py`). Needs pyarrow and numpy only.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.cache import Storage
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
@@ -76,7 +78,8 @@ class Shard:
 class Split:
     """The samples of one split, as arrays of n samples in S shards; sample i of shard s is row shard_starts[s] + i.
 
-    shard_paths: S file names. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
+    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
+    shard_bytes, shard_sha256: of each tar, int64 and hex. storage: how they are reached.
     offsets, sizes: (n,) int64, where the image's bytes are inside its tar. label_values: int32, the labels of all
     samples, one after another; sample i has those from label_offsets[i] up to label_offsets[i + 1] ((n + 1,) int64).
     """
@@ -89,6 +92,9 @@ class Split:
     sizes: np.ndarray
     label_values: np.ndarray
     label_offsets: np.ndarray
+    shard_bytes: np.ndarray
+    shard_sha256: list[str]
+    storage: Storage
     _file: pq.ParquetFile
     _groups: range
 
@@ -124,10 +130,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open data set. info: dataset.json as it is."""
+    """An open data set. path: its folder. info: dataset.json as it is. storage: how its files are reached."""
 
-    path: Path
+    path: AnyPath
     info: dict[str, Any]
+    storage: Storage = field(default_factory=Storage)
 
     @property
     def classes(self) -> list[str]:
@@ -165,8 +172,9 @@ class Dataset:
         if name not in self.splits:
             raise UserError(f"{self.path} has no split {name!r}. It has: {', '.join(self.splits)}.")
         shards = [shard for shard in self.shards() if shard.split == name]
+        found = _sizes(self.path, [shard.name for shard in shards])
         for shard in shards:
-            _check_size(self.path / shard.name, shard.bytes)
+            _check_size(self.path / shard.name, found.get(shard.name), shard.bytes)
         shard_sizes = np.array([shard.samples for shard in shards], np.int64)
         file = _open(self.path / SAMPLES_FILE)
         groups = self._row_groups(file, name)
@@ -186,6 +194,9 @@ class Dataset:
             sizes=table.column("size").to_numpy(),
             label_values=labels.values.to_numpy(),
             label_offsets=labels.offsets.to_numpy().astype(np.int64),
+            shard_bytes=np.array([shard.bytes for shard in shards], np.int64),
+            shard_sha256=[shard.sha256 for shard in shards],
+            storage=self.storage,
             _file=file,
             _groups=groups,
         )
@@ -203,9 +214,10 @@ class Dataset:
         return range(first, min(last + 1, file.num_row_groups))
 
 
-def open_dataset(path: str | Path) -> Dataset:
-    """Open a data set; reads dataset.json only. Raises UserError when there is none."""
-    path = Path(path)
+def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
+    """Open a data set by its folder or URL; reads dataset.json only. Raises UserError when there is none."""
+    storage = storage or Storage()
+    path = to_path(path, storage.patience)
     remedy = f"Shard it first: python launch/shard.py source=... out={path}"
     if not path.exists():
         raise UserError(f"{path}: no such data set. {remedy}")
@@ -218,18 +230,18 @@ def open_dataset(path: str | Path) -> Dataset:
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         found = info.get("format") if isinstance(info, dict) else info
         raise UserError(f"{path / INFO} has format {found!r}, but this code reads {FORMAT!r}.")
-    return Dataset(path, info)
+    return Dataset(path, info, storage)
 
 
 def write_dataset(
-    path: Path,
+    path: AnyPath,
     shards: Sequence[Shard],
     tables: Iterable[pa.Table],
     classes: Sequence[str],
     source: dict[str, Any],
     settings: dict[str, Any],
 ) -> Dataset:
-    """Write the manifest of shards that are on disk already; dataset.json, which makes it a data set, comes last.
+    """Write the manifest of shards that are in the folder already; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS), in the
     same order; they are taken one by one, so that all of them need not fit in memory.
@@ -266,12 +278,16 @@ def write_dataset(
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: AnyPath) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, and leaves nothing behind when it does not.
 
     Written under another name, synced, renamed. The name is unique, so that two writers (a task and its retry, a
-    killed run's last worker) cannot mix their bytes.
+    killed run's last worker) cannot mix their bytes. For a bucket it is a temporary file of this machine, then uploaded.
     """
+    if isinstance(path, BucketPath):
+        with path.replacing() as file:
+            yield file
+        return
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -307,24 +323,33 @@ def _fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: AnyPath) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _open(path: AnyPath) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path, memory_map=True) if isinstance(path, Path) else pq.ParquetFile(path.open())
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {_REMEDY}") from None
     except pa.ArrowInvalid:
         raise UserError(f"{path} is damaged. {_REMEDY}") from None
 
 
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. {_REMEDY}") from None
+def _sizes(folder: AnyPath, names: list[str]) -> dict[str, int]:
+    """Bytes of those files that are there. A bucket is listed once: asking for each of 4,000 objects takes minutes."""
+    if isinstance(folder, BucketPath):
+        return folder.sizes()
+    sizes = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            sizes[name] = (folder / name).stat().st_size
+    return sizes
+
+
+def _check_size(path: AnyPath, size: int | None, expected: int) -> None:
+    if size is None:
+        raise UserError(f"{path} is missing. {_REMEDY}")
     if size != expected:
         raise UserError(f"{path} has {size} bytes, but {expected} in the manifest. {_REMEDY}")
