@@ -3,8 +3,10 @@
 import hashlib
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import faulty_s3
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -50,3 +52,19 @@ def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: 
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """150 training and 37 validation samples of 4 classes, 16 px."""
     return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[faulty_s3.S3]:
+    with faulty_s3.running() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: faulty_s3.S3, request: pytest.FixtureRequest) -> Iterator[tuple[faulty_s3.S3, str]]:
+    """A server without faults, and the URL of an empty bucket of the test's own."""
+    bucket = "b" + hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20]
+    s3_server.reset()
+    s3_server.bucket(bucket)
+    yield s3_server, f"s3://{bucket}"
+    s3_server.reset()
