@@ -21,7 +21,9 @@ Fault = Callable[["_Handler", bytes, bytes], bytes | None]
 
 
 def reset(handler: "_Handler", head: bytes, body: bytes) -> None:
-    """The connection is reset."""
+    """Half of the answer, then the connection is reset."""
+    handler.wfile.write(head + body[: len(body) // 2])
+    time.sleep(0.05)  # A reset overtakes what was not read yet; and curl repeats what was not answered at all.
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 

@@ -165,7 +165,7 @@ class BucketPath:
     def etag(self) -> str:
         """What the bucket calls this version of the object (S3; '' where it does not say)."""
         with self._try(lambda: self._filesystem().open_input_file(self.key)) as file:
-            return file.metadata().get(b"ETag", b"").decode()
+            return file.metadata().get("ETag", b"").decode()
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the objects directly in this folder, from one listing; empty when there are none."""
@@ -263,9 +263,12 @@ class BucketPath:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
 
     def _info(self) -> fs.FileInfo:
+        bucket = self.key.partition("/")[0]
         info = self._try(lambda: self._filesystem().get_file_info(self.key))
         if info.type == fs.FileType.NotFound:
-            self._list()  # Raises when there is not even the bucket.
+            found = self._try(lambda: self._filesystem().get_file_info(bucket))
+            if found.type == fs.FileType.NotFound:
+                raise StorageError(f"{self}: no such bucket. Check its name (and AWS_ENDPOINT_URL).")
         return info
 
     def _list(self, recursive: bool = False) -> list[fs.FileInfo]:
@@ -339,8 +342,8 @@ def to_path(location: str | Path | BucketPath, patience: Patience | None = None)
     """A local path or a URL as a path; `~` is the home folder. Raises UserError for what is neither."""
     if not isinstance(location, str):
         return location
-    scheme, _, rest = location.partition("://")
-    if not rest:
+    scheme, is_url, rest = location.partition("://")
+    if not is_url:
         return Path(location).expanduser()
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not known here. Use a local folder, s3://... or gs://...")

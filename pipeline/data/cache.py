@@ -74,15 +74,15 @@ class ShardCache:
                 # Whoever held the lock before may have finished, or its file was swept away while we waited.
                 if ready.exists() or not _is_at(file, coming):
                     continue
-                if not self._make_room(file, size):
-                    coming.unlink()
-                    return None
                 try:
+                    if not self._make_room(file, size):
+                        coming.unlink()
+                        return None
                     self._download(path, file, size, sha256)
+                    os.rename(coming, ready)
                 except BaseException:
-                    coming.unlink()
+                    coming.unlink(missing_ok=True)
                     raise
-                os.rename(coming, ready)
 
     def has(self, sha256: str) -> bool:
         """Whether a shard is there already."""

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 import raw_images
+from faulty_s3 import S3
 
 from data_tools import cluster, shard
 from pipeline.data.manifest import Dataset
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> int:
-    """CPUs of a cluster on this machine; it ends with this process."""
+def ray_cluster(s3_server: S3) -> int:
+    """CPUs of a cluster on this machine; it ends with this process. Its workers know the way to the S3 server."""
     return cluster.connect(num_cpus=2)
 
 

@@ -14,10 +14,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_folder
+from faulty_s3 import S3, bucket_path, put
+from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder
 
 from data_tools import cluster, shard
+from data_tools.sources import list_source
+from data_tools.write_shard import Job, write_shard
+from pipeline.config import ShardConfig
+from pipeline.data.bucket import name_inside, walk_files
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,3 +227,42 @@ def test_tasks_in_flight_are_bounded(ray_cluster: int) -> None:
         results[number] = result
         assert len(taken) - len(results) <= 3
     assert results == {i: i * i for i in range(20)}
+
+
+def test_sharding_from_bucket_to_bucket_gives_the_same_bytes(
+    dataset: Dataset, pictures: dict, tmp_path: Path, s3: tuple[S3, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = s3[1]
+    for path in write_class_tars(pictures, tmp_path / "tars").iterdir():
+        put(bucket_path(f"{url}/raw/{path.name}"), path.read_bytes())
+    config = ShardConfig(source=f"{url}/raw", out=f"{url}/out", samples_per_shard=8, val_share=0.25)
+    other = shard.run(config)
+    assert other.fingerprint == dataset.fingerprint
+    found = {name_inside(path, bucket_path(f"{url}/out")): path.read_bytes() for path, _ in walk_files(other.path)}
+    assert {name: data for name, data in found.items() if name.endswith(".tar")} == {
+        name: data for name, data in contents(dataset.path).items() if name.endswith(".tar")
+    }
+    assert not [name for name in found if name.startswith(".")]
+    rows = ShardReader(other.split("val")), ShardReader(dataset.split("val"))
+    assert all(rows[0].read(row) == rows[1].read(row) for row in range(len(dataset.split("val"))))
+
+    bucket_path(f"{url}/out/val-000000.tar").unlink()
+    capfd.readouterr()
+    shard.run(config)
+    assert "made 1 again" in capfd.readouterr().out
+    assert bucket_path(f"{url}/out/val-000000.tar").read_bytes() == found["val-000000.tar"]
+
+
+def test_a_shard_uploaded_before_a_kill_is_not_read_again(
+    source: Path, tmp_path: Path, s3: tuple[S3, str], pictures: dict
+) -> None:
+    server, url = s3
+    listing = list_source(source, "auto", {"train": ""}, tmp_path)
+    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, 95, True, None)
+    first = write_shard(job)
+    server.reset()
+    again = write_shard(job)
+    assert (again.shard, again.made, first.made) == (first.shard, False, True)
+    assert not [request for request in server.requests if request.startswith("GET") and ".tar" in request]
+    put(bucket_path(f"{url}/train-000000.tar"), bytes(first.shard.bytes))
+    assert write_shard(job).made
