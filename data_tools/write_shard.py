@@ -94,7 +94,9 @@ def read_part(path: AnyPath) -> Done | None:
             about = json.loads(pq.read_schema(file).metadata[b"part"])
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
         return None
-    return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False, etag=about["etag"])
+    return Done(
+        Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False, etag=about.get("etag", "")
+    )
 
 
 def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:

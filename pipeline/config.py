@@ -277,9 +277,10 @@ class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
 
     source: str = setting(
-        REQUIRED, "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars)"
+        REQUIRED,
+        "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars); may be a URL",
     )
-    out: str = setting(REQUIRED, "Folder of the new data set")
+    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the new data set")
     layout: Literal["auto", "folder", "archive", "imagenet21k"] = setting("auto", "What source is; auto looks.")
     splits: dict[str, str] = setting(
         {"train": ""}, "Split name -> folder inside the source that holds its class folders ('' is the top)."
@@ -322,7 +323,7 @@ class ScoreConfig:
     """Scores of trained weights on a split of a data set, and a report of them."""
 
     weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
-    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     out: str = setting(
         "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."

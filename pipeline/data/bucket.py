@@ -48,8 +48,9 @@ _OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}
 _HOPELESS = {
     r"NO_SUCH_BUCKET|bucket does not exist|^Bucket .* not found": "no such bucket. Check its name (and AWS_ENDPOINT_URL)",
     r"INVALID_ACCESS_KEY|InvalidAccessKeyId|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|"
-    r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401": "the credentials are refused. Renew them "
-    "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS for gs://)",
+    r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401|Could not create a OAuth2 access token": "there are no "
+    "valid credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for gs://, "
+    "GOOGLE_APPLICATION_CREDENTIALS",
     r"ACCESS_DENIED|PERMISSION_DENIED|status 403": "access denied. Check that the credentials (AWS_PROFILE, or "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS for gs://) may list, read and, for a "
     "new data set, write there",

@@ -89,7 +89,7 @@ def test_an_outage_stops_the_run_with_one_line(
     ("fault", "said"),
     [
         (answer(403, "AccessDenied"), r"tiny: access denied. Check that the credentials \(AWS_PROFILE"),
-        (answer(403, "InvalidAccessKeyId"), r"(access denied|credentials are refused)"),
+        (answer(403, "InvalidAccessKeyId"), r"(access denied|no valid credentials)"),
         (answer(301, "PermanentRedirect"), r"another region. Set AWS_REGION"),
     ],
 )
