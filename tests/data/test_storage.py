@@ -145,7 +145,9 @@ def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path:
     copy_folder(dataset, f"{s3[1]}/tiny")
     processes = [start_reading(f"{s3[1]}/tiny", tmp_path, 10**9, 60) for _ in range(2)]
     s3[0].fail(slow, ".tar")  # Each waits for the other's downloads.
-    counts = [int(process.communicate("\n", timeout=60)[0]) for process in processes]
+    for process in processes:
+        print(file=process.stdin, flush=True)
+    counts = [int(process.communicate(timeout=60)[0]) for process in processes]
     assert sum(counts) == 4
     assert sorted(downloads(s3[0])) == sorted(f"train-{i:06d}.tar" for i in range(4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]

@@ -169,7 +169,7 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pyt
     bucket._connect.cache_clear()
     path = bucket_path(f"{s3[1]}/file", seconds=0.3)
     put(path, b"old")
-    large = np.random.default_rng(0).bytes(12_000_000)
+    large = np.random.default_rng(0).bytes(21_000_000)  # three parts
     for part in ("partNumber=1", "partNumber=2", "?uploads", "POST"):
         s3[0].reset()
         s3[0].fail(answer(503, "SlowDown"), part)
