@@ -141,10 +141,6 @@ class BucketPath:
     def suffix(self) -> str:
         return "." + self.name.rpartition(".")[2] if "." in self.name else ""
 
-    @property
-    def parent(self) -> "BucketPath":
-        return replace(self, key=self.key.rpartition("/")[0] or self.key)
-
     # ---------------------------------------------------------------- what is there
     def exists(self) -> bool:
         """Whether there is an object or a folder; an empty bucket is a folder. Raises StorageError without the bucket."""
