@@ -173,11 +173,11 @@ def test_there_are_shipped_files() -> None:
         ("train: 5", "train must be a mapping of settings, not 5"),
         ("name:", "name = None must be a text"),
         ("seed: 1.5", "seed = 1.5 must be a whole number"),
-        ("seed: .inf", "seed = inf must be a whole number"),
-        ("seed: .nan", "seed = nan must be a whole number"),
+        ("seed: .inf", "seed = .inf must be a whole number"),
+        ("seed: .nan", "seed = .nan must be a whole number"),
         ("seed: true", "seed = True must be a whole number"),
-        ("optimizer: {lr: fast}", "optimizer.lr = 'fast' must be a number"),
-        ("optimizer: {lr: .nan}", "optimizer.lr = nan must be a number"),
+        ("optimizer: {lr: fast}", "optimizer.lr = fast must be a number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr = .nan must be a number"),
         ("augment: {flip: 1}", "augment.flip = 1 must be"),
         ("engine: {zero_stage: 4}", "engine.zero_stage = 4 is none of 0, 1, 2, 3"),
         ("engine: {zero_stage: true}", "engine.zero_stage = True is none of"),
@@ -268,6 +268,18 @@ def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
     assert load(f"name={text}").name == text
 
 
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
+def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")
+    assert schema.load(RunConfig, path).name == text
+
+
+def test_a_setting_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\nseed: 1\nseed: 2")
+    with pytest.raises(UserError, match=r"seed is set twice.*line 4"):
+        schema.load(RunConfig, path)
+
+
 def test_null_and_empty_values() -> None:
     assert load("init.weights=null").init.weights is None
     assert load("track.uri=").track.uri == ""
@@ -286,8 +298,8 @@ def test_null_and_empty_values() -> None:
         ("train", "'train' is no override: write setting=value"),
         ("=3", "'=3' is no override"),
         ("train=5", "the command line: train must be a mapping of settings, not 5"),
-        ("train.micro_batch=x", "the command line: train.micro_batch = 'x' must be a whole number"),
-        ("train.length=[", "the command line: train.length = '[': write a length as"),
+        ("train.micro_batch=x", "the command line: train.micro_batch = x must be a whole number"),
+        ("train.length=[", "the command line: train.length = [: write a length as"),
     ],
 )
 def test_mistakes_on_the_command_line(override: str, said: str) -> None:
