@@ -199,17 +199,21 @@ def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Da
     return open_dataset(out)
 
 
+def resolve(setting: str, value: str) -> Path:
+    """The absolute path of a folder or file that a setting names."""
+    if cluster.in_temporary_copy() and not Path(value).is_absolute():
+        raise UserError(
+            f"{setting} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
+            f"of this folder. Give an absolute path on storage that all nodes share: {setting}=/..."
+        )
+    path = Path(value).expanduser().resolve()
+    if setting == "source" and not path.exists():
+        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
+    return path
+
+
 def _folders(config: ShardConfig) -> tuple[Path, Path]:
-    if cluster.in_temporary_copy():
-        for name, value in (("source", config.source), ("out", config.out)):
-            if not Path(value).is_absolute():
-                raise UserError(
-                    f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
-                    f"of this folder. Give an absolute path on storage that all nodes share: {name}=/..."
-                )
-    source, out = Path(config.source).expanduser().resolve(), Path(config.out).expanduser().resolve()
-    if not source.exists():
-        raise UserError(f"source = {config.source}: no such file or folder. Give the path of your images: source=...")
+    source, out = resolve("source", config.source), resolve("out", config.out)
     if out.is_relative_to(source):
         raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
     if out.exists() and not out.is_dir():

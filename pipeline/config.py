@@ -267,6 +267,11 @@ class RunConfig:
             )
 
 
+def _check_split_names(splits: dict[str, str]) -> None:
+    if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
+        raise UserError(f"splits = {splits} must name at least one split, in lower-case letters and digits.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
@@ -335,8 +340,30 @@ class ShardConfig:
                 raise UserError(f"{name} = {getattr(self, name)} must not be negative.")
         if not self.label_separator:
             raise UserError("label_separator must not be empty.")
-        if not self.splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in self.splits):
-            raise UserError(f"splits = {self.splits} must name at least one split, in lower-case letters and digits.")
+        _check_split_names(self.splits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """A manifest for webdataset shards that stay where they are."""
+
+    source: str = setting(REQUIRED, "Folder of tars, or one tar, of <key>.jpg and <key>.cls or <key>.json")
+    out: str = setting("", "Folder of the manifest; empty is the folder of the tars.")
+    splits: dict[str, str] = setting({"train": ""}, "Split name -> how the names of its tars begin ('' is all).")
+    label_names: str = setting("", "File of class names, one a line, by label; without, classes are called by number.")
+    inspect: Literal["decode", "header"] = setting(
+        "decode", "Whether images are decoded whole or only their header is read."
+    )
+    max_bad_share: float = setting(0.001, "Share of unreadable samples above which no manifest is written.")
+    num_tasks: int = setting(0, "Tars read at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.max_bad_share <= 1:
+            raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")
+        _check_split_names(self.splits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,8 +146,9 @@ class _Dtype:
         pass
 
 
-# The calls that a pickled array is made of (in the order NumPy 1, NumPy 2, protocol 5) -> what is done instead.
+# The calls that a pickled array is made of (NumPy 1 and 2, protocols 2 to 5) -> what is done instead.
 _CALLS: dict[str, Any] = {
+    "_codecs.encode": lambda text, *_: text.encode("latin1"),
     "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
     "numpy._core.multiarray._reconstruct": lambda *_: _Array(),
     "numpy.core.numeric._frombuffer": lambda content, *_: _Array(content),

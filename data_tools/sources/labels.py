@@ -38,12 +38,9 @@ class LabelColumn:
         labels = [label for label in labels if label != ""]
         if self._numbers is None:
             return [str(label) for label in labels]
-        try:
-            return [self._numbers.name(int(label), where) for label in labels]
-        except ValueError:
-            raise UserError(
-                f"{where}: label {value!r} is no number, as those before it or label_names ask for."
-            ) from None
+        if not all(isinstance(label, int) or label.lstrip("-").isdecimal() for label in labels):
+            raise UserError(f"{where}: label {value!r} is no number, as those before it or label_names ask for.")
+        return [self._numbers.name(int(label), where) for label in labels]
 
     def classes(self) -> list[str]:
         """All class names in order, where labels are numbers; else none."""

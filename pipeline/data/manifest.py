@@ -312,7 +312,8 @@ def _storage() -> dict[str, Any]:
 
 
 def _fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
-    content = [sorted((shard.name, shard.sha256) for shard in shards), list(classes)]
+    # The last part of the name: where tars that were indexed lie is not what they are.
+    content = [sorted((Path(shard.name).name, shard.sha256) for shard in shards), list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
