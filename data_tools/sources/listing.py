@@ -287,8 +287,13 @@ class Collector:
 
 
 def _clean(name: str) -> str:
+    # Few of millions of names have an empty part or a dot for one.
+    if not ("//" in name or "./" in name or "/." in name or name.startswith("/") or name.endswith("/") or name == "."):
+        return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def _hidden(name: str) -> bool:
+    if not ("/." in name or name.startswith(".") or "__MACOSX" in name):
+        return False
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
