@@ -92,3 +92,12 @@ def test_an_image_held_out_for_val_takes_its_copies_out_of_train(ray_cluster: in
     assert len({row["sha256"] for row in rows}) == len(rows) == 8
     assert np.sum([row["split"] == "val" for row in rows]) > 0
     assert all(row["labels"] == [0, 1] for row in rows if row["split"] == "train")
+
+
+def test_files_that_a_list_names_and_that_are_not_as_listed_are_bad_samples(ray_cluster: int, tmp_path: Path) -> None:
+    write_folder({"a.jpg": jpeg(1), "b.jpg": jpeg(2)}, tmp_path)
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,cat;pet\nb.jpg,dog\ngone.jpg,dog\n")
+    dataset = shard.run(settings(tmp_path / "list.csv", tmp_path / "out", max_bad_share=0.5))
+    assert (dataset.path / "skipped.csv").read_text().startswith("key,where,reason\ngone,gone.jpg,[Errno 2]")
+    split = dataset.split("train")
+    assert {key: split.labels_of(row).tolist() for row, key in enumerate(split.keys([0, 1]))} == {"a": [0, 2], "b": [1]}

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import pickle
 import tarfile
 from collections.abc import Callable
@@ -287,6 +288,12 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     staged = {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()}
     assert listed(tmp_path / "raw", splits=dict(zip(listing.splits, ("data/train", "data/val"), strict=True)))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()} == staged
+
+    # A file of the same length that was written later is another one.
+    changed = tmp_path / "raw/data/validation-0.parquet"
+    os.utime(changed, ns=(0, 0))
+    listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/validation"})
+    assert len(list((tmp_path / "staging").iterdir())) == len(staged) + 2
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
