@@ -9,18 +9,26 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts images and bytes of `total` images; shows images/s, MB/s and time left on stderr."""
+    """Counts images and bytes of `total` images; shows images/s, MB/s and time left on stderr.
 
-    def __init__(self, total: int) -> None:
+    total: None while a source is being listed, and nobody knows. done: what is done to them, for the line.
+    """
+
+    def __init__(self, total: int | None, done: str = "") -> None:
         self.total = total
+        self._done = f"{done} " if done else ""
         self.images = self.bytes = 0
         self._start = self._shown = time.monotonic()
-        self._bar = tqdm(total=total, unit=" images", unit_scale=True) if sys.stderr.isatty() else None
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -36,13 +44,15 @@ class Progress:
             self._bar.update(images)
         elif now - self._shown >= _SECONDS_BETWEEN_LINES:
             self._shown = now
-            left = seconds / self.images * (self.total - self.images) if self.images else 0
-            print(
-                f"{self.images:,} of {self.total:,} images ({self.images / self.total:.0%}), "
-                f"{self.images / seconds:,.0f} images/s, {megabytes:.1f} MB/s, {duration(left)} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(self._line(seconds, megabytes), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float, megabytes: float) -> str:
+        rate = f"{self.images / seconds:,.0f} images/s"
+        if self.total is None:
+            return f"{self._done}{self.images:,} images, {rate}"
+        left = seconds / self.images * (self.total - self.images) if self.images else 0
+        share = f"{self._done}{self.images:,} of {self.total:,} images ({self.images / self.total:.0%})"
+        return f"{share}, {rate}, {megabytes:.1f} MB/s, {duration(left)} left"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from data_tools.images import shrink
 from data_tools.sources import Reader
-from pipeline.data.decode import DecodeError, inspect
+from pipeline.data.decode import inspect
 from pipeline.data.manifest import ROWS, Shard, replacing
 from pipeline.errors import UserError
 
@@ -95,15 +95,15 @@ def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tup
     skipped = []
     with Reader() as reader, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         # One tuple for each sample.
-        names = ("key", "label", "name", "path", "offset", "size", "packed")
-        for key, label, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
+        names = ("key", "labels", "name", "path", "offset", "size", "packed")
+        for key, labels, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
             try:
                 data = reader.read(path, offset, size, packed)
                 ext, width, height = inspect(data, job.whole)
                 if job.resize_short and min(width, height) > job.resize_short:
                     data, width, height = shrink(data, job.resize_short, job.jpeg_quality)
                     ext = "jpg"
-            except (DecodeError, OSError) as error:
+            except (OSError, ValueError) as error:
                 skipped.append((key, name, str(error)))
                 continue
             row = {
@@ -111,12 +111,15 @@ def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tup
                 "offset": _add(tar, f"{key}.{ext}", data),
                 "size": len(data),
                 "ext": ext,
-                "labels": [label],
+                "labels": labels,
                 "width": width,
                 "height": height,
                 "sha256": hashlib.sha256(data).digest(),
             }
-            _add(tar, f"{key}.cls", str(label).encode())
+            if len(labels) == 1:
+                _add(tar, f"{key}.cls", str(labels[0]).encode())
+            else:
+                _add(tar, f"{key}.json", json.dumps({"labels": labels}).encode())
             for column, value in row.items():
                 columns[column].append(value)
     return columns, skipped

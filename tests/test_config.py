@@ -13,7 +13,7 @@ import yaml
 
 from pipeline import config as settings
 from pipeline import schema
-from pipeline.config import Length, RunConfig, ShardConfig
+from pipeline.config import IndexConfig, Length, RunConfig, ShardConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan
 
@@ -149,8 +149,8 @@ def test_every_field_is_documented(command: type) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_shipped_file_loads_and_plans(path: Path) -> None:
-    if path.parent.name == "data":
-        assert schema.load(ShardConfig, path).source
+    if path.parent.name in ("data", "index"):
+        assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
         return
     config = schema.load(RunConfig, path)
     num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
@@ -350,6 +350,11 @@ def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> 
         (["val_share=1"], "val_share = 1.0 must be at least 0 and below 1"),
         (["val_share=0.1", "splits.val=v"], "splits names a 'val' already"),
         (["val_share=0.1", "splits.test=v"], "splits has only test"),
+        (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one"),
+        (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds images out of 'train' as 'val', but"),
+        (["min_images=5", "splits.test=v"], "min_images is about the split 'train', but splits has only test"),
+        (["min_images=-1"], "min_images = -1 must not be negative"),
+        (["label_separator="], "label_separator must not be empty"),
         (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1"),
         (["splits.Train=x"], "in lower-case letters"),
     ],
@@ -407,7 +412,9 @@ def test_a_tree_is_read_back_as_it_was() -> None:
     assert len(flat) == len(leaves(RunConfig))
 
 
-@pytest.mark.parametrize(("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig)])
+@pytest.mark.parametrize(
+    ("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig), ("index.py", IndexConfig)]
+)
 def test_help_lists_every_field(script: str, command: type) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "launch" / script, "--help"],

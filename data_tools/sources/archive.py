@@ -6,6 +6,7 @@ plain tar.
 
 import bz2
 import gzip
+import hashlib
 import lzma
 import shutil
 import tarfile
@@ -42,9 +43,10 @@ def kind(source: Path) -> str:
 
 
 def unpack(source: Path, kind: str, staging: Path) -> Path:
-    """A compressed tar as a plain one in `staging`; whole or not there."""
-    staging.mkdir(parents=True, exist_ok=True)
-    plain = staging / "source.tar"
+    """A compressed tar as a plain one in `staging`; whole or not there, and made once."""
+    plain = staged_path(source, staging, ".tar")
+    if plain.exists():
+        return plain
     try:
         with COMPRESSED[kind](source, "rb") as packed, replacing(plain) as file:
             shutil.copyfileobj(packed, file, 2**20)
@@ -53,14 +55,23 @@ def unpack(source: Path, kind: str, staging: Path) -> Path:
     return plain
 
 
+def staged_path(source: Path, staging: Path, suffix: str) -> Path:
+    """Where what is unpacked of a file belongs: another place when the file changes."""
+    staging.mkdir(parents=True, exist_ok=True)
+    state = source.stat()
+    identity = f"{source.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
+    return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+
+
 def walk_tar(source: Path, collector: Collector) -> None:
     """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
+    container = collector.add_container(source)
     with open(source, "rb") as file:
         for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
             if is_folder:
                 collector.folder(name)
             else:
-                collector.file(name, 0, offset, size)
+                collector.file(name, container, offset, size)
 
 
 def walk_zip(source: Path, collector: Collector) -> None:
@@ -69,6 +80,7 @@ def walk_zip(source: Path, collector: Collector) -> None:
         members = zipfile.ZipFile(source).infolist()
     except zipfile.BadZipFile as error:
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    container = collector.add_container(source)
     for member in members:
         if member.is_dir():
             collector.folder(member.filename)
@@ -78,7 +90,7 @@ def walk_zip(source: Path, collector: Collector) -> None:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(f"{source}: {member.filename} is packed by a rare method. Unpack it, and shard the folder.")
         # 0 means "not packed" in the table; an empty file is none the wiser for a read of one byte.
-        collector.file(member.filename, 0, member.header_offset, member.file_size, max(member.compress_size, 1))
+        collector.file(member.filename, container, member.header_offset, member.file_size, max(member.compress_size, 1))
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, bool, int, int]]:

@@ -12,11 +12,6 @@ from data_tools.sources.listing import Collector
 from pipeline.errors import UserError
 
 
-def is_folder_of_tars(source: Path, splits: dict[str, str]) -> bool:
-    """Whether the first split's folder holds tars rather than class folders."""
-    return any((source / next(iter(splits.values()))).glob("*.tar"))
-
-
 def is_tar_of_tars(source: Path) -> bool:
     """Whether the first file in a tar is itself a tar."""
     with open(source, "rb") as file:
@@ -40,15 +35,19 @@ def walk_folder(source: Path, collector: Collector) -> None:
             collector.file(path.relative_to(source).as_posix(), -1, 0, path.stat().st_size)
 
 
-def walk_tar(source: Path, collector: Collector) -> None:
-    """Tell the collector the members of every tar inside a plain tar. Raises tarfile.TarError for a damaged one."""
+def walk_tar(source: Path, collector: Collector, inside: str = "") -> None:
+    """Tell the collector the members of every tar inside a plain tar, as if it were the folder `inside`.
+
+    Raises tarfile.TarError for a damaged one.
+    """
+    container = collector.add_container(source)
     # A second handle: the walk through an inner tar moves the file's position.
     with open(source, "rb") as outer, open(source, "rb") as inner:
         for name, is_folder, offset, size in tar_members(outer, 0, source.stat().st_size):
             if not is_folder and name.endswith(".tar"):
-                _walk_class(inner, name, offset, offset + size, 0, collector)
+                _walk_class(inner, inside + name, offset, offset + size, container, collector)
             elif not is_folder:
-                collector.file(name, 0, offset, size)
+                collector.file(inside + name, container, offset, size)
 
 
 def _walk_class(file: BinaryIO, name: str, start: int, end: int, container: int, collector: Collector) -> None:

@@ -134,6 +134,11 @@ class Dataset:
         return self.info["classes"]
 
     @property
+    def class_names(self) -> list[str]:
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given."""
+        return self.info.get("class_names", self.classes)
+
+    @property
     def num_classes(self) -> int:
         return len(self.info["classes"])
 
@@ -228,11 +233,13 @@ def write_dataset(
     classes: Sequence[str],
     source: dict[str, Any],
     settings: dict[str, Any],
+    class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """Write the manifest of shards that are on disk already; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS), in the
-    same order; they are taken one by one, so that all of them need not fit in memory.
+    same order; they are taken one by one, so that all of them need not fit in memory. class_names: readable names of
+    classes, where they have others.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -260,6 +267,8 @@ def write_dataset(
         "settings": settings,
         "classes": list(classes),
     }
+    if class_names is not None:
+        info["class_names"] = list(class_names)
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
     return Dataset(path, info)
@@ -303,7 +312,8 @@ def _storage() -> dict[str, Any]:
 
 
 def _fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
-    content = [sorted((shard.name, shard.sha256) for shard in shards), list(classes)]
+    # The last part of the name: where tars that were indexed lie is not what they are.
+    content = [sorted((Path(shard.name).name, shard.sha256) for shard in shards), list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

@@ -1,0 +1,49 @@
+"""Sources that are many files of one kind: which of them belongs to which split."""
+
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+_LIKE_SPLITS = ("train", "val", "test", "dev")
+
+
+def split_files(source: Path, splits: dict[str, str], suffix: str) -> list[tuple[str, str, Path]]:
+    """(split, name inside source, path) of every file `*<suffix>` below source, by split and name.
+
+    splits: split name -> how the names of its files begin; the longest beginning counts. Raises UserError for a split
+    without files, and for files of several splits that would be mixed.
+    """
+    if source.is_file():
+        paths = {source.name: source}
+    else:
+        found = (path for path in source.rglob(f"*{suffix}") if path.is_file())
+        paths = {path.relative_to(source).as_posix(): path for path in found if not path.name.startswith(".")}
+    files: dict[str, list[tuple[str, str, Path]]] = {split: [] for split in splits}
+    for name in sorted(paths):
+        fitting = [split for split, start in splits.items() if name.startswith(start)]
+        if fitting:
+            split = max(fitting, key=lambda split: len(splits[split]))
+            files[split].append((split, name, paths[name]))
+    some = ", ".join(sorted(paths)[:5]) or "none"
+    for split, of_split in files.items():
+        if not of_split:
+            raise UserError(
+                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {some}."
+            )
+    if list(splits.values()) == [""]:
+        _refuse_mixture(source, list(paths))
+    return [file for of_split in files.values() for file in of_split]
+
+
+def _refuse_mixture(source: Path, names: list[str]) -> None:
+    """Test images among those to train on are worse than one more line to type."""
+    starts: dict[str, str] = {}
+    for name in names:
+        parts = name.split("/")
+        for depth, part in enumerate(parts):
+            for word in _LIKE_SPLITS:
+                if part.startswith(word):
+                    starts.setdefault(word, "/".join([*parts[:depth], word]))
+    if len(starts) > 1:
+        said = " ".join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
+        raise UserError(f"{source}: the files look like several splits. If they are, say so: {said}")
