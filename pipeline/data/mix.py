@@ -69,7 +69,7 @@ def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, T
 def mix_pairs(values: Tensor, own: Tensor) -> Tensor:
     """own x values + (1 - own) x the partner's, for `values` (B, ...) and shares (B,)."""
     own = own.reshape(-1, *[1] * (values.ndim - 1))
-    return own * values + (1 - own) * _partner(values)
+    return _partner(values).mul_(1 - own).add_(own * values)
 
 
 def _partner(values: Tensor) -> Tensor:
