@@ -7,6 +7,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +41,7 @@ def run(source: Path, count: int) -> None:
         for sample, data in enumerate(files):
             train_view(decode(data), out, config, 0, 0, sample)
 
-    _table({name: lambda config=config: views(config) for name, config in SETTINGS.items()}, len(files))
+    _table({name: partial(views, config) for name, config in SETTINGS.items()}, len(files))
 
     batch = torch.randint(0, 256, (_BATCH, _SIZE, _SIZE, 3), dtype=torch.uint8)
     valid = torch.ones(_BATCH, dtype=torch.bool)
