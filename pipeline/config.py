@@ -93,15 +93,29 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    crop: Literal["inception", "resize_crop", "none"] = setting(
-        "inception", "Training crop: random area and aspect; resize to resize_to then random square; or plain resize."
+    crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
+        "inception",
+        "Training crop: random area and aspect; all of it, or its short side, resized to resize_to then a random "
+        "square; or a plain resize.",
     )
     area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.")
     area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
-    resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384).")
+    resize_to: int = setting(
+        0, "resize_crop, resize_small_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+    )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
+    color_jitter: float = setting(
+        0.0, "Brightness, contrast and saturation, each times a random 1 - color_jitter to 1 + color_jitter."
+    )
+    randaugment_layers: int = setting(0, "RandAugment's n: random operations one after another (2 in the recipes).")
+    randaugment_magnitude: float = setting(10.0, "RandAugment's m: strength of the operations, 0 to 20.")
+    erase: float = setting(0.0, "Probability that a random 2 to 33 % of the image become noise.")
+    mixup: float = setting(0.0, "Images and labels are mixed in pairs, by a share from Beta(mixup, mixup) each step.")
+    cutmix: float = setting(
+        0.0, "Pairs swap a box, its area from Beta(cutmix, cutmix); with mixup too, each step takes one of the two."
+    )
     eval_resize: int = setting(
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )
@@ -214,6 +228,7 @@ class RunConfig:
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
             "train.max_skipped_steps": self.train.max_skipped_steps,
+            "augment.randaugment_layers": self.augment.randaugment_layers,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -226,7 +241,9 @@ class RunConfig:
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
         shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
-                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final}  # fmt: skip
+                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
+                  "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
+                  "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip
         for name, value in shares.items():
             if not 0 <= value <= 1:
                 raise UserError(f"{name} = {value} must be between 0 and 1.")
@@ -241,6 +258,10 @@ class RunConfig:
             raise UserError(
                 f"augment.aspect_min = {self.augment.aspect_min} and augment.aspect_max = {self.augment.aspect_max} "
                 "must satisfy 0 < aspect_min <= aspect_max."
+            )
+        if not 0 <= self.augment.randaugment_magnitude <= 20:
+            raise UserError(
+                f"augment.randaugment_magnitude = {self.augment.randaugment_magnitude} must be from 0 to 20."
             )
         for name, size in (
             ("augment.resize_to", self.augment.resize_to),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
+from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
 from pipeline.plan import Plan
 
@@ -84,9 +85,17 @@ class Engine:
             )
 
     def train_step(
-        self, step: int, batches: list[Batch], lr: float, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self,
+        step: int,
+        batches: list[Batch],
+        lr: float,
+        loss_of: Callable[..., Tensor],
+        mixing: Mixing | None = None,
     ) -> StepResult:
-        """One optimizer step from this rank's micro-batches. loss_of: (logits, labels, valid) -> scalar mean."""
+        """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
+
+        loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        """
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -94,8 +103,11 @@ class Engine:
         for i, batch in enumerate(batches):
             # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
             torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
-            logits = self.engine(normalise(batch.images, self.ranks.device, self.dtype))
-            loss = loss_of(logits, batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device))
+            labels, valid = batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device)
+            images, own = normalise(batch.images, self.ranks.device, torch.float32), None
+            if mixing is not None:
+                images, own = mix_images(images, valid, mixing)
+            loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
             self.engine.backward(loss)
             total += loss.detach()
             self.engine.step()

@@ -23,6 +23,7 @@ from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
@@ -94,7 +95,8 @@ def run(config: RunConfig) -> None:
         for step in range(start, plan.steps):
             micro_batches, waited = _take(batches, plan.accumulation)
             lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
-            result = engine.train_step(step, micro_batches, lr, loss_of)
+            mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
+            result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
             meter.step(plan.global_batch, waited)
             console.advance()
             done = step + 1

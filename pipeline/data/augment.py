@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.config import AugmentConfig
 from pipeline.data import rng
+from pipeline.data.distort import distort
 
 # Decoding threads are ours; OpenCV must not start its own inside them.
 cv2.setNumThreads(0)
@@ -16,8 +17,8 @@ _CROP_TRIES = 100
 _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
 _AUGMENT = 3
-# A picture of 65500 x 1 must not become one of 16.8 M x 256 on the way to its central square.
-_MAX_EVAL_ASPECT = 16
+# A picture of 65500 x 1 must not become one of 16.8 M x 256 on the way to a square of it.
+_MAX_ASPECT = 16
 
 
 def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
@@ -27,15 +28,19 @@ def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: 
         draws = rng.uniform(seed, _AUGMENT, epoch, sample, np.arange(_DRAWS_PER_TRY))
         top, left, height, width = inception_crop(image.shape[0], image.shape[1], config, draws, seed, epoch, sample)
         image = image[top : top + height, left : left + width]
-    elif config.crop == "resize_crop":
+    elif config.crop in ("resize_crop", "resize_small_crop"):
         side = config.resize_to or round(size * 7 / 6)
-        image = cv2.resize(image, (side, side), interpolation=cv2.INTER_LINEAR)
+        if config.crop == "resize_crop":
+            image = cv2.resize(image, (side, side), interpolation=cv2.INTER_LINEAR)
+        else:
+            image = _resize_short(_without_ends(image), side)
         draws = rng.uniform(seed, _AUGMENT, epoch, sample, np.arange(2))
-        top, left = (int(draw * (side - size + 1)) for draw in draws)
+        top, left = (int(draw * (long - size + 1)) for draw, long in zip(draws, image.shape[:2], strict=True))
         image = image[top : top + size, left : left + size]
     _resize_into(image, out, cv2.INTER_LINEAR)
     if config.flip and rng.uniform(seed, _AUGMENT, epoch, sample, _FLIP_DRAW) < 0.5:
         out[:] = out[:, ::-1].copy()
+    distort(out, config, seed, epoch, sample)
 
 
 def inception_crop(
@@ -78,14 +83,8 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
     """
     size = out.shape[0]
     if config.eval_crop == "center":
-        image = _without_ends(image)
-        short = config.eval_resize or round(size * 8 / 7)
-        height, width = image.shape[:2]
-        scale = short / min(height, width)
-        new = max(short, round(width * scale)), max(short, round(height * scale))
-        if new != (width, height):
-            image = cv2.resize(image, new, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR)
-        top, left = (new[1] - size) // 2, (new[0] - size) // 2
+        image = _resize_short(_without_ends(image), config.eval_resize or round(size * 8 / 7))
+        top, left = (image.shape[0] - size) // 2, (image.shape[1] - size) // 2
         image = image[top : top + size, left : left + size]
     _resize_into(image, out, cv2.INTER_AREA if min(image.shape[:2]) > size else cv2.INTER_LINEAR)
 
@@ -93,9 +92,19 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
 def _without_ends(image: np.ndarray) -> np.ndarray:
     """The central part of an image whose long side is more than 16 times its short side."""
     height, width = image.shape[:2]
-    longest = _MAX_EVAL_ASPECT * min(height, width)
+    longest = _MAX_ASPECT * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
     return image[top : height - top, left : width - left]
+
+
+def _resize_short(image: np.ndarray, short: int) -> np.ndarray:
+    """The image with its short side resized to `short`, its aspect kept; by the area method when it shrinks."""
+    height, width = image.shape[:2]
+    scale = short / min(height, width)
+    new = max(short, round(width * scale)), max(short, round(height * scale))
+    if new == (width, height):
+        return image
+    return cv2.resize(image, new, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR)
 
 
 def _resize_into(image: np.ndarray, out: np.ndarray, interpolation: int) -> None:

@@ -95,7 +95,7 @@ def test_later_tries_draw_anew() -> None:
     assert (found[:, 2] < 30).mean() > 0.95
 
 
-@pytest.mark.parametrize("crop", ["inception", "resize_crop"])
+@pytest.mark.parametrize("crop", ["inception", "resize_crop", "resize_small_crop"])
 def test_same_identity_same_view(crop: str, image: np.ndarray) -> None:
     assert np.array_equal(view(image, crop=crop, sample=5), view(image, crop=crop, sample=5))
     others = [{"sample": 6}, {"epoch": 1, "sample": 5}, {"seed": 1, "sample": 5}]
@@ -164,6 +164,22 @@ def test_resize_crop(resize_to: int, side: int, image: np.ndarray) -> None:
     assert {top for top, _ in found} == {left for _, left in found} == set(range(side - 31))
 
 
+@pytest.mark.parametrize("upright", [False, True])
+def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) -> None:
+    # 160 x 120 with its short side made 48: 64 x 48, of which a random 32 x 32.
+    source = np.ascontiguousarray(image.transpose(1, 0, 2)) if upright else image
+    resized = cv2.resize(source, (48, 64) if upright else (64, 48), interpolation=cv2.INTER_AREA)
+    windows = {
+        resized[top : top + 32, left : left + 32].tobytes(): (top, left)
+        for top in range(resized.shape[0] - 31)
+        for left in range(resized.shape[1] - 31)
+    }
+    settings = {"crop": "resize_small_crop", "resize_to": 48, "flip": False}
+    found = [windows[view(source, sample=i, **settings).tobytes()] for i in range(600)]
+    assert {top for top, _ in found} == set(range(resized.shape[0] - 31))
+    assert {left for _, left in found} == set(range(resized.shape[1] - 31))
+
+
 def test_resize_crop_takes_384_of_448() -> None:
     big = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
     # At exactly 448 the resize does nothing, so each view is a piece of the image.
@@ -208,7 +224,7 @@ def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5000), (5000, 2), (2, 3), (1, 65500)])
 def test_extreme_sizes(height: int, width: int) -> None:
     flat = np.full((height, width, 3), (10, 20, 30), np.uint8)
-    for crop in ("inception", "resize_crop", "none"):
+    for crop in ("inception", "resize_crop", "resize_small_crop", "none"):
         for sample in range(5):
             assert (view(flat, crop=crop, sample=sample) == (10, 20, 30)).all()
     for eval_crop in ("center", "resize"):
