@@ -35,6 +35,15 @@ def test_every_sample_once_an_epoch(order: SampleOrder, epoch: int) -> None:
     assert set(epochs.tolist()) == {epoch}
 
 
+@settings(max_examples=60, deadline=None)
+@given(order=orders(), epoch=st.integers(0, 3))
+def test_positions_are_the_inverse_of_rows(order: SampleOrder, epoch: int) -> None:
+    positions = order.positions(np.arange(order.num_samples), epoch)
+    rows, epochs = fresh(order).rows(positions)
+    assert rows.tolist() == list(range(order.num_samples))
+    assert set(epochs.tolist()) == {epoch}
+
+
 @settings(max_examples=40, deadline=None)
 @given(order=orders(), steps=st.integers(1, 12))
 def test_any_ranks_see_the_same_batches_in_the_same_order(order: SampleOrder, steps: int) -> None:
@@ -138,6 +147,20 @@ def test_random_bits_are_splitmix64() -> None:
     assert int(rng.bits(0)) == 0xE220A8397B1DCDAF
     assert int(rng.bits(1234567)) == 6457827717110365317
     np.testing.assert_array_equal(rng.bits(np.array([0, 1234567])), [0xE220A8397B1DCDAF, 6457827717110365317])
+
+
+@pytest.mark.parametrize("num_bits", [0, 1, 3, 8, 64])
+def test_permutations_sort_equal_hashes_by_place(num_bits: int) -> None:
+    """As NumPy's stable sort, also where hashes agree in the high bits, in the low ones, or wholly."""
+    for length in (0, 1, 2, 3, 64, 65, 5000):
+        hashes = rng.bits(length, np.arange(length))
+        for of in (
+            hashes,
+            hashes >> np.uint64(64 - num_bits) if num_bits else hashes * 0,
+            hashes | np.uint64(2**63 - 1),
+        ):
+            np.testing.assert_array_equal(rng._stable_argsort(of), np.argsort(of, kind="stable"))
+    assert rng.permutation(5000, 7).tolist() == np.argsort(rng.bits(7, np.arange(5000)), kind="stable").tolist()
 
 
 def test_parts_are_not_interchangeable() -> None:
