@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
@@ -58,6 +60,7 @@ SHARDS = pa.schema(
 )
 # Large enough to be read fast, small enough that `keys` of a few samples touches few megabytes.
 _ROWS_PER_GROUP = 2**18
+NOTHING_EXCLUDED = "none"
 _REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
 
 
@@ -73,36 +76,128 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class SampleTable:
+    """The rows of one split in samples.parquet, read from disk when asked for (errors, tools, tests; not the loop)."""
+
+    file: pq.ParquetFile
+    groups: range
+
+    def read(self, columns: list[str]) -> Iterator[pa.Table]:
+        """These columns of all rows, a row group at a time."""
+        for group in self.groups:
+            yield self.file.read_row_group(group, columns=columns)
+
+    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        """Keys of these rows."""
+        rows = np.asarray(rows, np.int64)
+        groups = np.searchsorted(self._starts, rows, side="right") - 1
+        keys = np.empty(len(rows), object)
+        for group in np.unique(groups):
+            column = self.file.read_row_group(self.groups[group], columns=["key"]).column("key")
+            chosen = groups == group
+            keys[chosen] = column.take(pa.array(rows[chosen] - self._starts[group])).to_pylist()
+        return keys.tolist()
+
+    def find(self, key: str) -> int | None:
+        """The row of this key, None when there is none. Looks through all keys: seconds for ten million."""
+        for start, table in zip(self._starts, self.read(["key"]), strict=False):
+            if (place := pc.index(table["key"], key).as_py()) >= 0:
+                return int(start) + place
+        return None
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """First row of each group, and the end of the last."""
+        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self.groups])
+
+
+@dataclass(frozen=True)
 class Split:
-    """The samples of one split, as arrays of n samples in S shards; sample i of shard s is row shard_starts[s] + i.
+    """The samples of one split that are not left out: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
 
     shard_paths: S file names. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
-    offsets, sizes: (n,) int64, where the image's bytes are inside its tar. label_values: int32, the labels of all
-    samples, one after another; sample i has those from label_offsets[i] up to label_offsets[i + 1] ((n + 1,) int64).
+    index: of all samples that the manifest has, left out or not. left_out: int64, ascending, their rows in the manifest.
+    left_out_by: list -> how many of them it names. table: all rows, as the manifest has them.
     """
 
     name: str
     shard_paths: list[str]
     shard_sizes: np.ndarray
     shard_starts: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-    label_values: np.ndarray
-    label_offsets: np.ndarray
-    _file: pq.ParquetFile
-    _groups: range
+    index: Index
+    left_out: np.ndarray
+    left_out_by: dict[str, int]
+    table: SampleTable
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return int(self.shard_starts[-1])
 
-    @cached_property
+    @property
     def max_labels(self) -> int:
-        """The largest number of labels that one sample has."""
-        return int(np.diff(self.label_offsets).max(initial=0))
+        """The largest number of labels that one sample has, left out or not."""
+        return self.index.max_labels
+
+    @property
+    def excluded(self) -> str:
+        """Which samples are left out, in short: the same text for the same samples, whatever lists name them."""
+        if not len(self.left_out):
+            return NOTHING_EXCLUDED
+        digest = hashlib.sha256(self.left_out.astype("<i8").tobytes()).hexdigest()
+        return f"{len(self.left_out):,} samples ({digest[:8]})"
+
+    def notes(self) -> list[str]:
+        """What a person should be told of how this split was opened: lines, often none."""
+        lines = [self.index.note] if self.index.note else []
+        if self.left_out_by:
+            lists = ", ".join(f"{name} {count:,}" for name, count in self.left_out_by.items())
+            lines.append(f"left out of {self.name}: {len(self.left_out):,} of {len(self.index):,} samples ({lists})")
+        return lines
+
+    def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
+        """Rows of the manifest, int64: of samples by their rows here, from which those left out are missing."""
+        return rows + np.searchsorted(self._kept_before, rows, side="right")
+
+    def row_of(self, key: str) -> int:
+        """The row of a key. Raises UserError when the split has no such sample, or leaves it out."""
+        row = self.table.find(key)
+        if row is None:
+            raise UserError(f"split {self.name!r} has no sample {key!r}.")
+        before = int(np.searchsorted(self.left_out, row))
+        if before < len(self.left_out) and self.left_out[before] == row:
+            raise UserError(f"sample {key!r} of split {self.name!r} is left out by the lists of excluded samples.")
+        return row - before
+
+    @property
+    def offsets(self) -> "np.ndarray | Kept":
+        """(n,) int64, where the image's bytes begin inside its tar; indexed by rows."""
+        return self._kept(self.index.offsets)
+
+    @property
+    def sizes(self) -> "np.ndarray | Kept":
+        """(n,) int64, how many bytes the image has; indexed by rows."""
+        return self._kept(self.index.sizes)
 
     def labels_of(self, row: int) -> np.ndarray:
         """(labels,) int32 of one sample."""
-        return self.label_values[self.label_offsets[row] : self.label_offsets[row + 1]]
+        row = int(self.manifest_rows(row))
+        return self.index.labels[self.index.label_starts[row] : self.index.label_starts[row + 1]]
+
+    @cached_property
+    def label_offsets(self) -> np.ndarray:
+        """(n + 1,) int64: sample i has the labels from label_values[label_offsets[i]] up to the next one's."""
+        if not len(self.left_out):
+            return self.index.label_starts
+        counts = np.delete(np.diff(self.index.label_starts), self.left_out)
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def label_values(self) -> np.ndarray:
+        """int32, the labels of all samples, one after another. For work on whole splits; batches ask labels_of."""
+        if not len(self.left_out):
+            return self.index.labels
+        starts = self.index.label_starts
+        places = [np.arange(starts[row], starts[row + 1]) for row in self.left_out]
+        return np.delete(self.index.labels, np.concatenate(places))
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""
@@ -110,16 +205,26 @@ class Split:
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Keys of samples, read from disk when asked for (errors, tables, tests; not the training loop)."""
-        rows = np.asarray(rows, np.int64)
-        metadata = self._file.metadata
-        starts = np.cumsum([0] + [metadata.row_group(group).num_rows for group in self._groups])
-        groups = np.searchsorted(starts, rows, side="right") - 1
-        keys = np.empty(len(rows), object)
-        for group in np.unique(groups):
-            column = self._file.read_row_group(self._groups[group], columns=["key"]).column("key")
-            chosen = groups == group
-            keys[chosen] = column.take(pa.array(rows[chosen] - starts[group])).to_pylist()
-        return keys.tolist()
+        return self.table.keys(self.manifest_rows(np.asarray(rows, np.int64)))
+
+    @cached_property
+    def _kept_before(self) -> np.ndarray:
+        """How many samples that stay come before each one left out."""
+        return self.left_out - np.arange(len(self.left_out))
+
+    def _kept(self, column: np.ndarray) -> "np.ndarray | Kept":
+        return Kept(column, self.manifest_rows) if len(self.left_out) else column
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A column of the index without what is left out: column[rows], for an int or an array of them. Copies nothing."""
+
+    column: np.ndarray
+    manifest_rows: Callable[[np.ndarray | int], np.ndarray]
+
+    def __getitem__(self, rows: np.ndarray | int) -> np.ndarray:
+        return self.column[self.manifest_rows(rows)]
 
 
 @dataclass(frozen=True)
@@ -157,38 +262,58 @@ class Dataset:
         except FileNotFoundError:
             return False
 
-    def split(self, name: str) -> Split:
-        """Read what training needs of one split (offsets, sizes, labels) and look whether its tars are there.
-
-        Raises UserError for an unknown split, a missing tar, one of another size, and a damaged manifest.
-        """
+    def table(self, name: str) -> SampleTable:
+        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
         if name not in self.splits:
             raise UserError(f"{self.path} has no split {name!r}. It has: {', '.join(self.splits)}.")
-        shards = [shard for shard in self.shards() if shard.split == name]
-        for shard in shards:
-            _check_size(self.path / shard.name, shard.bytes)
-        shard_sizes = np.array([shard.samples for shard in shards], np.int64)
         file = _open(self.path / SAMPLES_FILE)
-        groups = self._row_groups(file, name)
-        table = file.read_row_groups(list(groups), columns=["offset", "size", "labels"]).combine_chunks()
-        if not len(table) == shard_sizes.sum() == self.info["samples"][name]:
+        return SampleTable(file, self._row_groups(file, name))
+
+    def split(self, name: str, exclude: str = "all") -> Split:
+        """Open one split: map what training needs of it (offsets, sizes, labels), and look whether its tars are there.
+
+        exclude: which lists of samples to leave out ("all", "none", or names with commas between). Raises UserError for
+        an unknown split, a missing tar, one of another size, a damaged manifest, and a list that is not to be used.
+        """
+        from pipeline.data.exclude import excluded_rows  # Late: it builds on this file.
+
+        table = self.table(name)
+        names, samples, num_bytes = self._shards_of(name)
+        starts = np.concatenate([[0], np.cumsum(samples)])
+        index = self.index(name)
+        if not len(index) == starts[-1] == self.info["samples"][name]:
             raise UserError(
-                f"{self.path}: split {name!r} has {len(table)} rows in {SAMPLES_FILE}, {shard_sizes.sum()} in "
+                f"{self.path}: split {name!r} has {len(index)} rows in {SAMPLES_FILE}, {starts[-1]} in "
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
             )
-        labels = table.column("labels").chunk(0)
+        left_out, left_out_by = excluded_rows(self, name, exclude)
+        kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
+        paths = [str(self.path / shard) for shard in names]
+        # Samples may have been left out because their shard is cut, or gone.
+        for path, expected, is_used, is_whole in zip(paths, num_bytes.tolist(), kept > 0, kept == samples, strict=True):
+            if is_used:
+                _check_size(path, expected if is_whole else None)
         return Split(
             name=name,
-            shard_paths=[str(self.path / shard.name) for shard in shards],
-            shard_sizes=shard_sizes,
-            shard_starts=np.concatenate([[0], np.cumsum(shard_sizes)]),
-            offsets=table.column("offset").to_numpy(),
-            sizes=table.column("size").to_numpy(),
-            label_values=labels.values.to_numpy(),
-            label_offsets=labels.offsets.to_numpy().astype(np.int64),
-            _file=file,
-            _groups=groups,
+            shard_paths=paths,
+            shard_sizes=kept,
+            shard_starts=np.concatenate([[0], np.cumsum(kept)]),
+            index=index,
+            left_out=left_out,
+            left_out_by=left_out_by,
+            table=table,
         )
+
+    def index(self, name: str) -> Index:
+        """The mapped columns of one split, made of samples.parquet when they are not there yet."""
+        places = [self.path / INDEX_FOLDER, cache_folder()]
+        return open_index(f"{name}-{self.info['files'][SAMPLES_FILE][:16]}", places, self.table(name).read)
+
+    def _shards_of(self, name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """File names, samples and bytes of a split's shards; a million of them in a second."""
+        table = _open(self.path / SHARDS_FILE).read(columns=["name", "split", "samples", "bytes"])
+        table = table.filter(pc.equal(table["split"], name))
+        return table["name"].to_pylist(), table["samples"].to_numpy(), table["bytes"].to_numpy()
 
     def _row_groups(self, file: pq.ParquetFile, name: str) -> range:
         """Splits follow one another, and each begins a row group (see `write_dataset`)."""
@@ -262,7 +387,10 @@ def write_dataset(
     }
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
-    return Dataset(path, info)
+    dataset = Dataset(path, info)
+    for split in splits:
+        dataset.index(split)  # Now, so that the first run need not wait for it.
+    return dataset
 
 
 @contextlib.contextmanager
@@ -321,10 +449,10 @@ def _open(path: Path) -> pq.ParquetFile:
         raise UserError(f"{path} is damaged. {_REMEDY}") from None
 
 
-def _check_size(path: Path, expected: int) -> None:
+def _check_size(path: str, expected: int | None) -> None:
     try:
-        size = path.stat().st_size
+        size = os.stat(path).st_size
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {_REMEDY}") from None
-    if size != expected:
+    if expected is not None and size != expected:
         raise UserError(f"{path} has {size} bytes, but {expected} in the manifest. {_REMEDY}")
