@@ -288,6 +288,10 @@ class Dataset:
             )
         left_out, left_out_by = excluded_rows(self, name, exclude)
         kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
+        if len(left_out) and not kept.any():
+            raise UserError(
+                f"every sample of {self.path}, split {name!r}, is left out by its lists: {', '.join(left_out_by)}."
+            )
         paths = [str(self.path / shard) for shard in names]
         # Samples may have been left out because their shard is cut, or gone.
         for path, expected, is_used, is_whole in zip(paths, num_bytes.tolist(), kept > 0, kept == samples, strict=True):
