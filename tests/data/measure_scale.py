@@ -1,6 +1,6 @@
 """Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data.md.
 
-    python tests/data/measure_scale.py FOLDER 14200000 4057 make       # samples, samples a shard; "make sparse": index of holes
+    python tests/data/measure_scale.py FOLDER 14200000 4057 make       # samples, samples a shard; see make() for "make sparse"
     python tests/data/measure_scale.py FOLDER 14200000 4057            # start-up and seeks
     python tests/data/measure_scale.py FOLDER 14200000 4057 epoch      # and every row of an epoch, one by one
 
@@ -29,14 +29,17 @@ from pipeline.data.order import SampleOrder  # noqa: E402
 BATCH, STREAMS, WINDOW = 4096, 16, 4096
 
 
-def make(path: Path, num_samples: int, per_shard: int) -> None:
-    """A manifest as write_dataset makes it, but a row group at a time."""
-    path.mkdir(parents=True)
+def make(path: Path, num_samples: int, per_shard: int, sparse: bool) -> None:
+    """A manifest as write_dataset makes it, but a row group at a time. sparse: with one row in each, and an index of holes.
+
+    What opening and seeking read of it is the same: the file's metadata, and a few pages of the index.
+    """
+    path.mkdir(parents=True, exist_ok=True)
     num_shards = -(-num_samples // per_shard)
     names = [f"{number // 10_000:04d}/train-{number:07d}.tar" for number in range(num_shards)]
     for number, name in enumerate(names):
         if number % 10_000 == 0:
-            (path / name).parent.mkdir()
+            (path / name).parent.mkdir(exist_ok=True)
         os.close(os.open(path / name, os.O_CREAT | os.O_WRONLY))
     sizes = np.minimum(per_shard, num_samples - np.arange(num_shards) * per_shard)
     columns = [names, ["train"] * num_shards, sizes, np.zeros(num_shards, np.int64), [""] * num_shards]
@@ -44,17 +47,18 @@ def make(path: Path, num_samples: int, per_shard: int) -> None:
     with pq.ParquetWriter(path / SAMPLES_FILE, SAMPLES, compression="none", use_dictionary=True) as writer:
         group = samples(2**18, per_shard)  # Every one alike, or a billion rows take an hour.
         for first in range(0, num_samples, 2**18):
-            writer.write_table(group.slice(0, num_samples - first))
+            writer.write_table(group.slice(0, 1 if sparse else num_samples - first))
     info = {
         "format": FORMAT, "fingerprint": "0" * 16, "samples": {"train": num_samples}, "shards": {"train": num_shards},
         "files": {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (SAMPLES_FILE, SHARDS_FILE)},
         "classes": [f"class{number}" for number in range(21_841)],
     }  # fmt: skip
     (path / INFO).write_text(json.dumps(info))
+    if sparse:
+        make_holes(path, num_samples)
 
 
 def make_holes(path: Path, num_samples: int) -> None:
-    """An index of the right form without content: opening and seeking read the same few pages of it."""
     digest = open_dataset(path).info["files"][SAMPLES_FILE][:16]
     folder = path / index.INDEX_FOLDER / f"train-{digest}"
     folder.mkdir(parents=True)
@@ -89,34 +93,35 @@ def memory() -> tuple[float, float]:
 def start_up(path: Path) -> SampleOrder:
     """From the manifest to the address of the first sample, as a rank does it."""
     before = memory()[0]
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     split = open_dataset(path).split("train")
     order = SampleOrder(split.shard_sizes, 0, BATCH, STREAMS, WINDOW)
     row = int(order.slice(0)[0][0])
     address = split.shard_paths[int(split.shard_of(np.asarray(row)))], int(split.offsets[row]), int(split.sizes[row])
-    seconds = time.perf_counter() - begin
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     private, peak = memory()
     print(f"{len(split):,} samples in {len(split.shard_paths):,} shards: first address {address}")
     print(
-        f"start-up {seconds:.2f} s; private memory {private - before:.0f} MB more than the imports' {before:.0f} MB; peak {peak:.0f} MB"
+        f"start-up {seconds:.2f} s ({cpu_seconds:.2f} s of CPU); private memory {private - before:.0f} MB more than the imports' {before:.0f} MB; peak {peak:.0f} MB"
     )
     return order
 
 
 def seeks(order: SampleOrder) -> None:
     """A process that knows nothing yet asks for the whole batch of a step in another epoch."""
-    every, steps = order.num_samples / BATCH, []
+    every, steps, cpu = order.num_samples / BATCH, [], []
     for epoch in range(1, 8):
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         order.slice(int((epoch + 0.37) * every))
         steps.append((time.perf_counter() - begin) * 1e3)
+        cpu.append((time.process_time() - cpu_begin) * 1e3)
     within = []
     for step in range(int(7.4 * every), int(7.4 * every) + 64):
         begin = time.perf_counter()
         order.slice(step)
         within.append((time.perf_counter() - begin) * 1e3)
     print(
-        f"seek {np.median(steps):.0f} ms (worst {max(steps):.0f}); next step {np.median(within):.2f} ms (worst {max(within):.1f})"
+        f"seek {np.median(steps):.0f} ms (worst {max(steps):.0f}; CPU {np.median(cpu):.0f}, worst {max(cpu):.0f}); next step {np.median(within):.2f} ms (worst {max(within):.1f})"
     )
 
 
@@ -136,9 +141,7 @@ if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if "make" in sys.argv[4:]:
         begin = time.perf_counter()
-        make(folder, num_samples, per_shard)
-        if "sparse" in sys.argv[4:]:
-            make_holes(folder, num_samples)
+        make(folder, num_samples, per_shard, "sparse" in sys.argv[4:])
         written = time.perf_counter()
         open_dataset(folder).index("train")
         print(f"manifest written in {written - begin:.0f} s, its index in {time.perf_counter() - written:.0f} s")

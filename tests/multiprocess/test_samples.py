@@ -1,25 +1,27 @@
 """Samples left out of a run, and the answer to which samples were in it: both of a real run on two ranks."""
 
 import csv
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 from PIL import Image
-from ranks import ROOT, finish, settings, start
+from ranks import ROOT, settings, start
 
-from pipeline import schema
+from pipeline import samples, schema, train
 from pipeline.checkpoint import read_state
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, SamplesConfig
 from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
+from pipeline.errors import OneRankError, UserError
 
 LEFT_OUT = [3, 40, 41, 149]
 
@@ -30,15 +32,8 @@ def leave_out(dataset: Dataset, split: str, rows: list[int]) -> None:
     write_list(dataset, f"copies_{split}", pa.table(columns, EXCLUDED))
 
 
-def samples(run: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "launch/samples.py", f"run={run}", *more]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def table(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
-    assert done.returncode == 0, done.stderr
-    names, *rows = [line.split() for line in done.stdout.splitlines()]
-    return [dict(zip(names, row, strict=True)) for row in rows]
+def ask(run: Path, *more: str) -> list[dict[str, Any]]:
+    return samples.run(schema.load(SamplesConfig, None, [f"run={run}", *more]))
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +51,47 @@ def overrides(data: Dataset) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(overrides: list[str], data: Dataset) -> Path:
-    said = finish(start(2, [overrides]))[0]
+def said(overrides: list[str]) -> str:
+    """What a run says, and the same command with data.exclude=none after it."""
+    process = start(1, [overrides, [*overrides, "data.exclude=none"]])[0]
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 2, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def run(said: str, data: Dataset) -> Path:
+    return data.path.parent / "run"
+
+
+def test_a_run_says_and_keeps_what_it_leaves_out(said: str, run: Path, data: Dataset) -> None:
     assert said.count("left out of train: 4 of 150 samples (copies_train 4, copies_val 0)") == 1
     assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 1
+    assert "epochs of 146)" in said
     assert "on 35 images" in said
-    return data.path.parent / "run"
+    identity = read_state(run / "checkpoints" / "step-00000008")["identity"]
+    assert identity["excluded"] == data.split("train").excluded
+    assert identity["left_out.train.copies_train"] == 4
+
+
+def test_a_run_is_not_continued_on_other_samples(said: str, run: Path, data: Dataset) -> None:
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert f"excluded was {data.split('train').excluded}, is none" in errors[0]
+    assert "Traceback" not in said
+
+    leave_out(data, "train", [*LEFT_OUT, 5])
+    with pytest.raises(UserError, match="is not what the run was trained on: excluded was 4 samples"):
+        ask(run, "step=1")
+    leave_out(data, "train", LEFT_OUT)
+
+
+def test_ranks_that_see_other_lists_are_stopped() -> None:
+    """Another node's copy of the data set, or a list that changed between the starts of two ranks."""
+    facts = {"fingerprint": "f", "excluded": "none"}
+    train._refuse_other_facts(facts, dict(facts), 3)
+    with pytest.raises(OneRankError, match=r"rank 3 .* excluded is 1 samples \(ab\) here, none on rank 0; left_out"):
+        train._refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
 
 
 def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
@@ -69,30 +99,31 @@ def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data:
     order = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16)
     seen: set[str] = set()
     for step in range(1, 9):
-        whole = table(samples(run, f"step={step}")) if step in (1, 7) else None
-        keys = []
-        for rank in range(2):
-            requests = list(train_requests(order, step - 1, step, 6, rank, 2))
-            keys += [key for rows, _ in requests for key in split.keys(rows)]
+        requests = [list(train_requests(order, step - 1, step, 6, rank, 2)) for rank in range(2)]
+        keys = [key for of_rank in requests for rows, _ in of_rank for key in split.keys(rows)]
+        assert [row["key"] for row in ask(run, f"step={step}")] == keys
+        assert [row["key"] for row in ask(run, f"step={step}", "ranks=2", "rank=1")] == keys[12:]
         seen |= set(keys)
-        if whole:
-            assert [row["key"] for row in whole] == keys
-            assert {row["epoch"] for row in whole} == ({"0"} if step == 1 else {"0", "1"})
     assert seen == set(data.table("train").keys(np.setdiff1d(np.arange(150), LEFT_OUT)))
+    assert {row["epoch"] for row in ask(run, "step=7")} == {0, 1}
 
-    csv_file, sheet = tmp_path / "part.csv", tmp_path / "part.png"
-    done = samples(run, "step=2", "ranks=2", "rank=1", f"csv={csv_file}", f"sheet={sheet}")
+
+def test_the_command_writes_a_table_and_a_sheet(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
+    file, sheet = tmp_path / "part.csv", tmp_path / "part.png"
+    command = [sys.executable, "launch/samples.py", f"run={run}", "step=2", "ranks=2", "rank=1", f"csv={file}"]
+    done = subprocess.run([*command, f"sheet={sheet}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "step 2 of 8, rank 1 of 2: 12 samples, trained" in done.stderr
-    part = list(csv.DictReader(csv_file.open()))
-    assert part == table(samples(run, "step=2"))[12:]
+    part = list(csv.DictReader(file.open()))
+    assert part == [{name: str(value) for name, value in row.items()} for row in ask(run, "step=2")[12:]]
     for row in part:
         assert row["key"] == f"train{int(row['row']):05d}"
         assert row["shard"] == f"train-{int(row['row']) // 40:06d}.tar"
         assert row["class"] == f"class{row['label']}"
 
     # The sheet is what the model saw: 4 x 3 pictures of 16 pixels.
-    rows, epochs = order.slice(1, 1, 2)
+    config, split = schema.load(RunConfig, None, overrides), data.split("train")
+    rows, epochs = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16).slice(1, 1, 2)
     with Loader(split, train_view(config.augment, config.seed), 16, 1, 1, 0.0) as loader:
         images = next(loader.batches([(rows, epochs)])).images.numpy()
     pixels = np.asarray(Image.open(sheet))
@@ -102,48 +133,37 @@ def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data:
         assert np.array_equal(pixels[y : y + 16, x : x + 16], image)
 
 
-def test_a_sample_is_found_where_the_steps_have_it(run: Path, data: Dataset) -> None:
+def test_a_sample_is_found_where_the_steps_have_it(run: Path, data: Dataset, capsys) -> None:
     key = data.table("train").keys([70])[0]
-    times = table(samples(run, f"sample={key}", "ranks=2"))
-    assert [row["epoch"] for row in times] in (["0"], ["0", "1"])
+    times = ask(run, f"sample={key}", "ranks=2")
+    assert [row["epoch"] for row in times] in ([0], [0, 1])
     for row in times:
-        assert row["trained"] == "yes"
-        found = table(samples(run, f"step={row['step']}"))[int(row["place"])]
-        assert (found["key"], found["row"], found["epoch"]) == (key, "70", row["epoch"])
-        assert int(row["rank"]) == int(row["place"]) // 12
+        found = ask(run, f"step={row['step']}")[row["place"]]
+        assert (found["key"], found["row"], found["epoch"]) == (key, 70, row["epoch"])
+        assert (row["rank"], row["trained"]) == (row["place"] // 12, "yes")
+    assert f"{key}: seen {len(times)} times in the 8 steps trained, {len(times)} in all 8" in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_begun_is_planned(overrides: list[str], run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    file.write_text(yaml.safe_dump(schema.to_dict(schema.load(RunConfig, None, overrides))))
+    assert ask(file, "step=3") == ask(run, "step=3")
+    assert {row["trained"] for row in ask(file, "sample=train00070")} == {"no"}
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    assert ask(tmp_path, "step=3") == ask(run, "step=3")
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "expected"),
     [
         (["step=9"], "step = 9, but .* has 8 steps"),
         (["step=1", "ranks=7"], "ranks = 7 does not divide the batch of .*, 24"),
         (["sample=train00040"], "sample 'train00040' of split 'train' is left out"),
+        (["step=1", "data=nowhere"], "nowhere: no such data set"),
         (["step=1", "sample=x"], "set step=... to list"),
     ],
 )
-def test_mistakes_are_told_in_one_line(run: Path, asked: list[str], said: str) -> None:
-    done = samples(run, *asked)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert re.search(said, done.stderr)
-
-
-def test_a_run_is_not_continued_on_other_samples(run: Path, overrides: list[str], data: Dataset) -> None:
-    identity = read_state(run / "checkpoints" / "step-00000008")["identity"]
-    assert identity["excluded"] == data.split("train").excluded
-    assert identity["left_out.train.copies_train"] == 4
-    more = start(1, [[*overrides, "data.exclude=none"]])
-    output = more[0].communicate(timeout=120)[0]
-    assert more[0].returncode == 2, output
-    errors = [line for line in output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert f"excluded was {identity['excluded']}, is none" in errors[0]
-    assert "Traceback" not in output
-
-    leave_out(data, "train", [*LEFT_OUT, 5])
-    done = samples(run, "step=1")
-    leave_out(data, "train", LEFT_OUT)
-    assert done.returncode == 2
-    assert "is not what the run was trained on: excluded was 4 samples" in done.stderr
+def test_mistakes_are_told_in_one_line(run: Path, asked: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as error:
+        ask(run, *asked)
+    assert "\n" not in str(error.value)
