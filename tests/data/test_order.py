@@ -175,9 +175,10 @@ def test_4096_ranks_see_the_batches_of_one(num_shards: int) -> None:
                 rows, of_epoch = other.slice(step, rank, world_size)
                 np.testing.assert_array_equal(rows, whole[rank * share : (rank + 1) * share])
                 np.testing.assert_array_equal(of_epoch, epochs[rank * share : (rank + 1) * share])
-                # A window of 4,096 lies in 6 shards of 900 or more, and a share in as many streams as it is long.
+                # A window of 4,096 lies in 6 shards of 900 or more. Later epochs do not begin with a batch, so that a
+                # share may end in a stream more than it is long.
                 if step != straddling:
-                    streams = -(-share // order.per_round)
+                    streams = -(-share // order.per_round) + (step > 0)
                     assert len(np.unique(np.searchsorted(order.shard_starts, rows, side="right"))) <= 6 * streams
 
 
