@@ -13,8 +13,9 @@ import numpy as np
 from pipeline import schema
 from pipeline.checkpoint import Checkpoints, read_state
 from pipeline.config import RunConfig, SamplesConfig
-from pipeline.data.manifest import NOTHING_EXCLUDED, Dataset, Split, open_dataset, replacing
+from pipeline.data.manifest import Dataset, open_dataset, replacing
 from pipeline.data.order import SampleOrder
+from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.errors import UserError
 
 _TILE = 96

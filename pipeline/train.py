@@ -22,8 +22,9 @@ from pipeline.checkpoint import Checkpoints, free_bytes, read_state, write_atomi
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
-from pipeline.data.manifest import NOTHING_EXCLUDED, Dataset, Split, open_dataset
+from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
+from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.data.manifest import NOTHING_EXCLUDED
+from pipeline.data.split import NOTHING_EXCLUDED
 
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
