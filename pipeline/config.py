@@ -84,6 +84,7 @@ class DataConfig:
     path: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
+    exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")
@@ -294,6 +295,31 @@ def _check_split_names(splits: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """A look at the order of a run: which samples were in a step, or when a sample was seen."""
+
+    run: str = setting(REQUIRED, "Run folder, or the YAML file of one that has not begun")
+    step: int = setting(0, "Optimizer step, from 1, as log lines count them: which samples are in it?")
+    ranks: int = setting(1, "Number of ranks whose shares of a batch are told apart; 1 is the whole batch.")
+    rank: int = setting(0, "With step: the rank whose share is listed, from 0.")
+    sample: str = setting("", "Key of a sample of the training split: when is it seen?")
+    data: str = setting("", "Folder of the data set, where it is not the one that the run names.")
+    csv: str = setting("", "File to write the table into; empty prints it.")
+    sheet: str = setting("", "With step: PNG file for the pictures as they are cropped and flipped for the model.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if (self.step == 0) == (self.sample == ""):
+            raise UserError("set step=... to list the samples of a step, or sample=KEY to list the steps of a sample.")
+        if self.step < 0:
+            raise UserError(f"step = {self.step} must be at least 1: the first step of a run is step 1.")
+        if not 0 <= self.rank < self.ranks:
+            raise UserError(f"rank = {self.rank} must be at least 0 and below ranks = {self.ranks}.")
+        if self.sheet and not self.step:
+            raise UserError("sheet=... shows the samples of a step: set step=...")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
 
@@ -394,6 +420,7 @@ class ScoreConfig:
     weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
     data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
     split: str = setting("val", "Split to score.")
+    exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
     out: str = setting(
         "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."
     )

@@ -16,7 +16,6 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
+from pipeline.data.split import SampleTable, Split
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
@@ -73,56 +74,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Split:
-    """The samples of one split, as arrays of n samples in S shards; sample i of shard s is row shard_starts[s] + i.
-
-    shard_paths: S file names. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
-    offsets, sizes: (n,) int64, where the image's bytes are inside its tar. label_values: int32, the labels of all
-    samples, one after another; sample i has those from label_offsets[i] up to label_offsets[i + 1] ((n + 1,) int64).
-    """
-
-    name: str
-    shard_paths: list[str]
-    shard_sizes: np.ndarray
-    shard_starts: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-    label_values: np.ndarray
-    label_offsets: np.ndarray
-    _file: pq.ParquetFile
-    _groups: range
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    @cached_property
-    def max_labels(self) -> int:
-        """The largest number of labels that one sample has."""
-        return int(np.diff(self.label_offsets).max(initial=0))
-
-    def labels_of(self, row: int) -> np.ndarray:
-        """(labels,) int32 of one sample."""
-        return self.label_values[self.label_offsets[row] : self.label_offsets[row + 1]]
-
-    def shard_of(self, rows: np.ndarray) -> np.ndarray:
-        """Index into shard_paths of each sample, int64, the shape of rows."""
-        return np.searchsorted(self.shard_starts, rows, side="right") - 1
-
-    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Keys of samples, read from disk when asked for (errors, tables, tests; not the training loop)."""
-        rows = np.asarray(rows, np.int64)
-        metadata = self._file.metadata
-        starts = np.cumsum([0] + [metadata.row_group(group).num_rows for group in self._groups])
-        groups = np.searchsorted(starts, rows, side="right") - 1
-        keys = np.empty(len(rows), object)
-        for group in np.unique(groups):
-            column = self._file.read_row_group(self._groups[group], columns=["key"]).column("key")
-            chosen = groups == group
-            keys[chosen] = column.take(pa.array(rows[chosen] - starts[group])).to_pylist()
-        return keys.tolist()
-
-
-@dataclass(frozen=True)
 class Dataset:
     """An open data set. info: dataset.json as it is."""
 
@@ -162,38 +113,69 @@ class Dataset:
         except FileNotFoundError:
             return False
 
-    def split(self, name: str) -> Split:
-        """Read what training needs of one split (offsets, sizes, labels) and look whether its tars are there.
-
-        Raises UserError for an unknown split, a missing tar, one of another size, and a damaged manifest.
-        """
+    def table(self, name: str) -> SampleTable:
+        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
         if name not in self.splits:
             raise UserError(f"{self.path} has no split {name!r}. It has: {', '.join(self.splits)}.")
-        shards = [shard for shard in self.shards() if shard.split == name]
-        for shard in shards:
-            _check_size(self.path / shard.name, shard.bytes)
-        shard_sizes = np.array([shard.samples for shard in shards], np.int64)
         file = _open(self.path / SAMPLES_FILE)
-        groups = self._row_groups(file, name)
-        table = file.read_row_groups(list(groups), columns=["offset", "size", "labels"]).combine_chunks()
-        if not len(table) == shard_sizes.sum() == self.info["samples"][name]:
+        return SampleTable(file, self._row_groups(file, name))
+
+    def split(self, name: str, exclude: str = "all") -> Split:
+        """Open one split: map what training needs of it (offsets, sizes, labels), and look whether its tars are there.
+
+        exclude: which lists of samples to leave out ("all", "none", or names with commas between). Raises UserError for
+        an unknown split, a missing tar, one of another size, a damaged manifest, and a list that is not to be used.
+        """
+        from pipeline.data.exclude import excluded_rows  # Late: it builds on this file.
+
+        table = self.table(name)
+        names, samples, num_bytes = self._shards_of(name)
+        starts = np.concatenate([[0], np.cumsum(samples)])
+        index = self.index(name)
+        if not len(index) == starts[-1] == self.info["samples"][name]:
             raise UserError(
-                f"{self.path}: split {name!r} has {len(table)} rows in {SAMPLES_FILE}, {shard_sizes.sum()} in "
+                f"{self.path}: split {name!r} has {len(index)} rows in {SAMPLES_FILE}, {starts[-1]} in "
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
             )
-        labels = table.column("labels").chunk(0)
+        left_out, left_out_by = excluded_rows(self, name, exclude)
+        kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
+        if len(left_out) and not kept.any():
+            raise UserError(
+                f"every sample of {self.path}, split {name!r}, is left out by its lists: {', '.join(left_out_by)}."
+            )
+        folder = str(self.path)
+        paths = [f"{folder}/{shard}" for shard in names]  # Of a million, Path would take seconds.
+        # Samples may have been left out because their shard is cut, or gone.
+        for path, expected, is_used, is_whole in zip(paths, num_bytes.tolist(), kept > 0, kept == samples, strict=True):
+            if is_used:
+                _check_size(path, expected if is_whole else None)
         return Split(
             name=name,
-            shard_paths=[str(self.path / shard.name) for shard in shards],
-            shard_sizes=shard_sizes,
-            shard_starts=np.concatenate([[0], np.cumsum(shard_sizes)]),
-            offsets=table.column("offset").to_numpy(),
-            sizes=table.column("size").to_numpy(),
-            label_values=labels.values.to_numpy(),
-            label_offsets=labels.offsets.to_numpy().astype(np.int64),
-            _file=file,
-            _groups=groups,
+            shard_paths=paths,
+            shard_sizes=kept,
+            shard_starts=np.concatenate([[0], np.cumsum(kept)]),
+            index=index,
+            left_out=left_out,
+            left_out_by=left_out_by,
+            table=table,
         )
+
+    def index(self, name: str) -> Index:
+        """The mapped columns of one split, made of samples.parquet when they are not there yet."""
+        places = [self.path / INDEX_FOLDER, cache_folder()]
+        return open_index(f"{name}-{self.info['files'][SAMPLES_FILE][:16]}", places, self.table(name).read)
+
+    def _shards_of(self, name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """File names, samples and bytes of a split's shards; a million of them in a second."""
+        counts = [self.info["shards"][split] for split in self.splits]
+        place = self.splits.index(name)
+        table = _open(self.path / SHARDS_FILE).read(columns=["name", "split", "samples", "bytes"])
+        table = table.slice(sum(counts[:place]), counts[place])
+        if table["split"].unique().to_pylist() not in ([name], []):
+            raise UserError(f"{self.path / SHARDS_FILE} is not the one that {INFO} was written with. {_REMEDY}")
+        # Not to_numpy(), which imports pandas: half of the start-up.
+        samples, num_bytes = (np.from_dlpack(table[column].combine_chunks()) for column in ("samples", "bytes"))
+        return table["name"].to_pylist(), samples, num_bytes
 
     def _row_groups(self, file: pq.ParquetFile, name: str) -> range:
         """Splits follow one another, and each begins a row group (see `write_dataset`)."""
@@ -271,7 +253,10 @@ def write_dataset(
         info["class_names"] = list(class_names)
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
-    return Dataset(path, info)
+    dataset = Dataset(path, info)
+    for split in splits:
+        dataset.index(split)  # Now, so that the first run need not wait for it.
+    return dataset
 
 
 @contextlib.contextmanager
@@ -331,10 +316,10 @@ def _open(path: Path) -> pq.ParquetFile:
         raise UserError(f"{path} is damaged. {_REMEDY}") from None
 
 
-def _check_size(path: Path, expected: int) -> None:
+def _check_size(path: str, expected: int | None) -> None:
     try:
-        size = path.stat().st_size
+        size = os.stat(path).st_size
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {_REMEDY}") from None
-    if size != expected:
+    if expected is not None and size != expected:
         raise UserError(f"{path} has {size} bytes, but {expected} in the manifest. {_REMEDY}")

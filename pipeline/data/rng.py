@@ -31,5 +31,22 @@ def uniform(*parts: Integer) -> np.ndarray:
 
 
 def permutation(length: int, *parts: Integer) -> np.ndarray:
-    """A permutation of range(length), int64, chosen by the parts."""
-    return np.argsort(bits(*parts, np.arange(length)), kind="stable")
+    """A permutation of range(length), int64, chosen by the parts: places by their hash, equal hashes by place."""
+    return _stable_argsort(bits(*parts, np.arange(length)))
+
+
+def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
+    """np.argsort(hashes, kind="stable") of uint64, 4 times faster: NumPy's vectorised sort knows values alone.
+
+    So the place stands in the low bits of what is sorted; where the bits above agree, the whole hashes decide.
+    """
+    num_bits = np.uint64(max(len(hashes) - 1, 0).bit_length())
+    places = np.arange(len(hashes), dtype=np.uint64)
+    packed = np.sort((hashes >> num_bits << num_bits) | places)
+    high = packed >> num_bits
+    order = (packed ^ (high << num_bits)).astype(np.int64)
+    same = high[1:] == high[:-1]
+    if same.any():
+        tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+        order[tied] = order[tied][np.argsort(hashes[order[tied]], kind="stable")]
+    return order
