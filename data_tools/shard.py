@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_tools import cluster
-from data_tools.progress import Progress, duration
+from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
 from pipeline.config import ShardConfig
@@ -55,9 +56,9 @@ def run(config: ShardConfig) -> Dataset:
     try:
         _sweep(out)
         listing = list_source(source, config.layout, config.splits, out / STAGING)
-        plan = make_plan(listing, config)
         identity = _identity(listing, config)
-        _refuse_other_source(out, identity, held)
+        _refuse_other_source(out, identity, held, listing)
+        plan = make_plan(listing, config)
         _say_listing(listing, time.monotonic() - started)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
@@ -65,6 +66,8 @@ def run(config: ShardConfig) -> Dataset:
         (out / PARTS).mkdir(exist_ok=True)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
+        if not (out / SOURCE_TABLE).exists():
+            save(listing, out / SOURCE_TABLE)
         results = _run_jobs(listing, plan, config, out, known)
         dataset = _check_remade(out, results, known) if known else _finish(out, results, listing, identity)
         shutil.rmtree(out / PARTS)
@@ -139,7 +142,7 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: Path, know
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
     tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
-    with Progress(len(listing)) as progress, contextlib.closing(tasks):
+    with Progress(len(listing), len(plan.names), out / PROGRESS_FILE) as progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
@@ -232,20 +235,19 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
 
 
 def _refuse_other_settings(out: Path, config: ShardConfig, held: dict[str, Any] | None) -> None:
-    for name, old in held["settings"].items() if held else ():
-        if old != (new := getattr(config, name, None)):
-            raise UserError(
-                f"{out} was made with {name} = {old}, not {new}. Choose another out=..., or remove the folder."
-            )
+    settings = held["settings"].items() if held else ()
+    others = [f"{name} = {old}, not {new}" for name, old in settings if old != (new := getattr(config, name, None))]
+    if others:
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None, listing: Listing) -> None:
     if held and held["source"]["sha256"] != identity["source"]["sha256"]:
         old, new = held["source"], identity["source"]
-        counts = f"{old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}"
+        what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {counts}; {new['path']} has {new['samples']:,} ({new['bytes']:,} bytes), with other "
-            "names, sizes, classes or splits. Choose another out=..., or remove the folder."
+            f"{out} was made of {old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}; {new['path']} has "
+            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
         )
 
 

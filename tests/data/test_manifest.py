@@ -134,7 +134,9 @@ def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, 
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     shards = open_dataset(tmp_path).shards()
     tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1, label]]), rows(5, [[0]])]
-    with pytest.raises(UserError, match=rf"train-000001.tar: c/4 has label {label}, but there are 3 classes \(0 to 2\)"):
+    with pytest.raises(
+        UserError, match=rf"train-000001.tar: c/4 has label {label}, but there are 3 classes \(0 to 2\)"
+    ):
         write_dataset(tmp_path, shards, tables, ["a", "b", "c"], {}, {})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
