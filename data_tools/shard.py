@@ -60,6 +60,8 @@ def run(config: ShardConfig) -> Dataset:
         _refuse_other_source(out, identity, held, listing)
         plan = make_plan(listing, config)
         _say_listing(listing, time.monotonic() - started)
+        if config.val_share:
+            _say_held_out(listing, plan)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
@@ -191,14 +193,7 @@ def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Da
 
 
 def _folders(config: ShardConfig) -> tuple[Path, Path]:
-    if cluster.in_temporary_copy():
-        for name, value in (("source", config.source), ("out", config.out)):
-            if not Path(value).is_absolute():
-                raise UserError(
-                    f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
-                    f"of this folder. Give an absolute path on storage that all nodes share: {name}=/..."
-                )
-    source, out = Path(config.source).expanduser().resolve(), Path(config.out).expanduser().resolve()
+    source, out = cluster.shared_path("source", config.source), cluster.shared_path("out", config.out)
     if not source.exists():
         raise UserError(f"source = {config.source}: no such file or folder. Give the path of your images: source=...")
     if out.is_relative_to(source):
@@ -266,6 +261,19 @@ def _say_listing(listing: Listing, seconds: float) -> None:
         f"{listing.num_bytes / 1e6:,.1f} MB, listed in {duration(seconds)}",
         flush=True,
     )
+
+
+def _say_held_out(listing: Listing, plan: Plan) -> None:
+    """Small classes may have lost all of their images to 'val'."""
+    labels = listing.table["label"].to_numpy()
+    in_train = np.zeros(len(labels), bool)
+    for split, (first, last) in zip(plan.splits, plan.bounds, strict=True):
+        in_train[plan.order[first:last]] = split == "train"
+    without = [listing.classes[label] for label in np.setdiff1d(labels, labels[in_train]).tolist()]
+    if without:
+        has = "class has" if len(without) == 1 else "classes have"
+        names = ", ".join(without[:3]) + ", ..." * (len(without) > 3)
+        print(f"{len(without):,} {has} no image in 'train', all of their images are held out: {names}")
 
 
 def _say_done(dataset: Dataset, results: list[Done], plan: Plan, seconds: float, verified: bool) -> None:

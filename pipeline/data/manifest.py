@@ -154,7 +154,7 @@ class Dataset:
     def is_whole(self) -> bool:
         """Whether the two tables are there, to the byte. (The tars are not read.)"""
         try:
-            return all(_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
+            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
         except FileNotFoundError:
             return False
 
@@ -257,7 +257,7 @@ def write_dataset(
         "fingerprint": fingerprint(shards, classes),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
-        "files": {name: _sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": {name: file_sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
         "num_classes": len(classes),
         "source": source,
         "settings": settings,
@@ -324,7 +324,8 @@ def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hex, as dataset.json has it of the two tables."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
