@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.manifest import SAMPLES_FILE, Dataset
@@ -50,10 +51,9 @@ class SplitCounts:
 
     def add(self, rows: pa.Table) -> None:
         """Count more samples: columns labels, width, height, size, ext."""
-        lists = rows.column("labels").combine_chunks()
         self.samples += len(rows)
-        self.classes += _counts(lists.flatten().to_numpy(), len(self.classes) - 1)
-        self.labels += _counts(np.diff(lists.offsets.to_numpy()), _MAX_LABELS)
+        self.classes += _class_counts(rows, len(self.classes))
+        self.labels += _counts(pc.list_value_length(rows.column("labels")).to_numpy(), _MAX_LABELS)
         width, height = rows.column("width").to_numpy(), rows.column("height").to_numpy()
         size = rows.column("size").to_numpy()
         self.bytes += int(size.sum())
@@ -99,7 +99,7 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
         if number != last and last >= 0:
             mixes[last] = _mix(waiting, counts[shards[last].split].classes)
             waiting = np.zeros(dataset.num_classes, np.int64)
-        waiting += _counts(rows.column("labels").combine_chunks().flatten().to_numpy(), dataset.num_classes - 1)
+        waiting += _class_counts(rows, dataset.num_classes)
         last = number
     if last >= 0:
         mixes[last] = _mix(waiting, counts[shards[last].split].classes)
@@ -125,6 +125,16 @@ def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator
     except (pa.ArrowException, OSError) as error:
         line = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is damaged ({line}). {_VERIFY.format(dataset.path)}") from None
+
+
+def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
+    values = pc.list_flatten(rows.column("labels")).to_numpy()
+    if len(values) and not 0 <= values.min() <= values.max() < num_classes:
+        raise UserError(
+            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are {num_classes} classes (0 to "
+            f"{num_classes - 1}). To see which: python launch/verify.py data=..."
+        )
+    return np.bincount(values, minlength=num_classes)
 
 
 def _counts(values: np.ndarray, largest: int) -> np.ndarray:

@@ -76,7 +76,8 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     with replacing(out / REPORT) as file:
         file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     _write_details(found, out / DETAILS)
-    listed = _write_list(dataset, found)
+    # Without the rows there is no telling which samples are unfit: an older list stays.
+    listed = _write_list(dataset, found) if tables.samples else None
     _say(dataset, report, out, listed)
     return report
 

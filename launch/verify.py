@@ -29,7 +29,8 @@ sha256, key and label, and that it can be decoded (or of a share of them, decode
 Writes report.json and damage.csv into out, and the images that cannot be trusted into exclude/damaged.parquet of the
 data set, which training leaves out. An image that is whole stays in, however broken the tar around it is.
 
-Exit code: 0 when everything is whole, 1 when something is damaged, 2 for a mistake in the command.
+Exit code: 0 when everything is whole, 1 when something is damaged, 2 when nothing could be checked (a mistake in the
+command, no data set, no list of its shards).
 """
 
 if __name__ == "__main__":

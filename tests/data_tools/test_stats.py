@@ -135,6 +135,14 @@ def test_a_damaged_manifest_is_one_line(dataset: Dataset, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_labels_out_of_range_are_not_counted_as_others(dataset: Dataset, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
+    info = json.loads((data / "dataset.json").read_text())
+    (data / "dataset.json").write_text(json.dumps({**info, "classes": info["classes"][:2]}))
+    with pytest.raises(UserError, match=r"labels from 0 to 2, but there are 2 classes .*launch/verify.py"):
+        run(data, tmp_path / "out")
+
+
 def test_every_number_has_a_name_and_every_file_is_there(dataset: Dataset, tmp_path: Path) -> None:
     config = StatsConfig(data=str(dataset.path), out=str(tmp_path / "out"), sheet=6)
     found = stats.run(config)
