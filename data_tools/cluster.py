@@ -25,6 +25,16 @@ def in_temporary_copy() -> bool:
     return "working_dir" in (job.get("runtime_env") or {})
 
 
+def shared_path(name: str, value: str) -> Path:
+    """The file or folder that a setting names. Raises UserError for one that is relative to a passing copy."""
+    if in_temporary_copy() and not Path(value).is_absolute():
+        raise UserError(
+            f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
+            f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
+        )
+    return Path(value).expanduser().resolve()
+
+
 def connect(num_cpus: int = 0) -> int:
     """Join the cluster that RAY_ADDRESS or `ray job submit` name, else start one on this machine; how many CPUs it has.
 

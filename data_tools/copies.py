@@ -93,7 +93,7 @@ def _hash_all(listing: Listing, rows: np.ndarray, folder: Path, num_tasks: int) 
     sizes = listing.table["size"].to_numpy()
     num_cpus = cluster.connect(num_tasks)
     tasks = cluster.run_tasks(hash_samples, jobs(), num_tasks or num_cpus)
-    with Progress(len(rows), "hashed") as progress, contextlib.closing(tasks):
+    with Progress(len(rows), done="hashed") as progress, contextlib.closing(tasks):
         for number, data in tasks:
             part = slice(starts[number], starts[number] + _SAMPLES_PER_TASK)
             hashes[part] = np.frombuffer(data, np.uint64).reshape(-1, 2)

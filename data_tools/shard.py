@@ -23,7 +23,8 @@ from data_tools import cluster
 from data_tools.classes import apply_rules, readable_names
 from data_tools.copies import Copies, merge_copies
 from data_tools.holdout import hash_keys, hold_out
-from data_tools.progress import Progress, duration
+from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
 from pipeline.config import ShardConfig
@@ -60,16 +61,18 @@ def run(config: ShardConfig) -> Dataset:
         listing = apply_rules(list_source(source, config, out / STAGING), config)
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
-        _refuse_other_source(out, identity, held)
+        _refuse_other_source(out, identity, held, listing)
         _say_listing(listing, time.monotonic() - started)
-        listing = hold_out(listing, config)
+        split = hold_out(listing, config)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
         (out / PARTS).mkdir(exist_ok=True)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
-        copies = None
+        if not (out / SOURCE_TABLE).exists():
+            save(listing, out / SOURCE_TABLE)
+        listing, copies = split, None
         if config.merge_copies:
             listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks)
             _say_copies(copies)
@@ -135,7 +138,7 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: Path, know
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
     tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
-    with Progress(len(listing)) as progress, contextlib.closing(tasks):
+    with Progress(len(listing), len(plan.names), out / PROGRESS_FILE) as progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
@@ -201,12 +204,7 @@ def _check_remade(out: Path, results: list[Done], known: dict[str, Shard]) -> Da
 
 def resolve(setting: str, value: str) -> Path:
     """The absolute path of a folder or file that a setting names."""
-    if cluster.in_temporary_copy() and not Path(value).is_absolute():
-        raise UserError(
-            f"{setting} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
-            f"of this folder. Give an absolute path on storage that all nodes share: {setting}=/..."
-        )
-    path = Path(value).expanduser().resolve()
+    path = cluster.shared_path(setting, value)
     if setting == "source" and not path.exists():
         raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
     return path
@@ -251,21 +249,22 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
 def _refuse_other_settings(out: Path, config: ShardConfig, held: dict[str, Any] | None) -> None:
     if not held:
         return
+    others = []
     for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held["settings"]}:
         old, new = held["settings"].get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
         if old != new:
-            raise UserError(
-                f"{out} was made with {name} = {old}, not {new}. Choose another out=..., or remove the folder."
-            )
+            others.append(f"{name} = {old}, not {new}")
+    if others:
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _refuse_other_source(out: Path, identity: dict[str, Any], held: dict[str, Any] | None, listing: Listing) -> None:
     if held and held["source"]["sha256"] != identity["source"]["sha256"]:
         old, new = held["source"], identity["source"]
-        counts = f"{old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}"
+        what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {counts}; {new['path']} has {new['samples']:,} ({new['bytes']:,} bytes), with other "
-            "names, sizes, classes or splits. Choose another out=..., or remove the folder."
+            f"{out} was made of {old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}; {new['path']} has "
+            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
         )
 
 

@@ -414,6 +414,40 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """A check of a data set on disk, to the last byte."""
+
+    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.")
+    decode_share: float = setting(
+        1.0, "Share of the images that are decoded, by a hash of the key; those of the last run's list always are."
+    )
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.decode_share <= 1:
+            raise UserError(f"decode_share = {self.decode_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsConfig:
+    """What is in a data set, counted and drawn."""
+
+    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    out: str = setting("", "Folder of stats.json, tables and pictures; empty is <data>/stats.")
+    sheet: int = setting(60, "Images on the contact sheet; 0 is no sheet, and reads no shard.")
+    mlflow: str = setting("", "MLflow tracking URI that the numbers and pictures are sent to; empty sends nothing.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.sheet <= 1000:
+            raise UserError(f"sheet = {self.sheet} must be from 0 to 1000 images.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
     """Scores of trained weights on a split of a data set, and a report of them."""
 

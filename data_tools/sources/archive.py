@@ -114,7 +114,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, boo
         offset = position + _BLOCK
         size = int(pax.get("size", header.size))
         position = offset + -(-size // _BLOCK) * _BLOCK
-        if offset + size > end:
+        if size < 0 or offset + size > end:
             raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
         if header.type == tarfile.GNUTYPE_LONGNAME:
             long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")

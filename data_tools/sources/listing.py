@@ -138,7 +138,7 @@ class Collector:
         folders = [(split, _clean(folder)) for split, folder in self.splits.items()]
         self._folders = sorted(folders, key=lambda pair: -len(pair[1]))
         self._numbers = {split: number for number, split in enumerate(self.splits)}
-        self._progress = Progress(None, "listed")
+        self._progress = Progress(None, done="listed")
 
     def add_container(self, path: Path) -> int:
         """Number of an archive, for `file`."""

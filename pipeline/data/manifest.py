@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
@@ -109,7 +110,7 @@ class Dataset:
     def is_whole(self) -> bool:
         """Whether the two tables are there, to the byte. (The tars are not read.)"""
         try:
-            return all(_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
+            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
         except FileNotFoundError:
             return False
 
@@ -221,7 +222,8 @@ def write_dataset(
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS), in the
     same order; they are taken one by one, so that all of them need not fit in memory. class_names: readable names of
-    classes, where they have others.
+    classes, where they have others. Raises UserError for a label that is no class; then the old manifest, if there was
+    one, stays.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -230,6 +232,7 @@ def write_dataset(
         num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, tables, strict=True)):
             assert len(rows) == shard.samples, f"{shard.name}: {len(rows)} rows for {shard.samples} samples"
+            _check_labels(rows, shard.name, len(classes))
             waiting.append(_with_shard(rows, shard.split, number))
             num_waiting += len(rows)
             ends_split = number + 1 == len(shards) or shards[number + 1].split != shard.split
@@ -240,10 +243,10 @@ def write_dataset(
         pq.write_table(pa.Table.from_pylist([asdict(shard) for shard in shards], SHARDS), file)
     info = {
         "format": FORMAT,
-        "fingerprint": _fingerprint(shards, classes),
+        "fingerprint": fingerprint(shards, classes),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
-        "files": {name: _sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": {name: file_sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
         "num_classes": len(classes),
         "source": source,
         "settings": settings,
@@ -286,6 +289,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _check_labels(rows: pa.Table, shard_name: str, num_classes: int) -> None:
+    labels = rows.column("labels").combine_chunks()
+    values = pc.list_flatten(labels).to_numpy()
+    if len(values) and not 0 <= values.min() <= values.max() < num_classes:
+        wrong = np.flatnonzero((values < 0) | (values >= num_classes))
+        row = pc.list_parent_indices(labels)[int(wrong[0])].as_py()
+        raise UserError(
+            f"{shard_name}: {rows.column('key')[row].as_py()} has label {values[wrong[0]]}, but there are {num_classes} "
+            f"classes (0 to {num_classes - 1}); {len(wrong)} of the shard's labels are out of range. Mend the labels or "
+            "the list of classes in the source, and shard again."
+        )
+
+
 def _with_shard(rows: pa.Table, split: str, number: int) -> pa.Table:
     indices = pa.array(np.zeros(len(rows), np.int32))
     rows = rows.append_column("split", pa.DictionaryArray.from_arrays(indices, pa.array([split], pa.string())))
@@ -296,13 +312,15 @@ def _storage() -> dict[str, Any]:
     return {"compression": "zstd", "use_dictionary": ["split", "ext", "shard"]}
 
 
-def _fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
+def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
+    """16 hex characters that stand for these shards (names and bytes) and classes; see `Dataset.fingerprint`."""
     # The last part of the name: where tars that were indexed lie is not what they are.
     content = [sorted((Path(shard.name).name, shard.sha256) for shard in shards), list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hex, as dataset.json has it of the two tables."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
