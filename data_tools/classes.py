@@ -33,7 +33,7 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
                 f"min_images = {config.min_images:,} leaves no class: the largest has {counts.max(initial=0):,} images."
             )
         listing = _choose(listing, kept, f"of at most min_images = {config.min_images:,} images")
-    return replace(listing, notes=listing.notes + _small_classes(listing))
+    return listing
 
 
 def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
@@ -99,7 +99,7 @@ def _count(listing: Listing, split: int) -> np.ndarray:
     return np.bincount(labels[in_split], minlength=len(listing.classes))
 
 
-def _small_classes(listing: Listing) -> list[str]:
+def small_classes(listing: Listing) -> list[str]:
     """A line for people: a class that cannot be learned is more often a mistake than a wish."""
     if "train" not in listing.splits:
         return []

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_tools import cluster
-from data_tools.classes import apply_rules, readable_names
+from data_tools.classes import apply_rules, readable_names, small_classes
 from data_tools.copies import Copies, merge_copies
 from data_tools.holdout import hash_keys, hold_out
 from data_tools.progress import PROGRESS_FILE, Progress, duration
@@ -64,6 +64,8 @@ def run(config: ShardConfig) -> Dataset:
         _refuse_other_source(out, identity, held, listing)
         _say_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
+        for note in small_classes(split):
+            print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}

@@ -131,14 +131,14 @@ def test_a_million_rows_open_in_a_second(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", [3, -1, 2**31 - 1])
 def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, tmp_path: Path) -> None:
     write(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     shards = open_dataset(tmp_path).shards()
     tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1, label]]), rows(5, [[0]])]
     with pytest.raises(
         UserError, match=rf"train-000001.tar: c/4 has label {label}, but there are 3 classes \(0 to 2\)"
     ):
         write_dataset(tmp_path, shards, tables, ["a", "b", "c"], {}, {})
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from raw_images import jpeg, settings, write_folder
 
-from data_tools.classes import apply_rules, readable_names
+from data_tools.classes import apply_rules, readable_names, small_classes
 from data_tools.holdout import hold_out
 from data_tools.sources import Listing, list_source
 from pipeline.errors import UserError
@@ -107,7 +107,7 @@ def test_labels_that_become_one_count_once(tmp_path: Path) -> None:
 
 
 def test_a_class_with_one_image_is_named(zoo: Path) -> None:
-    assert "1 class with one image only in train: ant" in ruled(zoo).notes
+    assert "1 class with one image only in train: ant" in small_classes(ruled(zoo))
 
 
 def test_readable_names(tmp_path: Path) -> None:

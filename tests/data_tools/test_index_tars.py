@@ -55,11 +55,13 @@ def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) 
     here = run(config(source))
     assert here.path == source
     assert contents(source) | before == contents(source)
-    assert set(contents(source)) - set(before) == {"dataset.json", "samples.parquet", "shards.parquet"}
+    new = {name.split("/")[0] for name in set(contents(source)) - set(before)}
+    assert new == {"dataset.json", "samples.parquet", "shards.parquet", "index"}
     check(here)
     (tmp_path / "names.txt").write_text("a\nb\nc\n")
     for name in ("dataset.json", "samples.parquet", "shards.parquet"):
         (source / name).unlink()
+    shutil.rmtree(source / "index")
     there = run(config(source, tmp_path / "there", label_names=str(tmp_path / "names.txt")))
     assert not list(there.path.glob("*.tar"))
     assert there.classes == ["a", "b", "c"]
