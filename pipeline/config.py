@@ -102,6 +102,10 @@ class AugmentConfig:
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
     resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384).")
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
+    resize_filter: Literal["linear", "antialias"] = setting(
+        "linear",
+        "Bilinear without antialias, as the papers' code (evaluation shrinks by area); or Pillow's bilinear, everywhere.",
+    )
     eval_resize: int = setting(
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )

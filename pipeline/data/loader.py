@@ -18,13 +18,29 @@ from torch import Tensor
 from pipeline.config import AugmentConfig
 from pipeline.data import augment
 from pipeline.data.decode import DecodeError, decode
+from pipeline.data.jpeg_region import Region
 from pipeline.data.manifest import Split
 from pipeline.data.order import SampleOrder
 from pipeline.data.storage import ShardReader
 from pipeline.errors import OneRankError
 
-# (image (H, W, 3), out (S, S, 3), epoch, row) -> None
-View = Callable[[np.ndarray, np.ndarray, int, int], None]
+
+@dataclass(frozen=True)
+class View:
+    """What becomes of an image: the part of it that is looked at, which is all that is decoded, and what is made of that.
+
+    region: (height, width, epoch, row) -> (top, left, height, width). None is all of the image.
+    write: (pixels of the region, out (S, S, 3), epoch, row) -> None.
+    """
+
+    region: Callable[[int, int, int, int], Region] | None
+    write: Callable[[np.ndarray, np.ndarray, int, int], None]
+
+    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        """Write the view of an image file into `out`. Raises DecodeError."""
+        region = self.region
+        choose = None if region is None else lambda height, width: region(height, width, epoch, row)
+        self.write(decode(data, choose), out, epoch, row)
 
 
 @dataclass(frozen=True)
@@ -92,19 +108,19 @@ class Loader:
         return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
 
     def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> None:
-        images = batch.images.numpy()
+        images, all_labels, valid = batch.images.numpy(), batch.labels.numpy(), batch.valid.numpy()
         for i in places.tolist():
             row = int(batch.rows[i])
             try:
-                self.view(decode(self.reader.read(row)), images[i], int(epochs[i]), row)
+                self.view(self.reader.read(row), images[i], int(epochs[i]), row)
             except (OSError, DecodeError) as error:
                 images[i] = 0
                 with self._bad_lock:
                     self.bad.setdefault(row, str(error))
                 continue
             labels = self.split.labels_of(row)
-            batch.labels[i, : len(labels)] = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-            batch.valid[i] = True
+            all_labels[i, : len(labels)] = labels
+            valid[i] = True
 
     def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
         for part in parts:
@@ -142,13 +158,16 @@ def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> I
 
 
 def train_view(config: AugmentConfig, seed: int) -> View:
-    """The augmented view as a function of (image, out, epoch, row)."""
-    return lambda image, out, epoch, row: augment.train_view(image, out, config, seed, epoch, row)
+    """The augmented view of a sample in an epoch."""
+    return View(
+        lambda height, width, epoch, row: augment.train_region(height, width, config, seed, epoch, row),
+        lambda image, out, epoch, row: augment.train_view_of_region(image, out, config, seed, epoch, row),
+    )
 
 
 def eval_view(config: AugmentConfig) -> View:
-    """The evaluation view as a function of (image, out, epoch, row)."""
-    return lambda image, out, epoch, row: augment.eval_view(image, out, config)
+    """The evaluation view of a sample."""
+    return View(None, lambda image, out, epoch, row: augment.eval_view(image, out, config))
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pipeline.config import AugmentConfig
+from pipeline.data import augment
 from pipeline.data.decode import decode
-from pipeline.data.loader import Batch, Loader, eval_view, normalise, train_view
+from pipeline.data.loader import Batch, Loader, View, eval_view, normalise, train_view
 from pipeline.data.manifest import Dataset, Split
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
@@ -71,13 +72,12 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
     split = dataset.split("train")
     batches, loader = load(split)
     reader = ShardReader(split)
-    view = train_view(AugmentConfig(), 3)
     for batch, (rows, epochs) in zip(batches, requests(), strict=True):
         assert batch.images.dtype == torch.uint8
         assert batch.valid.all()
         for place, row in enumerate(rows):
             expected = np.empty((24, 24, 3), np.uint8)
-            view(decode(reader.read(row)), expected, int(epochs[place]), int(row))
+            augment.train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
             assert np.array_equal(batch.images[place].numpy(), expected)
             assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
     assert not loader.bad
@@ -167,7 +167,8 @@ def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
     def broken(image: np.ndarray, out: np.ndarray, epoch: int, row: int) -> None:
         raise TypeError("ours")
 
-    with Loader(dataset.split("train"), broken, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
+    view = View(None, broken)
+    with Loader(dataset.split("train"), view, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
         list(loader.batches(requests()))
 
 
