@@ -74,7 +74,8 @@ def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
     whole: decode all of it, so that a cut or damaged file is found; else only the header is read. Raises DecodeError.
     """
     ext = _format(data)
-    width, height = _ask_pillow(data, lambda image: image.size)
+    size = _jpeg_size(data) if ext == "jpg" else None
+    height, width = size or _ask_pillow(data, lambda image: (image.height, image.width))
     if whole:
         decode(data)
     return ext, width, height
@@ -89,14 +90,22 @@ def _format(data: bytes) -> str:
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) by libjpeg-turbo, which needs a tenth of Pillow's time, or None when it does not know."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        _refuse_bomb(height, width)
+    except ValueError:
+        return None
+    _refuse_bomb(height, width)
+    return height, width
+
+
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
+    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+    if _jpeg_size(data) is None:
+        return None
+    try:
         return simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
-    except DecodeError:
-        raise
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
             raise DecodeError(_reason(error)) from None
