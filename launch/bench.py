@@ -11,10 +11,13 @@ from pipeline.config import BenchConfig
 
 
 def bench(config: BenchConfig) -> None:
-    from data_tools.bench import loaders, shards  # Late: --help needs no torch.
-
+    # Late: --help needs no torch, and neither does sharding.
+    if config.what == "data":
+        from data_tools.bench.loaders import run
+    else:
+        from data_tools.bench.shards import run
     with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-        {"data": loaders.run, "shard": shards.run}[config.what](config, Path(folder))
+        run(config, Path(folder))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,13 @@ from pipeline.data.storage import ShardReader
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256
 _LATE_STEP = 1_000_000
+_MODULES = {
+    "files + DataLoader": "torch.utils.data",
+    "webdataset": "webdataset",
+    "LitData": "litdata",
+    "MosaicML streaming": "streaming",
+    "SPDL": "spdl.pipeline",
+}
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
@@ -105,7 +112,7 @@ def _others(
         if view is not peers.pillow_float:
             readers["SPDL"] = partial(peers.read_spdl, files, view, *size)
         for name, read in readers.items():
-            yield Contestant(name + suffix, about, cores, read)
+            yield Contestant(name + suffix, about, cores, read, _MODULES[name])
 
 
 def _view(method: str, region: bool) -> View:
