@@ -29,6 +29,7 @@ _MAGIC = {
 _EXIF_ORIENTATION = 0x0112
 # Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
 _UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
 # JPEG segments that may hold EXIF come first; what lies behind is picture.
 _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
@@ -54,7 +55,7 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
     """
     is_jpeg = _format(data) == "jpg"
     orientation = 1
-    if is_jpeg and data.find(b"Exif\0\0", 0, _EXIF_SEARCH_BYTES) >= 0:
+    if is_jpeg and _may_have_exif(data):
         orientation = _ask_pillow(data, lambda image: image.getexif().get(_EXIF_ORIENTATION, 1))
     if is_jpeg and choose is not None:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
@@ -88,6 +89,19 @@ def _format(data: bytes) -> str:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
+
+
+def _may_have_exif(data: bytes) -> bool:
+    """False only for a JPEG whose segments up to the picture are in order and hold no EXIF."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and at < _EXIF_SEARCH_BYTES:
+        marker = data[at + 1 : at + 2]
+        if marker == _START_OF_SCAN:
+            return False
+        if data[at + 4 : at + 10] == _EXIF:
+            return True
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return data.find(_EXIF, 0, _EXIF_SEARCH_BYTES) >= 0
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:

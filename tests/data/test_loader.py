@@ -83,6 +83,28 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
     assert not loader.bad
 
 
+def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    rows = np.arange(8)
+    epochs = np.zeros(8, np.int64)
+
+    def places(keep: list[object], of: Callable[[torch.Tensor], object]) -> int:
+        found = set()
+        with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 1, 0.0) as loader:
+            for batch in loader.batches([(rows, epochs)] * 12):
+                found.add(batch.images.data_ptr())
+                keep.append(of(batch.images))
+        return len(found)
+
+    assert places([], lambda images: None) < 6
+    # Whatever shares the memory keeps it, also after the batch and the loader are gone.
+    for of in (lambda t: t, lambda t: t.permute(0, 3, 1, 2)[2:], lambda t: t.numpy(), lambda t: t[0].numpy()[::-1]):
+        kept: list[object] = []
+        assert places(kept, of) == 12
+        for other in kept[1:]:
+            assert np.array_equal(np.asarray(kept[0]), np.asarray(other))
+
+
 def test_epochs_are_augmented_differently(dataset: Dataset) -> None:
     split = dataset.split("train")
     first, second = load(split, epoch=0)[0], load(split, epoch=1)[0]
