@@ -107,6 +107,10 @@ class AugmentConfig:
         0, "resize_crop, resize_small_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
     )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
+    resize_filter: Literal["linear", "antialias"] = setting(
+        "linear",
+        "Bilinear without antialias, as the papers' code (evaluation shrinks by area); or Pillow's bilinear, everywhere.",
+    )
     color_jitter: float = setting(
         0.0, "Brightness, contrast and saturation, each times a random 1 - color_jitter to 1 + color_jitter."
     )
@@ -498,3 +502,29 @@ class ScoreConfig:
                 f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
                 "Use another train_split, or shots=0."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """A measurement of reading or writing data, beside other projects that do it."""
+
+    what: Literal["data", "shard"] = setting(REQUIRED, "data: the loader; shard: sharding")
+    source: str = setting(REQUIRED, "Folder or tar of JPEGs")
+    images: int = setting(4000, "Number of images; those of the source are repeated.")
+    batch: int = setting(64, "Images of a batch.")
+    image_size: int = setting(224, "Side in pixels of a view.")
+    max_threads: int = setting(
+        16, "data: our loader is measured with one thread per core and twice, four times ... that."
+    )
+    rounds: int = setting(3, "Times that everything is measured, in turns; medians are printed.")
+    folder: str = setting(
+        "", "Where the images are written, and removed at the end; empty is the system's for such files."
+    )
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name in ("images", "batch", "image_size", "rounds"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
+        if self.images < 2 * self.batch:
+            raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")

@@ -259,3 +259,21 @@ def test_evaluation_covers_every_row(num_samples: int, batch: int, world_size: i
     assert set(rows.tolist()) == set(range(num_samples))
     assert len(rows) < num_samples + world_size
     assert max(len(rows) for requests in of_rank for rows, _ in requests) <= batch
+
+
+def test_the_millionth_step_takes_no_longer_than_the_first() -> None:
+    def seconds(first: int) -> float:
+        order = SampleOrder(np.full(200, 1000), 0, 256, 16, 4096)
+        started = time.process_time()
+        for step in range(first, first + 30):
+            order.slice(step)
+        return time.process_time() - started
+
+    early, late = (min(seconds(first) for _ in range(3)) for first in (0, 1_000_000))
+    assert late < 2 * early + 0.02
+
+
+def test_single_draws_are_the_same_numbers() -> None:
+    for parts in [(), (5,), (0, 3, 2, 12_345_678), (2**63 - 1, -1, 2**64 - 1)]:
+        draw = rng.draws(*parts)
+        assert [draw(i) for i in range(50)] == rng.uniform(*parts, np.arange(50)).tolist()
