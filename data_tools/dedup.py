@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 
 LIST, FOLDER, THUMBNAILS, REPORT, SHEET = "test_copies", "dedup", "thumbnails", "report.json", "pairs.png"
 _HISTOGRAM_BINS = 10
-_MAX_PICTURED = 120
+_MAX_PICTURED = 96
 
 
 @dataclass(frozen=True)

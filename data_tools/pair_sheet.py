@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pipeline.data.decode import decode
 from pipeline.data.manifest import Dataset
 
-_COLUMNS, _SIDE, _GAP, _LINE = 4, 128, 12, 14
+_COLUMNS, _SIDE, _GAP, _LINE = 6, 112, 12, 14
 
 
 @dataclass(frozen=True)
