@@ -103,11 +103,11 @@ def test_copies_are_marked_and_nothing_else(sets: tuple[Dataset, Dataset], tmp_p
 
 def test_recall_on_planted_copies_and_no_false_ones() -> None:
     images = [picture(seed, 96, 96) for seed in range(60)]
-    recall = measure_recall(images, max_distance=0.1)
+    recall = measure_recall(images, max_distance=0.07)
     assert np.mean(list(recall.values())) >= 0.95, recall
     assert min(recall.values()) >= 0.9, recall
     strangers = np.stack([thumbnail(picture(seed)) for seed in range(5000, 5300)])
-    rows, _, _ = TestImages(np.stack([thumbnail(image) for image in images])).find(strangers, 0.1)
+    rows, _, _ = TestImages(np.stack([thumbnail(image) for image in images])).find(strangers, 0.07)
     assert not len(rows)
 
 
