@@ -528,3 +528,32 @@ class BenchConfig:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
         if self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupConfig:
+    """A search for images of a data set that are copies of test images."""
+
+    data: str = setting(REQUIRED, "Folder of the data set whose copies are marked")
+    split: str = setting("train", "Its split that is searched and marked.")
+    against: list[str] = setting(
+        REQUIRED, "Data sets of test images: [folder, ...] for all splits, folder:split for one. They are only read."
+    )
+    max_distance: float = setting(
+        0.07,
+        "Pairs up to this are copies: 1 - correlation at the best crop, so 0 is equal. docs/data.md has the errors.",
+    )
+    max_bad_share: float = setting(0.001, "Share of images that cannot be decoded above which the job stops.")
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+    dry_run: bool = setting(False, "Report and picture sheet only: no image is marked.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not self.against:
+            raise UserError("against is empty. Name the data sets of test images: against=[datasets/pets,...]")
+        if not 0 <= self.max_distance <= 0.5:
+            raise UserError(f"max_distance = {self.max_distance} must be between 0 and 0.5 (beyond, all is a copy).")
+        if not 0 <= self.max_bad_share <= 1:
+            raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")

@@ -120,6 +120,9 @@ def convert(kind: Any, value: Any, name: str, where: str) -> Any:
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {str(k): v for k, v in value.items()}
         raise UserError(f"{where}: {name} = {_typed(value)} must be a mapping of names to text.")
+    if origin is list:
+        (inner,) = typing.get_args(kind)
+        return [convert(inner, item, name, where) for item in (value if isinstance(value, list) else [value])]
     if kind is bool and isinstance(value, bool):
         return value
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -182,6 +185,8 @@ def type_name(kind: Any) -> str:
         return f"{type_name(typing.get_args(kind)[0])} or null"
     if origin is dict:
         return "mapping"
+    if origin is list:
+        return f"list of {type_name(typing.get_args(kind)[0])}"
     names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
     return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
 
