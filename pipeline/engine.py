@@ -55,7 +55,7 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
         return
     deepspeed_logger.setLevel("WARNING")
     if ranks.device.type == "cpu" and ranks.world_size > 1:
-        _build_shared_memory_op()
+        build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
@@ -168,8 +168,8 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
     return settings
 
 
-def _build_shared_memory_op() -> None:
-    """Compile DeepSpeed's CPU collective, one process of this machine at a time.
+def build_shared_memory_op() -> None:
+    """Compile DeepSpeed's CPU collective unless it is there, one process of this machine at a time.
 
     torch marks a build by a lock file that nobody removes when the builder dies, and every later start waits for it
     without a word. Our own lock goes with its process; under it, a lock file of torch's can only be a dead one's.
