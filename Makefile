@@ -20,11 +20,13 @@ lint: install
 
 install: .venv/.installed
 
+# Its last step compiles DeepSpeed's CPU collective (a minute), which the first run would otherwise do.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet '$(TORCH)' $$(grep -oE '"(setuptools|ninja)==[0-9.]*"' pyproject.toml | tr -d '"') wheel
 	$(PY) -m pip install --quiet --no-build-isolation -e '.[dev]'
+	$(PY) -c "from pipeline.engine import build_shared_memory_op; build_shared_memory_op()"
 	touch $@
 
 clean:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.errors import UserError
 
 A = TypeVar("A")
@@ -23,6 +24,19 @@ def in_temporary_copy() -> bool:
     """Whether this process runs under `ray job submit --working-dir`: its current folder is a passing copy."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     return "working_dir" in (job.get("runtime_env") or {})
+
+
+def shared_path(name: str, value: str) -> AnyPath:
+    """The file or folder that a setting names, absolute. Raises UserError for one that is relative to a passing copy."""
+    path = to_path(value)
+    if isinstance(path, BucketPath):
+        return path
+    if in_temporary_copy() and not path.is_absolute():
+        raise UserError(
+            f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
+            f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
+        )
+    return path.resolve()
 
 
 def connect(num_cpus: int = 0) -> int:

@@ -1,4 +1,8 @@
-"""Smaller copies of images, for data sets that are kept at a lower resolution."""
+"""Images made anew: smaller copies for data sets of a lower resolution, files of bare pixels."""
+
+import math
+import struct
+import zlib
 
 import cv2
 import numpy as np
@@ -18,3 +22,23 @@ def shrink(data: bytes, short: int, quality: int) -> tuple[bytes, int, int]:
     size = (max(round(width * scale), short), max(round(height * scale), short))
     small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
     return simplejpeg.encode_jpeg(np.ascontiguousarray(small), quality=quality, colorsubsampling="420"), *size
+
+
+def to_png(planes: bytes) -> bytes:
+    """A PNG of the 8-bit pixels of a square image, plane after plane (all of red, then green, then blue).
+
+    Not compressed: what zlib makes differs between its builds, and a shard must not depend on the machine it was made on.
+    """
+    side = math.isqrt(len(planes) // 3)
+    pixels = np.frombuffer(planes, np.uint8).reshape(3, side, side).transpose(1, 2, 0).reshape(side, 3 * side)
+    # Each row begins with the number of its filter: 0, none.
+    rows = np.pad(pixels, ((0, 0), (1, 0))).tobytes()
+    assert len(rows) < 2**16, "a stored block of deflate holds no more"
+    stored = b"\x78\x01\x01" + struct.pack("<HH", len(rows), len(rows) ^ 0xFFFF) + rows
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = stored + struct.pack(">I", zlib.adler32(rows))
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,48 +1,95 @@
-"""How far a job is: a bar on a terminal, a plain line now and then in a file."""
+"""How far a job is: a bar on a terminal, a plain line now and then in a file, and a file that other programs read."""
 
+import json
 import sys
 import time
+from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.data.manifest import replacing
+
+PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts images and bytes of `total` images; shows images/s, MB/s and time left on stderr."""
+    """Counts images and bytes of `total` images in `shards` shards; shows images/s, MB/s and time left on stderr.
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.images = self.bytes = 0
+    total: None while a source is being listed, and nobody knows. done: what is done to them, for the line.
+    file: replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is no file. One
+    that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job failed because
+    the bucket is out of reach would mean to wait for it once more.
+    """
+
+    def __init__(self, total: int | None, shards: int = 0, file: Path | None = None, done: str = "") -> None:
+        self.total, self.total_shards, self.file = total, shards, file
+        self._done = f"{done} " if done else ""
+        self.images = self.bytes = self.shards = 0
         self._start = self._shown = time.monotonic()
-        self._bar = tqdm(total=total, unit=" images", unit_scale=True) if sys.stderr.isatty() else None
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
+        self._write()
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
 
     def add(self, images: int, num_bytes: int) -> None:
-        """So many more images of so many bytes are done."""
+        """One more shard is done, of so many images and bytes."""
         self.images += images
         self.bytes += num_bytes
-        now = time.monotonic()
-        seconds = max(now - self._start, 1e-3)
-        megabytes = self.bytes / 1e6 / seconds
+        self.shards += 1
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{megabytes:.1f} MB/s", refresh=False)
+            self._bar.set_postfix_str(f"{self.bytes / 1e6 / self._seconds():.1f} MB/s", refresh=False)
             self._bar.update(images)
-        elif now - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = now
-            left = seconds / self.images * (self.total - self.images) if self.images else 0
-            print(
-                f"{self.images:,} of {self.total:,} images ({self.images / self.total:.0%}), "
-                f"{self.images / seconds:,.0f} images/s, {megabytes:.1f} MB/s, {duration(left)} left",
-                file=sys.stderr,
-                flush=True,
-            )
+        if time.monotonic() - self._shown < _SECONDS_BETWEEN_LINES:
+            return
+        self._shown = time.monotonic()
+        self._write()
+        if self._bar is None:
+            print(self._line(self._seconds()), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        rate = f"{self.images / seconds:,.0f} images/s"
+        if self.total is None:
+            return f"{self._done}{self.images:,} images, {rate}"
+        share = f"{self._done}{self.images:,} of {self.total:,} images ({self.images / self.total:.0%})"
+        return f"{share}, {rate}, {self.bytes / 1e6 / seconds:.1f} MB/s, {duration(self._left(seconds) or 0)} left"
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        seconds = self._seconds()
+        state = {
+            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "images": self.images,
+            "total_images": self.total,
+            "shards": self.shards,
+            "total_shards": self.total_shards,
+            "bytes": self.bytes,
+            "images_per_second": self.images / seconds,
+            "bytes_per_second": self.bytes / seconds,
+            "seconds": seconds,
+            "seconds_left": self._left(seconds),
+        }
+        with replacing(self.file) as file:
+            file.write((json.dumps(state, indent=1) + "\n").encode())
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-3)
+
+    def _left(self, seconds: float) -> float | None:
+        """Seconds to go after so many; None as long as nothing is done."""
+        return seconds / self.images * (self.total - self.images) if self.images and self.total else None
 
 
 def duration(seconds: float) -> str:

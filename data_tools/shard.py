@@ -6,12 +6,11 @@ which finds the finished shards by their part files and checksums, and two runs 
 
 import contextlib
 import csv
-import hashlib
 import io
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools import cluster
-from data_tools.progress import Progress, duration
+from data_tools.classes import apply_rules, readable_names, small_classes
+from data_tools.copies import Copies, merge_copies
+from data_tools.holdout import hash_keys, hold_out
+from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
 from pipeline.config import ShardConfig
-from pipeline.data.bucket import AnyPath, name_inside, remove_tree, to_path
+from pipeline.data.bucket import AnyPath, BucketPath, StorageError, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
 from pipeline.errors import UserError
 
-STAGING, PLAN, SKIPPED = ".staging", "plan.json", "skipped.csv"
+STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"
 # Settings that decide what the bytes are; a folder made with others is left alone.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
-_HASH_BATCH = 2**18
+# The same, but kept only where they are set. (Lists and maps of classes are not here: the listing's digest has them.)
+_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies")
 
 
 @dataclass(frozen=True)
@@ -55,22 +59,42 @@ def run(config: ShardConfig) -> Dataset:
     out.mkdir(parents=True, exist_ok=True)
     try:
         _sweep(out)
-        listing = list_source(source, config.layout, config.splits, out / STAGING)
-        plan = make_plan(listing, config)
+        listing = apply_rules(list_source(source, config, out / STAGING), config)
+        names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
-        _refuse_other_source(out, identity, held)
+        _refuse_other_source(out, identity, held, listing)
         _say_listing(listing, time.monotonic() - started)
+        split = hold_out(listing, config)
+        for note in small_classes(split):
+            print(note)
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
         (out / PARTS).mkdir(exist_ok=True)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
+        if not (out / SOURCE_TABLE).exists():
+            save(listing, out / SOURCE_TABLE)
+        listing, copies = split, None
+        if config.merge_copies:
+            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks)
+            _say_copies(copies)
+        plan = make_plan(listing, config)
         results = _run_jobs(listing, plan, config, out, known)
-        dataset = _check_remade(out, results, known) if known else _finish(out, results, listing, identity)
+        if known:
+            dataset = _check_remade(out, results, known)
+        else:
+            dataset = _finish(out, results, listing, names, copies, identity)
         remove_tree(out / PARTS)
-    finally:
         remove_tree(out / STAGING)
+    except StorageError:
+        raise  # Out of reach, or not for us: nothing can be tidied there.
+    except UserError:
+        # What was unpacked waits for the job to go on; of a source that was refused nothing is left.
+        if not (out / PARTS / PLAN).exists():
+            remove_tree(out / STAGING)
+        raise
+    finally:
         if is_new:
             # A source that was refused leaves no empty folder behind.
             with contextlib.suppress(OSError):
@@ -80,23 +104,12 @@ def run(config: ShardConfig) -> Dataset:
 
 
 def make_plan(listing: Listing, config: ShardConfig) -> Plan:
-    """Hold out 'val' by a hash of the key alone, mix each split by a hash of seed and key, cut it into shards."""
-    splits = listing.splits + ["val"] * bool(config.val_share)
-    split = listing.table["split"].to_numpy().copy()
-    mix = _hash_keys(listing, f"{config.seed}:")
-    if config.val_share:
-        held_out = _hash_keys(listing, "") < int(config.val_share * 2**64)
-        train = split == splits.index("train")
-        split[held_out & train] = splits.index("val")
-        num_val, num_train = int((held_out & train).sum()), int((~held_out & train).sum())
-        if not num_val or not num_train:
-            raise UserError(
-                f"val_share = {config.val_share} of {num_val + num_train} images leaves {num_train} for 'train' and "
-                f"{num_val} for 'val'. Use another val_share."
-            )
+    """Mix each split by a hash of seed and key, and cut it into shards."""
+    split = listing.table["split"].to_numpy()
+    mix = hash_keys(listing, f"{config.seed}:")
     orders, names, of_split, bounds = [], [], [], []
     start = 0
-    for number, name in enumerate(splits):
+    for number, name in enumerate(listing.splits):
         rows = np.flatnonzero(split == number)
         orders.append(rows[np.argsort(mix[rows], kind="stable")])
         for shard in range(math.ceil(len(rows) / config.samples_per_shard)):
@@ -106,16 +119,6 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
             of_split.append(name)
         start += len(rows)
     return Plan(np.concatenate(orders), names, of_split, bounds)
-
-
-def _hash_keys(listing: Listing, prefix: str) -> np.ndarray:
-    """(samples,) uint64: the first 8 bytes of sha256(prefix + key)."""
-    parts = []
-    for start in range(0, len(listing), _HASH_BATCH):
-        keys = listing.table["key"].slice(start, _HASH_BATCH).to_pylist()
-        digests = b"".join(hashlib.sha256((prefix + key).encode()).digest()[:8] for key in keys)
-        parts.append(np.frombuffer(digests, ">u8").astype(np.uint64))
-    return np.concatenate(parts)
 
 
 def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
@@ -140,7 +143,8 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
     tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
-    with Progress(len(listing)) as progress, contextlib.closing(tasks):
+    file = out / PROGRESS_FILE if isinstance(out, Path) else None
+    with Progress(len(listing), len(plan.names), file) as progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
@@ -156,7 +160,14 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     return [results[number] for number in range(len(plan.names))]
 
 
-def _finish(out: AnyPath, results: list[Done], listing: Listing, identity: dict[str, Any]) -> Dataset:
+def _finish(
+    out: AnyPath,
+    results: list[Done],
+    listing: Listing,
+    names: list[str] | None,
+    copies: Copies | None,
+    identity: dict[str, Any],
+) -> Dataset:
     """Merge the parts into the manifest."""
     for done in results:
         if not done.shard.samples:
@@ -164,14 +175,23 @@ def _finish(out: AnyPath, results: list[Done], listing: Listing, identity: dict[
             (out / done.shard.name).unlink(missing_ok=True)
     kept = [done.shard for done in results if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
-    (out / SKIPPED).unlink(missing_ok=True)
-    if skipped:
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows([("key", "where", "reason"), *skipped])
-        with replacing(out / SKIPPED) as file:
-            file.write(text.getvalue().encode())
+    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
+    source = identity["source"]
+    if copies is not None:
+        write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
+        source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     tables = (_read_rows(part_path(out, shard.name)) for shard in kept)
-    return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"])
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
+
+
+def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
+    """A CSV for people; no rows, no file."""
+    path.unlink(missing_ok=True)
+    if rows:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([header, *rows])
+        with replacing(path) as file:
+            file.write(text.getvalue().encode())
 
 
 def _read_rows(part: AnyPath) -> pa.Table:
@@ -193,28 +213,21 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
     return open_dataset(out)
 
 
+def resolve(setting: str, value: str) -> AnyPath:
+    """The absolute path or the URL of a folder or file that a setting names."""
+    path = cluster.shared_path(setting, value)
+    if setting == "source" and not path.exists():
+        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
+    return path
+
+
 def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
-    if cluster.in_temporary_copy():
-        for name, value in (("source", config.source), ("out", config.out)):
-            path = to_path(value)
-            if isinstance(path, Path) and not path.is_absolute():
-                raise UserError(
-                    f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy "
-                    f"of this folder. Give an absolute path on storage that all nodes share: {name}=/..."
-                )
-    source, out = _resolved(config.source), _resolved(config.out)
-    if not source.exists():
-        raise UserError(f"source = {config.source}: no such file or folder. Give the path of your images: source=...")
+    source, out = resolve("source", config.source), resolve("out", config.out)
     if name_inside(out, source) is not None:
         raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {config.out} is a file. Choose a folder.")
     return source, out
-
-
-def _resolved(location: str) -> AnyPath:
-    path = to_path(location)
-    return path.resolve() if isinstance(path, Path) else path
 
 
 def _held(out: AnyPath) -> dict[str, Any] | None:
@@ -232,8 +245,9 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
 
 
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name)]
     return {
-        "settings": {name: getattr(config, name) for name in _DECISIVE},
+        "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {
             "path": str(listing.source),
             "samples": len(listing),
@@ -244,28 +258,34 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
 
 
 def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: dict[str, Any] | None) -> None:
-    for name, old in held["settings"].items() if held else ():
-        if old != (new := getattr(config, name, None)):
-            raise UserError(
-                f"{out} was made with {name} = {old}, not {new}. Choose another out=..., or remove the folder."
-            )
+    if not held:
+        return
+    others = []
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held["settings"]}:
+        old, new = held["settings"].get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
+        if old != new:
+            others.append(f"{name} = {old}, not {new}")
+    if others:
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str, Any] | None, listing: Listing) -> None:
     if held and held["source"]["sha256"] != identity["source"]["sha256"]:
         old, new = held["source"], identity["source"]
-        counts = f"{old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}"
+        what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {counts}; {new['path']} has {new['samples']:,} ({new['bytes']:,} bytes), with other "
-            "names, sizes, classes or splits. Choose another out=..., or remove the folder."
+            f"{out} was made of {old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}; {new['path']} has "
+            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
         )
 
 
 def _sweep(out: AnyPath) -> None:
     """Remove what a killed run left half-written. (In a bucket, nothing is there before it is whole.)"""
-    for leftover in [*out.glob(".*.tmp"), *(out / PARTS).glob(".*.tmp")]:
-        leftover.unlink(missing_ok=True)
-    remove_tree(out / STAGING)
+    if isinstance(out, BucketPath):
+        return
+    for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
 
 
 def _say_listing(listing: Listing, seconds: float) -> None:
@@ -274,6 +294,15 @@ def _say_listing(listing: Listing, seconds: float) -> None:
     print(
         f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
         f"{listing.num_bytes / 1e6:,.1f} MB, listed in {duration(seconds)}",
+        flush=True,
+    )
+
+
+def _say_copies(copies: Copies) -> None:
+    within = len(copies.rows) - copies.of_test
+    print(
+        f"merged {within:,} exact copies into others of their split; left out {copies.of_test:,} train images that are "
+        f"copies of images in other splits{f' (see {COPIES})' if copies.rows else ''}",
         flush=True,
     )
 

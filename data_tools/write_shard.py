@@ -1,7 +1,6 @@
 """The task that writes one shard. All of it follows from the job alone, so it can be killed and run again anywhere."""
 
 import hashlib
-import io
 import json
 import tarfile
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 from data_tools.images import shrink
 from data_tools.sources import Reader
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
-from pipeline.data.decode import DecodeError, inspect
+from pipeline.data.decode import inspect
 from pipeline.data.manifest import ROWS, Shard, replacing
 from pipeline.errors import UserError
 
@@ -70,10 +69,10 @@ def write_shard(job: Job) -> Done:
 
     cv2.setNumThreads(1)
     with replacing(out / job.name) as file:
-        columns, skipped = _write_tar(file, job)
-        file.flush()
-        size, sha256 = _measure(Path(file.name))
-    shard = Shard(job.name, job.split, len(columns["key"]), size, sha256)
+        tar = _Tar(file)
+        columns, skipped = _write_samples(tar, job)
+        tar.finish()
+    shard = Shard(job.name, job.split, len(columns["key"]), tar.size, tar.sha256.hexdigest())
     table = pa.Table.from_pydict(columns, ROWS)
     etag = _etag(out / job.name)
     about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag})
@@ -99,45 +98,88 @@ def read_part(path: AnyPath) -> Done | None:
     )
 
 
-def _write_tar(file: BinaryIO, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
+def _slow_header(name: str, size: int) -> bytes:
+    """A member's header, without time and user: the same bytes on every run."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+_EMPTY_HEADER = _slow_header("", 0)
+
+
+def _header(name: str, size: int) -> bytes:
+    """`_slow_header` in a tenth of the time: name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
+    encoded = name.encode("utf-8", "surrogateescape")
+    if len(encoded) > tarfile.LENGTH_NAME or size >= 8**11:
+        return _slow_header(name, size)
+    header = bytearray(_EMPTY_HEADER)
+    header[: len(encoded)] = encoded
+    header[124:136] = b"%011o\0" % size
+    header[148:156] = b" " * 8  # What the checksum is defined with.
+    header[148:155] = b"%06o\0" % sum(header)
+    return bytes(header)
+
+
+class _Tar:
+    """Writes what `tarfile` would, to the byte, in less time, and hashes it on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
+
+    def add(self, name: str, data: bytes) -> int:
+        """Append a member; where its bytes begin."""
+        self._write(_header(name, len(data)))
+        begin = self.size
+        self._write(data)
+        self._write(bytes(-self.size % tarfile.BLOCKSIZE))
+        return begin
+
+    def finish(self) -> None:
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write(bytes(-self.size % tarfile.RECORDSIZE))
+
+    def _write(self, part: bytes) -> None:
+        self.file.write(part)
+        self.sha256.update(part)
+        self.size += len(part)
+
+
+def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
     skipped = []
-    with Reader() as reader, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+    with Reader() as reader:
         # One tuple for each sample.
-        names = ("key", "label", "name", "path", "offset", "size", "packed")
-        for key, label, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
+        names = ("key", "labels", "name", "path", "offset", "size", "packed")
+        for key, labels, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
             try:
                 data = reader.read(path, offset, size, packed)
                 ext, width, height = inspect(data, job.whole)
                 if job.resize_short and min(width, height) > job.resize_short:
                     data, width, height = shrink(data, job.resize_short, job.jpeg_quality)
                     ext = "jpg"
-            except (DecodeError, OSError) as error:
+            except UserError:  # A bucket out of reach, say: no fault of this image.
+                raise
+            except (OSError, ValueError) as error:
                 skipped.append((key, name, str(error)))
                 continue
             row = {
                 "key": key,
-                "offset": _add(tar, f"{key}.{ext}", data),
+                "offset": tar.add(f"{key}.{ext}", data),
                 "size": len(data),
                 "ext": ext,
-                "labels": [label],
+                "labels": labels,
                 "width": width,
                 "height": height,
                 "sha256": hashlib.sha256(data).digest(),
             }
-            _add(tar, f"{key}.cls", str(label).encode())
+            if len(labels) == 1:
+                tar.add(f"{key}.cls", str(labels[0]).encode())
+            else:
+                tar.add(f"{key}.json", json.dumps({"labels": labels}).encode())
             for column, value in row.items():
                 columns[column].append(value)
     return columns, skipped
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Append a member; where its bytes begin. The header has no time and no user: the same bytes on every run."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o644
-    tar.addfile(info, io.BytesIO(data))
-    padded = -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return tar.offset - padded
 
 
 def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:

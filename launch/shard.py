@@ -12,8 +12,12 @@ from pipeline.config import ShardConfig
 ABOUT = """
 Turn raw images into a data set: tars that webdataset reads, and a manifest that makes them addressable.
 
-source is a folder of class folders (cat/1.jpg, dog/2.jpg), a .tar, .tar.gz, .tgz or .zip of one, or ImageNet-21k as it
-is handed out: a folder, or one big tar, of <wnid>.tar files. Archives are read where they are. Image bytes are copied.
+source is one of these layouts; layout=auto tells them apart:
+  folder       class folders: cat/1.jpg, dog/2.jpg            archive      a .tar, .tar.gz, .tgz or .zip of class folders
+  imagenet21k  <wnid>.tar files, in a folder or one big tar   imagenet1k   ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
+  cifar        CIFAR-10 or -100, python or binary             parquet      files with a column of images (Hugging Face)
+  list         CSV or Parquet of paths and labels             webdataset   shards of others, to be mixed and cut anew
+Archives are read where they are. Image bytes are copied.
 
   On this machine, all its cores:
       python launch/shard.py source=photos out=datasets/photos val_share=0.1
@@ -25,6 +29,8 @@ is handed out: a folder, or one big tar, of <wnid>.tar files. Archives are read 
           layout=imagenet21k
   Source that has its own splits, train/cat/1.jpg and test/cat/2.jpg:
       python launch/shard.py source=pets.zip out=datasets/pets splits.train=train splits.test=test
+  ImageNet-21K-P: classes of more than 500 images, 50 of each held out:
+      python launch/shard.py source=winter21 out=datasets/in21k_p min_images=500 holdout_per_class=50
 
 Killed? Run the same command again: it goes on with the shards that are missing, and the result is the same to the byte.
 On a finished data set it checks every shard, and makes damaged or missing ones again.

@@ -15,10 +15,11 @@ from pipeline.errors import UserError
 T = TypeVar("T")
 
 
-def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
+def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "") -> None:
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     about: what the command does; its first line stands at the top of `--help`, above every field of `cls`.
+    subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
     Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
     """
     parser = argparse.ArgumentParser(
@@ -31,6 +32,8 @@ def main(cls: type[T], function: Callable[[T], object], about: str) -> None:
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args()  # Settings may stand before --config, too.
+    if subject and arguments.overrides and "=" not in arguments.overrides[0]:
+        arguments.overrides[0] = f"{subject}={arguments.overrides[0]}"
     with mistakes_in_one_line():
         function(schema.load(cls, arguments.config, arguments.overrides))
 

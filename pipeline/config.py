@@ -89,6 +89,7 @@ class DataConfig:
     retry_minutes: float = setting(10.0, "How long a failing request to a bucket is tried again before the run stops.")
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
+    exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")
@@ -98,15 +99,33 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    crop: Literal["inception", "resize_crop", "none"] = setting(
-        "inception", "Training crop: random area and aspect; resize to resize_to then random square; or plain resize."
+    crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
+        "inception",
+        "Training crop: random area and aspect; all of it, or its short side, resized to resize_to then a random "
+        "square; or a plain resize.",
     )
     area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.")
     area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
-    resize_to: int = setting(0, "resize_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384).")
+    resize_to: int = setting(
+        0, "resize_crop, resize_small_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+    )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
+    resize_filter: Literal["linear", "antialias"] = setting(
+        "linear",
+        "Bilinear without antialias, as the papers' code (evaluation shrinks by area); or Pillow's bilinear, everywhere.",
+    )
+    color_jitter: float = setting(
+        0.0, "Brightness, contrast and saturation, each times a random 1 - color_jitter to 1 + color_jitter."
+    )
+    randaugment_layers: int = setting(0, "RandAugment's n: random operations one after another (2 in the recipes).")
+    randaugment_magnitude: float = setting(10.0, "RandAugment's m: strength of the operations, 0 to 20.")
+    erase: float = setting(0.0, "Probability that a random 2 to 33 % of the image become noise.")
+    mixup: float = setting(0.0, "Images and labels are mixed in pairs, by a share from Beta(mixup, mixup) each step.")
+    cutmix: float = setting(
+        0.0, "Pairs swap a box, its area from Beta(cutmix, cutmix); with mixup too, each step takes one of the two."
+    )
     eval_resize: int = setting(
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )
@@ -219,6 +238,7 @@ class RunConfig:
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
             "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
+            "augment.randaugment_layers": self.augment.randaugment_layers,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -231,7 +251,9 @@ class RunConfig:
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
         shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
-                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final}  # fmt: skip
+                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
+                  "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
+                  "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip
         for name, value in shares.items():
             if not 0 <= value <= 1:
                 raise UserError(f"{name} = {value} must be between 0 and 1.")
@@ -246,6 +268,10 @@ class RunConfig:
             raise UserError(
                 f"augment.aspect_min = {self.augment.aspect_min} and augment.aspect_max = {self.augment.aspect_max} "
                 "must satisfy 0 < aspect_min <= aspect_max."
+            )
+        if not 0 <= self.augment.randaugment_magnitude <= 20:
+            raise UserError(
+                f"augment.randaugment_magnitude = {self.augment.randaugment_magnitude} must be from 0 to 20."
             )
         for name, size in (
             ("augment.resize_to", self.augment.resize_to),
@@ -272,20 +298,69 @@ class RunConfig:
             )
 
 
+def _check_split_names(splits: dict[str, str]) -> None:
+    if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
+        raise UserError(f"splits = {splits} must name at least one split, in lower-case letters and digits.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """A look at the order of a run: which samples were in a step, or when a sample was seen."""
+
+    run: str = setting(REQUIRED, "Run folder, or the YAML file of one that has not begun")
+    step: int = setting(0, "Optimizer step, from 1, as log lines count them: which samples are in it?")
+    ranks: int = setting(1, "Number of ranks whose shares of a batch are told apart; 1 is the whole batch.")
+    rank: int = setting(0, "With step: the rank whose share is listed, from 0.")
+    sample: str = setting("", "Key of a sample of the training split: when is it seen?")
+    data: str = setting("", "Folder of the data set, where it is not the one that the run names.")
+    csv: str = setting("", "File to write the table into; empty prints it.")
+    sheet: str = setting("", "With step: PNG file for the pictures as they are cropped and flipped for the model.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if (self.step == 0) == (self.sample == ""):
+            raise UserError("set step=... to list the samples of a step, or sample=KEY to list the steps of a sample.")
+        if self.step < 0:
+            raise UserError(f"step = {self.step} must be at least 1: the first step of a run is step 1.")
+        if not 0 <= self.rank < self.ranks:
+            raise UserError(f"rank = {self.rank} must be at least 0 and below ranks = {self.ranks}.")
+        if self.sheet and not self.step:
+            raise UserError("sheet=... shows the samples of a step: set step=...")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
 
-    source: str = setting(
-        REQUIRED,
-        "Folder of class folders, a .tar/.tar.gz/.tgz/.zip of one, or ImageNet-21k (tars of tars); may be a URL",
-    )
+    source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images, as one of the layouts")
     out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the new data set")
-    layout: Literal["auto", "folder", "archive", "imagenet21k"] = setting("auto", "What source is; auto looks.")
+    layout: Literal[
+        "auto", "folder", "archive", "imagenet21k", "imagenet1k", "cifar", "parquet", "list", "webdataset"
+    ] = setting("auto", "What source is; auto looks.")
     splits: dict[str, str] = setting(
-        {"train": ""}, "Split name -> folder inside the source that holds its class folders ('' is the top)."
+        {"train": ""},
+        "Split name -> what of source belongs to it ('' is all): the folder that holds its class folders; the tar "
+        "(imagenet1k); the list; the beginning of the file names (parquet, webdataset).",
     )
     val_share: float = setting(0.0, "Share of the train split held out as 'val', by a hash of the key: it never moves.")
+    holdout_per_class: int = setting(
+        0, "Images of each class held out of the train split as 'val', the first in the order of names."
+    )
+    val_labels: str = setting(
+        "", "imagenet1k: file of lines 'filename wnid', or ILSVRC2012_validation_ground_truth.txt beside its meta.mat."
+    )
+    image_column: str = setting("image", "parquet: column of encoded images, binary or struct<bytes, path>.")
+    path_column: str = setting("path", "list: column of paths, relative to the list's folder.")
+    label_column: str = setting("label", "parquet, list: column of labels: names, numbers, or lists of either.")
+    label_separator: str = setting(";", "list: stands between several labels of one image.")
+    label_names: str = setting("", "File of class names, one a line, where labels are numbers from 0 (list: text too).")
+    class_map: str = setting("", "File of lines 'old,new' (or a tab): classes renamed, or merged into one.")
+    class_list: str = setting("", "File of class names, one a line: only these, in this order.")
+    min_images: int = setting(0, "Only classes with more than so many images in the train split.")
+    synset_names: str = setting("", "File of lines 'wnid name' (words.txt, LOC_synset_mapping.txt): readable names.")
+    merge_copies: bool = setting(
+        False, "Samples of equal bytes become one, with the labels of all; reads every byte of source once more."
+    )
     seed: int = setting(0, "Mixes samples across classes.")
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
     resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
@@ -300,22 +375,85 @@ class ShardConfig:
         """Refuse what cannot work. Raises UserError."""
         if not 0 <= self.val_share < 1:
             raise UserError(f"val_share = {self.val_share} must be at least 0 and below 1.")
-        if self.val_share and "val" in self.splits:
-            raise UserError(
-                "val_share holds images out of 'train' as 'val', but splits names a 'val' already: use one."
-            )
-        if self.val_share and "train" not in self.splits:
-            raise UserError(f"val_share holds images out of 'train', but splits has only {', '.join(self.splits)}.")
+        if self.val_share and self.holdout_per_class:
+            raise UserError("val_share and holdout_per_class both hold out 'val': use one.")
+        for name in ("val_share", "holdout_per_class"):
+            if getattr(self, name) and "val" in self.splits:
+                raise UserError(
+                    f"{name} holds images out of 'train' as 'val', but splits names a 'val' already: use one."
+                )
+        for name in ("val_share", "holdout_per_class", "min_images"):
+            if getattr(self, name) and "train" not in self.splits:
+                raise UserError(f"{name} is about the split 'train', but splits has only {', '.join(self.splits)}.")
         if not 0 <= self.max_bad_share <= 1:
             raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
         if self.samples_per_shard < 1:
             raise UserError(f"samples_per_shard = {self.samples_per_shard} must be at least 1.")
         if not 1 <= self.jpeg_quality <= 100:
             raise UserError(f"jpeg_quality = {self.jpeg_quality} must be from 1 to 100.")
-        if self.resize_short < 0 or self.num_tasks < 0:
-            raise UserError("resize_short and num_tasks must not be negative.")
-        if not self.splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in self.splits):
-            raise UserError(f"splits = {self.splits} must name at least one split, in lower-case letters and digits.")
+        for name in ("resize_short", "num_tasks", "holdout_per_class", "min_images"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} = {getattr(self, name)} must not be negative.")
+        if not self.label_separator:
+            raise UserError("label_separator must not be empty.")
+        _check_split_names(self.splits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """A manifest for webdataset shards that stay where they are."""
+
+    source: str = setting(REQUIRED, "Folder of tars, or one tar, of <key>.jpg and <key>.cls or <key>.json")
+    out: str = setting("", "Folder of the manifest; empty is the folder of the tars.")
+    splits: dict[str, str] = setting({"train": ""}, "Split name -> how the names of its tars begin ('' is all).")
+    label_names: str = setting("", "File of class names, one a line, by label; without, classes are called by number.")
+    inspect: Literal["decode", "header"] = setting(
+        "decode", "Whether images are decoded whole or only their header is read."
+    )
+    max_bad_share: float = setting(0.001, "Share of unreadable samples above which no manifest is written.")
+    num_tasks: int = setting(0, "Tars read at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.max_bad_share <= 1:
+            raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")
+        _check_split_names(self.splits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """A check of a data set on disk, to the last byte."""
+
+    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.")
+    decode_share: float = setting(
+        1.0, "Share of the images that are decoded, by a hash of the key; those of the last run's list always are."
+    )
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.decode_share <= 1:
+            raise UserError(f"decode_share = {self.decode_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsConfig:
+    """What is in a data set, counted and drawn."""
+
+    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    out: str = setting("", "Folder of stats.json, tables and pictures; empty is <data>/stats.")
+    sheet: int = setting(60, "Images on the contact sheet; 0 is no sheet, and reads no shard.")
+    mlflow: str = setting("", "MLflow tracking URI that the numbers and pictures are sent to; empty sends nothing.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not 0 <= self.sheet <= 1000:
+            raise UserError(f"sheet = {self.sheet} must be from 0 to 1000 images.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +463,7 @@ class ScoreConfig:
     weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
+    exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
     out: str = setting(
         "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."
     )
@@ -368,3 +507,58 @@ class ScoreConfig:
                 f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
                 "Use another train_split, or shots=0."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """A measurement of reading or writing data, beside other projects that do it."""
+
+    what: Literal["data", "shard"] = setting(REQUIRED, "data: the loader; shard: sharding")
+    source: str = setting(REQUIRED, "Folder or tar of JPEGs")
+    images: int = setting(4000, "Number of images; those of the source are repeated.")
+    batch: int = setting(64, "Images of a batch.")
+    image_size: int = setting(224, "Side in pixels of a view.")
+    max_threads: int = setting(
+        16, "data: our loader is measured with one thread per core and twice, four times ... that."
+    )
+    rounds: int = setting(3, "Times that everything is measured, in turns; medians are printed.")
+    folder: str = setting(
+        "", "Where the images are written, and removed at the end; empty is the system's for such files."
+    )
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name in ("images", "batch", "image_size", "rounds"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
+        if self.images < 2 * self.batch:
+            raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupConfig:
+    """A search for images of a data set that are copies of test images."""
+
+    data: str = setting(REQUIRED, "Folder of the data set whose copies are marked")
+    split: str = setting("train", "Its split that is searched and marked.")
+    against: list[str] = setting(
+        REQUIRED, "Data sets of test images: [folder, ...] for all splits, folder:split for one. They are only read."
+    )
+    max_distance: float = setting(
+        0.07,
+        "Pairs up to this are copies: 1 - correlation at the best crop, so 0 is equal. docs/data.md has the errors.",
+    )
+    max_bad_share: float = setting(0.001, "Share of images that cannot be decoded above which the job stops.")
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+    dry_run: bool = setting(False, "Report and picture sheet only: no image is marked.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not self.against:
+            raise UserError("against is empty. Name the data sets of test images: against=[datasets/pets,...]")
+        if not 0 <= self.max_distance <= 0.5:
+            raise UserError(f"max_distance = {self.max_distance} must be between 0 and 0.5 (beyond, all is a copy).")
+        if not 0 <= self.max_bad_share <= 1:
+            raise UserError(f"max_bad_share = {self.max_bad_share} must be between 0 and 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")

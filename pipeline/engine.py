@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
+from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
 from pipeline.plan import Plan
 
@@ -54,7 +55,7 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
         return
     deepspeed_logger.setLevel("WARNING")
     if ranks.device.type == "cpu" and ranks.world_size > 1:
-        _build_shared_memory_op()
+        build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
@@ -84,9 +85,17 @@ class Engine:
             )
 
     def train_step(
-        self, step: int, batches: list[Batch], lr: float, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self,
+        step: int,
+        batches: list[Batch],
+        lr: float,
+        loss_of: Callable[..., Tensor],
+        mixing: Mixing | None = None,
     ) -> StepResult:
-        """One optimizer step from this rank's micro-batches. loss_of: (logits, labels, valid) -> scalar mean."""
+        """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
+
+        loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        """
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -94,8 +103,11 @@ class Engine:
         for i, batch in enumerate(batches):
             # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
             torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
-            logits = self.engine(normalise(batch.images, self.ranks.device, self.dtype))
-            loss = loss_of(logits, batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device))
+            labels, valid = batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device)
+            images, own = normalise(batch.images, self.ranks.device, torch.float32), None
+            if mixing is not None:
+                images, own = mix_images(images, valid, mixing)
+            loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
             self.engine.backward(loss)
             total += loss.detach()
             self.engine.step()
@@ -156,8 +168,8 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
     return settings
 
 
-def _build_shared_memory_op() -> None:
-    """Compile DeepSpeed's CPU collective, one process of this machine at a time.
+def build_shared_memory_op() -> None:
+    """Compile DeepSpeed's CPU collective unless it is there, one process of this machine at a time.
 
     torch marks a build by a lock file that nobody removes when the builder dies, and every later start waits for it
     without a word. Our own lock goes with its process; under it, a lock file of torch's can only be a dead one's.

@@ -40,6 +40,13 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     """
     train = config.train
     accumulation = _accumulation(train.global_batch, train.micro_batch, world_size)
+    micro_batch = train.global_batch // (world_size * accumulation)
+    if (config.augment.mixup or config.augment.cutmix) and micro_batch % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
+            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            "train.global_batch that gives each rank an even number of samples."
+        )
     steps = train.length.steps(num_samples, train.global_batch)
     if steps < 1:
         raise UserError(
@@ -58,7 +65,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
         accumulation=accumulation,
-        micro_batch=train.global_batch // (world_size * accumulation),
+        micro_batch=micro_batch,
         num_samples=num_samples,
         global_batch=train.global_batch,
         world_size=world_size,

@@ -8,6 +8,7 @@ in `config.py`; this file knows nothing of training.
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from pathlib import Path
@@ -18,6 +19,29 @@ import yaml
 from pipeline.errors import UserError
 
 T = TypeVar("T")
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML whose plain scalars stay as typed but for null, true and false; a key twice is an error.
+
+    What is a number is decided by the setting's type, so `name: 0123` is not 83 and `1e-3` is no text.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "bool", "merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key} is set twice", node.value[number][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 REQUIRED = dataclasses.MISSING
 
 
@@ -55,7 +79,9 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
 def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
     """Make a `cls` of a plain nested dict; `where` names the source in errors, `prefix` the section ('model.')."""
     if not isinstance(tree, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {tree!r}.")
+        raise UserError(
+            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {_typed(tree)}."
+        )
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in tree:
@@ -77,32 +103,37 @@ def convert(kind: Any, value: Any, name: str, where: str) -> Any:
             try:
                 return kind.parse(value)
             except ValueError as error:
-                raise UserError(f"{where}: {name} = {value!r}: {error}") from None
+                raise UserError(f"{where}: {name} = {_typed(value)}: {error}") from None
         return build(kind, value if value is not None else {}, where, f"{name}.")
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
         choices = typing.get_args(kind)
-        if not isinstance(value, bool) and value in choices:
-            return value
-        raise UserError(f"{where}: {name} = {value!r} is none of {', '.join(map(str, choices))}.")
+        # Numbers of a file come as text.
+        named = {str(choice): choice for choice in choices}
+        if not isinstance(value, bool) and str(value) in named:
+            return named[str(value)]
+        raise UserError(f"{where}: {name} = {_typed(value)} is none of {', '.join(map(str, choices))}.")
     if origin in (typing.Union, types.UnionType):
         inner = [option for option in typing.get_args(kind) if option is not type(None)]
         return None if value is None else convert(inner[0], value, name, where)
     if origin is dict:
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {str(k): v for k, v in value.items()}
-        raise UserError(f"{where}: {name} = {value!r} must be a mapping of names to text.")
+        raise UserError(f"{where}: {name} = {_typed(value)} must be a mapping of names to text.")
+    if origin is list:
+        (inner,) = typing.get_args(kind)
+        return [convert(inner, item, name, where) for item in (value if isinstance(value, list) else [value])]
     if kind is bool and isinstance(value, bool):
         return value
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value  # Not by way of float, which has 53 bits: a seed may have more.
+    if kind is int and not isinstance(value, bool) and re.fullmatch(r"[-+]?[0-9]+", str(value)):
+        return int(value)  # Not by way of float, which has 53 bits: a seed may have more.
     if kind in (int, float) and not isinstance(value, bool):
         number = _number(value)
         if number is not None and (kind is float or number.is_integer()):
             return kind(number)
-    raise UserError(f"{where}: {name} = {value!r} must be a {type_name(kind)}.")
+    raise UserError(f"{where}: {name} = {_typed(value)} must be a {type_name(kind)}.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -154,6 +185,8 @@ def type_name(kind: Any) -> str:
         return f"{type_name(typing.get_args(kind)[0])} or null"
     if origin is dict:
         return "mapping"
+    if origin is list:
+        return f"list of {type_name(typing.get_args(kind)[0])}"
     names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
     return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
 
@@ -164,7 +197,7 @@ def _is_section(kind: Any) -> bool:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Yaml)
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file. Shipped ones are in configs/.") from None
     except IsADirectoryError:
@@ -172,7 +205,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold a mapping of settings, not {tree!r}.")
+        raise UserError(f"{path} must hold a mapping of settings, not {_typed(tree)}.")
     return tree
 
 
@@ -197,7 +230,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {name}.")
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
-                raise UserError(f"{prefix}{part} is {tree[part]!r} in the file, so {name} cannot be set in it.")
+                raise UserError(f"{prefix}{part} is {_typed(tree[part])} in the file, so {name} cannot be set in it.")
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
@@ -208,10 +241,10 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
 
 def _override_value(kind: Any, text: str) -> Any:
     try:
-        value = yaml.safe_load(text) if text else ""
+        value = yaml.load(text, _Yaml) if text else ""
     except yaml.YAMLError:
         return text
-    # Where text is wanted, it is taken as it was typed: YAML would read name=0123 as 83, and name=2026-11-01 as a date.
+    # Where text is wanted, it is taken as it was typed: name=true is no truth value.
     wants_text = kind is str or kind == str | None
     return text if wants_text and value is not None and not isinstance(value, str) else value
 
@@ -220,6 +253,11 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
     known = [f.name for f in dataclasses.fields(cls)]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
+
+
+def _typed(value: Any) -> str:
+    """A value as the user wrote it, near enough."""
+    return value if isinstance(value, str) and value else repr(value)
 
 
 def _number(value: Any) -> float | None:

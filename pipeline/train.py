@@ -24,7 +24,9 @@ from pipeline.console import Console, progress_line
 from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder
+from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError
@@ -37,7 +39,7 @@ from pipeline.track import Tracker
 
 # What must be as it was for a checkpoint to continue: its tensors, its engine's files, the order of its samples.
 _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
-          "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes")  # fmt: skip
+          "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes", "excluded")  # fmt: skip
 # fp32 master weights, two moments and the 16-bit copy, and model.pt, with a margin.
 _CHECKPOINT_BYTES_PER_PARAMETER = 20
 _FULL_BYTES = 2**20
@@ -49,16 +51,21 @@ def run(config: RunConfig) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split, evaluation = dataset.split(config.data.train_split), dataset.split(config.data.eval_split)
+    split = dataset.split(config.data.train_split, config.data.exclude)
+    evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
+    facts = identity(config, dataset, plan, split, evaluation)
     folder = Path(config.out) / config.name
     console = Console(folder / "log.txt", ranks.is_main)
     console.say(f"{config.name}: {plan.describe()}")
+    for line in split.notes() + evaluation.notes():
+        console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes)
+    _refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    resumed = ranks.agree(_find_checkpoint(checkpoints, config, dataset, plan, console) if ranks.is_main else None)
+    resumed = ranks.agree(_find_checkpoint(checkpoints, facts, console) if ranks.is_main else None)
     model = _initial_model(config, dataset, resumed)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
@@ -86,7 +93,7 @@ def run(config: RunConfig) -> None:
         config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda",
     )  # fmt: skip
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
-    tracker = _start_tracker(config, dataset, plan, folder, engine, model) if ranks.is_main else None
+    tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
     status = "FAILED"
     try:
         # -------------------------------------------------------------- the loop
@@ -95,7 +102,8 @@ def run(config: RunConfig) -> None:
         for step in range(start, plan.steps):
             micro_batches, waited = _take(batches, plan.accumulation)
             lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
-            result = engine.train_step(step, micro_batches, lr, loss_of)
+            mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
+            result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
             meter.step(plan.global_batch, waited)
             console.advance()
             done = step + 1
@@ -124,7 +132,7 @@ def run(config: RunConfig) -> None:
             begin = time.perf_counter()
             if saving:  # Before evaluation: what was trained is safe first.
                 _refuse_broken(ranks.mean(result.loss), engine, config, done)
-                _save(checkpoints, engine, model, config, dataset, plan, done)
+                _save(checkpoints, engine, model, config, dataset, facts, done)
                 if tracker:
                     tracker.log(done, {"checkpoint_seconds": time.perf_counter() - begin})
             if evaluating:
@@ -155,9 +163,7 @@ def run(config: RunConfig) -> None:
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
 
 
-def _find_checkpoint(
-    checkpoints: Checkpoints, config: RunConfig, dataset: Dataset, plan: Plan, console: Console
-) -> Path | UserError | None:
+def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Console) -> Path | UserError | None:
     """The newest whole checkpoint of this run, None to start afresh, or why it cannot be continued."""
     checkpoints.sweep()
     path, refused = checkpoints.newest_whole()
@@ -169,8 +175,8 @@ def _find_checkpoint(
                 f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh."
             )
         return None
-    then = read_state(path)["identity"]
-    now = identity(config, dataset, plan)
+    # Checkpoints of before there were lists of samples to leave out do not say that none were.
+    then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
     fixed = [text for text in changed if text.startswith(_FIXED)]
     if fixed:
@@ -182,14 +188,25 @@ def _find_checkpoint(
     return path
 
 
-def identity(config: RunConfig, dataset: Dataset, plan: Plan) -> dict[str, Any]:
+def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
     """What a run is: its settings by dotted name, its data and its ranks. Saved with each checkpoint."""
     return {
         **schema.flatten(schema.to_dict(config)),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.num_classes,
         "ranks": plan.world_size,
+        "excluded": split.excluded,
+        "evaluation_excluded": evaluation.excluded,
+        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.left_out_by.items()},
     }
+
+
+def _refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
+    """Stop a rank whose data or settings are not those of rank 0: its batches would be of another order."""
+    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
+    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
+    if other:
+        raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
 
 
 def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) -> VisionTransformer:
@@ -255,7 +272,7 @@ def _save(
     model: VisionTransformer,
     config: RunConfig,
     dataset: Dataset,
-    plan: Plan,
+    facts: dict[str, Any],
     step: int,
 ) -> None:
     """Commit a checkpoint. Collective; nothing half-written stays when the disk is full."""
@@ -279,8 +296,8 @@ def _save(
         ranks.barrier()  # Every rank's files are there.
         if ranks.is_main:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
-            state = {"step": step, "samples_seen": step * plan.global_batch, "versions": versions,
-                     "identity": identity(config, dataset, plan)}  # fmt: skip
+            state = {"step": step, "samples_seen": step * config.train.global_batch, "versions": versions,
+                     "identity": facts}  # fmt: skip
             checkpoints.commit(path, state)
         ranks.barrier()
     except (OSError, RuntimeError) as error:
@@ -294,14 +311,14 @@ def _save(
 
 
 def _start_tracker(
-    config: RunConfig, dataset: Dataset, plan: Plan, folder: Path, engine: Engine, model: VisionTransformer
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: VisionTransformer
 ) -> Tracker:
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
     write_atomically(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    parameters = {**identity(config, dataset, plan), "steps": plan.steps, "accumulation": plan.accumulation,
+    parameters = {**facts, "steps": plan.steps, "accumulation": plan.accumulation,
                   "num_parameters": models.num_parameters(model.config)}  # fmt: skip
-    tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": dataset.fingerprint}
+    tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
     tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags)
     for file in (resolved, folder / "deepspeed.json", folder / "log.txt", folder / "scores.json"):
         tracker.artifact(file)

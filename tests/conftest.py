@@ -61,8 +61,14 @@ def s3_server() -> Iterator[faulty_s3.S3]:
 
 
 @pytest.fixture
-def s3(s3_server: faulty_s3.S3, request: pytest.FixtureRequest) -> Iterator[tuple[faulty_s3.S3, str]]:
-    """A server without faults, and the URL of an empty bucket of the test's own."""
+def s3(
+    s3_server: faulty_s3.S3,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[faulty_s3.S3, str]]:
+    """A server without faults, and the URL of an empty bucket of the test's own. Indexes are not kept at home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     bucket = "b" + hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20]
     s3_server.reset()
     s3_server.bucket(bucket)

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from pipeline.data.bucket import BucketPath, Patience, to_path
+from pipeline.data.index import INDEX_FOLDER
 from pipeline.data.manifest import replacing
 
 # (socket to the client, headers of the answer, its body): sends what the client gets, or returns the body to be sent.
@@ -196,9 +197,11 @@ def put(path: BucketPath, data: bytes) -> None:
 
 
 def copy_folder(folder: Path, url: str) -> None:
-    """The files of a folder, to the bucket."""
-    for path in folder.iterdir():
-        put(bucket_path(f"{url}/{path.name}"), path.read_bytes())
+    """The files of a data set's folder, to the bucket, without what readers derive from them."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not name.startswith(f"{INDEX_FOLDER}/"):
+            put(bucket_path(f"{url}/{name}"), path.read_bytes())
 
 
 def bucket_path(url: str, seconds: float = 5.0) -> BucketPath:

@@ -52,6 +52,15 @@ def test_settings_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert (seen[0].source, seen[0].out, seen[0].seed) == ("a", "b", 4)
 
 
+def test_the_subject_may_be_a_plain_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ShardConfig] = []
+    monkeypatch.setattr(sys, "argv", ["x.py", "photos", "out=b"])
+    main(ShardConfig, seen.append, "About.", subject="source")
+    monkeypatch.setattr(sys, "argv", ["x.py", "out=b", "source=photos"])
+    main(ShardConfig, seen.append, "About.", subject="source")
+    assert [config.source for config in seen] == ["photos", "photos"]
+
+
 def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(UserError("this is wrong"), monkeypatch, capsys) == "error: this is wrong\n"
     assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"

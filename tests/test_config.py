@@ -13,7 +13,7 @@ import yaml
 
 from pipeline import config as settings
 from pipeline import schema
-from pipeline.config import Length, RunConfig, ShardConfig
+from pipeline.config import IndexConfig, Length, RunConfig, ShardConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan
 
@@ -149,8 +149,8 @@ def test_every_field_is_documented(command: type) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_shipped_file_loads_and_plans(path: Path) -> None:
-    if path.parent.name == "data":
-        assert schema.load(ShardConfig, path).source
+    if path.parent.name in ("data", "index"):
+        assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
         return
     config = schema.load(RunConfig, path)
     num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
@@ -173,11 +173,11 @@ def test_there_are_shipped_files() -> None:
         ("train: 5", "train must be a mapping of settings, not 5"),
         ("name:", "name = None must be a text"),
         ("seed: 1.5", "seed = 1.5 must be a whole number"),
-        ("seed: .inf", "seed = inf must be a whole number"),
-        ("seed: .nan", "seed = nan must be a whole number"),
+        ("seed: .inf", "seed = .inf must be a whole number"),
+        ("seed: .nan", "seed = .nan must be a whole number"),
         ("seed: true", "seed = True must be a whole number"),
-        ("optimizer: {lr: fast}", "optimizer.lr = 'fast' must be a number"),
-        ("optimizer: {lr: .nan}", "optimizer.lr = nan must be a number"),
+        ("optimizer: {lr: fast}", "optimizer.lr = fast must be a number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr = .nan must be a number"),
         ("augment: {flip: 1}", "augment.flip = 1 must be"),
         ("engine: {zero_stage: 4}", "engine.zero_stage = 4 is none of 0, 1, 2, 3"),
         ("engine: {zero_stage: true}", "engine.zero_stage = True is none of"),
@@ -268,6 +268,18 @@ def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
     assert load(f"name={text}").name == text
 
 
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
+def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")
+    assert schema.load(RunConfig, path).name == text
+
+
+def test_a_setting_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\nseed: 1\nseed: 2")
+    with pytest.raises(UserError, match=r"seed is set twice.*line 4"):
+        schema.load(RunConfig, path)
+
+
 def test_null_and_empty_values() -> None:
     assert load("init.weights=null").init.weights is None
     assert load("track.uri=").track.uri == ""
@@ -286,8 +298,8 @@ def test_null_and_empty_values() -> None:
         ("train", "'train' is no override: write setting=value"),
         ("=3", "'=3' is no override"),
         ("train=5", "the command line: train must be a mapping of settings, not 5"),
-        ("train.micro_batch=x", "the command line: train.micro_batch = 'x' must be a whole number"),
-        ("train.length=[", "the command line: train.length = '[': write a length as"),
+        ("train.micro_batch=x", "the command line: train.micro_batch = x must be a whole number"),
+        ("train.length=[", "the command line: train.length = [: write a length as"),
     ],
 )
 def test_mistakes_on_the_command_line(override: str, said: str) -> None:
@@ -322,6 +334,10 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.aspect_min=2"], "augment.aspect_min = 2.0 and augment.aspect_max = 1.33"),
         (["augment.resize_to=100"], "augment.resize_to = 100 is smaller than model.image_size = 224"),
         (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
+        (["augment.randaugment_magnitude=21"], "augment.randaugment_magnitude = 21.0 must be from 0 to 20"),
+        (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must not be negative"),
+        (["augment.mixup=2"], "augment.mixup = 2.0 must be between 0 and 1"),
+        (["augment.erase=-0.1"], "augment.erase = -0.1 must be between 0 and 1"),
         (["init.weights=x.npz"], "model.name = ViT-Ti/16, init.weights = x.npz"),
         (["model.name=null"], "model.name = None, init.weights = None"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
@@ -338,6 +354,11 @@ def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> 
         (["val_share=1"], "val_share = 1.0 must be at least 0 and below 1"),
         (["val_share=0.1", "splits.val=v"], "splits names a 'val' already"),
         (["val_share=0.1", "splits.test=v"], "splits has only test"),
+        (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one"),
+        (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds images out of 'train' as 'val', but"),
+        (["min_images=5", "splits.test=v"], "min_images is about the split 'train', but splits has only test"),
+        (["min_images=-1"], "min_images = -1 must not be negative"),
+        (["label_separator="], "label_separator must not be empty"),
         (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1"),
         (["splits.Train=x"], "in lower-case letters"),
     ],
@@ -395,7 +416,9 @@ def test_a_tree_is_read_back_as_it_was() -> None:
     assert len(flat) == len(leaves(RunConfig))
 
 
-@pytest.mark.parametrize(("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig)])
+@pytest.mark.parametrize(
+    ("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig), ("index.py", IndexConfig)]
+)
 def test_help_lists_every_field(script: str, command: type) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "launch" / script, "--help"],

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import track
 from pipeline.config import TrackConfig
-from pipeline.track import Tracker, default_uri
+from pipeline.track import Tracker, default_uri, send_report
 
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
@@ -291,6 +291,19 @@ def test_disabled_tracking_writes_the_file_only(out: Path) -> None:
     assert [line["metrics"] for line in written(out)] == [{"loss": 1.0}]
     assert [path.name for path in (out / "run").iterdir()] == ["metrics.jsonl"]
     assert (out / "mlflow.db").read_bytes() == before
+
+
+def test_a_report_made_twice_is_one_run(out: Path) -> None:
+    uri, report = default_uri(out), out / "report"
+    report.mkdir()
+    (report / "stats.json").write_text("{}")
+    for value in (1.0, 2.0):
+        send_report(uri, report, "stats x", {"train.samples": value}, [report / "stats.json"], {"tag": "value"})
+    experiment = client(out).get_experiment_by_name("data")
+    (sent,) = client(out).search_runs([experiment.experiment_id])
+    assert (sent.info.run_name, sent.info.status) == ("stats x", "FINISHED")
+    assert (sent.data.metrics["train.samples"], sent.data.tags["tag"]) == (2.0, "value")
+    assert [file.path for file in client(out).list_artifacts(sent.info.run_id)] == ["stats.json"]
 
 
 def test_a_locked_store_is_waited_for(out: Path) -> None:

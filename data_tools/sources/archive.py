@@ -6,6 +6,7 @@ plain tar.
 
 import bz2
 import gzip
+import hashlib
 import lzma
 import shutil
 import tarfile
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from data_tools.sources.listing import Collector
-from pipeline.data.bucket import AnyPath
+from pipeline.data.bucket import AnyPath, BucketPath
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 
@@ -42,9 +43,10 @@ def kind(source: AnyPath) -> str:
 
 
 def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
-    """A compressed tar as a plain one in `staging`; whole or not there."""
-    staging.mkdir(parents=True, exist_ok=True)
-    plain = staging / "source.tar"
+    """A compressed tar as a plain one in `staging`; whole or not there, and made once."""
+    plain = staged_path(source, staging, ".tar")
+    if plain.exists():
+        return plain
     try:
         with source.open("rb") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
             shutil.copyfileobj(packed, file, 2**20)
@@ -53,14 +55,26 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
     return plain
 
 
+def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
+    """Where what is unpacked of a file belongs: another place when the file changes."""
+    staging.mkdir(parents=True, exist_ok=True)
+    if isinstance(source, BucketPath):
+        identity = f"{source}\n{source.stat().st_size}\n{source.etag()}"
+    else:
+        state = source.stat()
+        identity = f"{source.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
+    return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+
+
 def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
+    container = collector.add_container(source)
     with source.open("rb") as file:
         for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
             if is_folder:
                 collector.folder(name)
             else:
-                collector.file(name, 0, offset, size)
+                collector.file(name, container, offset, size)
 
 
 def walk_zip(source: AnyPath, collector: Collector) -> None:
@@ -69,6 +83,7 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
         members = zipfile.ZipFile(source.open("rb")).infolist()
     except zipfile.BadZipFile as error:
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    container = collector.add_container(source)
     for member in members:
         if member.is_dir():
             collector.folder(member.filename)
@@ -78,7 +93,7 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(f"{source}: {member.filename} is packed by a rare method. Unpack it, and shard the folder.")
         # 0 means "not packed" in the table; an empty file is none the wiser for a read of one byte.
-        collector.file(member.filename, 0, member.header_offset, member.file_size, max(member.compress_size, 1))
+        collector.file(member.filename, container, member.header_offset, member.file_size, max(member.compress_size, 1))
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, bool, int, int]]:
@@ -102,7 +117,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, boo
         offset = position + _BLOCK
         size = int(pax.get("size", header.size))
         position = offset + -(-size // _BLOCK) * _BLOCK
-        if offset + size > end:
+        if size < 0 or offset + size > end:
             raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
         if header.type == tarfile.GNUTYPE_LONGNAME:
             long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")

@@ -12,11 +12,6 @@ from pipeline.data.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
 
 
-def is_folder_of_tars(source: AnyPath, splits: dict[str, str]) -> bool:
-    """Whether the first split's folder holds tars rather than class folders."""
-    return any((source / next(iter(splits.values()))).glob("*.tar"))
-
-
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar is itself a tar."""
     with source.open("rb") as file:
@@ -41,15 +36,19 @@ def walk_folder(source: AnyPath, collector: Collector) -> None:
             collector.file(name, -1, 0, size)
 
 
-def walk_tar(source: AnyPath, collector: Collector) -> None:
-    """Tell the collector the members of every tar inside a plain tar. Raises tarfile.TarError for a damaged one."""
+def walk_tar(source: AnyPath, collector: Collector, inside: str = "") -> None:
+    """Tell the collector the members of every tar inside a plain tar, as if it were the folder `inside`.
+
+    Raises tarfile.TarError for a damaged one.
+    """
+    container = collector.add_container(source)
     # A second handle: the walk through an inner tar moves the file's position.
     with source.open("rb") as outer, source.open("rb") as inner:
         for name, is_folder, offset, size in tar_members(outer, 0, source.stat().st_size):
             if not is_folder and name.endswith(".tar"):
-                _walk_class(inner, name, offset, offset + size, 0, collector)
+                _walk_class(inner, inside + name, offset, offset + size, container, collector)
             elif not is_folder:
-                collector.file(name, 0, offset, size)
+                collector.file(inside + name, container, offset, size)
 
 
 def _walk_class(file: BinaryIO, name: str, start: int, end: int, container: int, collector: Collector) -> None:

@@ -1,26 +1,29 @@
 """The sample table: which images a source holds, of which class and split, under which key, and where they lie."""
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_tools.progress import Progress
 from pipeline.data.bucket import AnyPath
 from pipeline.errors import UserError
 
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
-# split and label: numbers. key: class/stem, without dots. name: of the file inside the source. container: number of the
-# archive that holds it, -1 for a file of its own. offset and size: of its bytes there; packed: 0, or for a member of a
-# zip its stored bytes (offset is then that of the member's header). Large strings: 14 million keys pass 2 GiB.
+# split and labels: numbers, labels ascending. key: class/stem, without dots. name: of the file inside the source.
+# container: number of the archive that holds it, -1 for a file of its own. offset and size: of its bytes there; packed:
+# 0, reader.PIXELS, or for a member of a zip its stored bytes (offset is then that of the member's header). Large strings:
+# 14 million keys pass 2 GiB.
 TABLE = pa.schema(
     [
         ("split", pa.int8()),
         ("key", pa.large_string()),
-        ("label", pa.int32()),
+        ("labels", pa.list_(pa.int32())),
         ("name", pa.large_string()),
         ("container", pa.int32()),
         ("offset", pa.int64()),
@@ -33,9 +36,13 @@ _BATCH = 2**16
 
 @dataclass(frozen=True)
 class Listing:
-    """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over."""
+    """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over.
+
+    root: the folder that names of files of their own are relative to.
+    """
 
     source: AnyPath
+    root: AnyPath
     splits: list[str]
     classes: list[str]
     containers: list[str]
@@ -49,42 +56,73 @@ class Listing:
     def num_bytes(self) -> int:
         return pc.sum(self.table["size"]).as_py()
 
+    def label_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(row, label) of every label of every sample: two integer arrays of equal length, in the order of rows."""
+        labels = self.table["labels"].combine_chunks()
+        return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
+
     def digest(self) -> str:
-        """Hex sha256 over split, key, class and size of each sample: what it is made of, not where it lies."""
+        """Hex sha256 over split, key, classes and size of each sample: what it is made of, not where it lies."""
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
+        counts = pc.list_value_length(self.table["labels"]).to_numpy()
         for start in range(0, len(self), _BATCH):
             part = self.table.slice(start, _BATCH)
             digest.update("\n".join(part["key"].to_pylist()).encode())
-            for name in ("split", "label", "size"):
-                digest.update(part[name].to_numpy().tobytes())
+            for column in (part["split"], pc.list_flatten(part["labels"]), part["size"]):
+                digest.update(column.to_numpy().tobytes())
+        if (counts != 1).any():
+            # Left out where every sample has one label, so that data sets of before are known again.
+            digest.update(counts.tobytes())
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs to know of some samples: key, label, name, path, offset, size, packed (see TABLE).
+        """What a task needs to know of some samples: key, labels, name, path, offset, size, packed (see TABLE).
 
         path is the file to open.
         """
         rows = self.table.take(pa.array(numbers)).to_pydict()
         paths = [
-            str(self.source / name) if container < 0 else self.containers[container]
+            str(self.root / name) if container < 0 else self.containers[container]
             for name, container in zip(rows["name"], rows["container"], strict=True)
         ]
-        kept = ("key", "label", "name", "offset", "size", "packed")
+        kept = ("key", "labels", "name", "offset", "size", "packed")
         return {"path": paths, **{column: rows[column] for column in kept}}
+
+
+def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
+    """The labels of each of num_rows samples, ascending and each once, from pairs (row, label) in any order."""
+    if not (rows[1:] > rows[:-1]).all():
+        order = np.lexsort((labels, rows))
+        rows, labels = rows[order], labels[order]
+        is_new = np.ones(len(rows), bool)
+        is_new[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
+        rows, labels = rows[is_new], labels[is_new]
+    offsets = np.searchsorted(rows, np.arange(num_rows + 1))
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(labels.astype(np.int32)))
 
 
 @dataclass
 class Collector:
-    """Takes every folder and file that a layout meets, tells images and their classes, and makes the Listing.
+    """Takes what a layout meets in a source, and makes the Listing.
 
-    Names are relative to the source, with slashes; the first folder below a split's folder is the class.
+    A layout of class folders tells every folder and file (names relative to the source, with slashes; the first folder
+    below a split's folder is the class), and the collector tells images and their classes. A layout that knows its
+    samples (by_folders=False) tells each by `sample`. classes: all class names in order, where the layout fixes one; else
+    they are sorted. root: the folder that names of files of their own are relative to, if it is not the source.
     """
 
     source: AnyPath
     splits: dict[str, str]
-    containers: list[str]
+    containers: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    by_folders: bool = True
+    root: AnyPath | None = None
+    notes: list[str] = field(default_factory=list)
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
+    # Numbers of the classes of _rows, one sample after another, and where each sample's end.
+    _labels: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=lambda: [0])
     _classes: dict[str, int] = field(default_factory=dict)
     # Number of images in each class folder, by split and class.
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -100,6 +138,7 @@ class Collector:
         folders = [(split, _clean(folder)) for split, folder in self.splits.items()]
         self._folders = sorted(folders, key=lambda pair: -len(pair[1]))
         self._numbers = {split: number for number, split in enumerate(self.splits)}
+        self._progress = Progress(None, done="listed")
 
     def add_container(self, path: AnyPath) -> int:
         """Number of an archive, for `file`."""
@@ -128,37 +167,50 @@ class Collector:
             self._num_outside += 1
             self._outside = self._outside or [name]
             return
+        class_name, rest = inner.split("/", 1)
+        self._flat = self._flat or "/" not in rest
+        self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+        self.sample(split, inner, (class_name,), name, container, offset, size, packed)
+
+    def sample(
+        self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0
+    ) -> None:  # fmt: skip
+        """A sample was met: see TABLE. key: may have dots. classes: names of all its classes."""
         try:
             name.encode()
         except UnicodeEncodeError:
             raise UserError(f"{self.source}: the file name {name!a} is not UTF-8. Rename it.") from None
-        class_name, rest = inner.split("/", 1)
-        self._flat = self._flat or "/" not in rest
-        self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
-        label = self._classes.setdefault(class_name, len(self._classes))
+        for class_name in classes:
+            self._labels.append(self._classes.setdefault(class_name, len(self._classes)))
+        self._ends.append(len(self._labels))
         # webdataset ends a key at the first dot of the file name.
-        key = inner.replace(".", "_")
-        self._rows.append((self._numbers[split], key, label, name, container, offset, size, packed))
+        self._rows.append((self._numbers[split], key.replace(".", "_"), name, container, offset, size, packed))
         if len(self._rows) == _BATCH:
             self._flush()
 
     def finish(self) -> Listing:
         """The table, checked. Raises UserError for what makes no data set."""
         self._flush()
-        self._check_folders()
+        self._progress.close()
+        if self.by_folders:
+            self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
+        for split, number in self._numbers.items():
+            if not pc.any(pc.equal(table["split"], number)).as_py():
+                raise UserError(f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no images.")
         self._parts = []
-        classes = sorted(self._classes)
-        ranks = np.zeros(len(classes), np.int32)
-        for rank, name in enumerate(classes):
-            ranks[self._classes[name]] = rank
-        labels = pa.array(ranks[table["label"].to_numpy()])
-        table = table.set_column(TABLE.get_field_index("label"), "label", labels)
+        classes = self.classes or sorted(self._classes)
+        numbers = {name: number for number, name in enumerate(classes)}
+        ranks = np.array([numbers[name] for name in self._classes], np.int32)
+        listing = Listing(self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [])
+        rows, labels = listing.label_pairs()
+        column = label_lists(rows, ranks[labels], len(table))
+        table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
         # By name too, so that the two files of a key that is there twice are named in the same order on every machine.
         order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
         table = table.take(order).combine_chunks()
         self._check_keys(table)
-        notes = []
+        notes = list(self.notes)
         if self._no_images:
             notes.append(f"ignored {self._no_images:,} file{'s' * (self._no_images > 1)} that are no images")
         if self._outside:
@@ -166,14 +218,21 @@ class Collector:
                 f"ignored {self._num_outside:,} image{'s' * (self._num_outside > 1)} outside the class folders of "
                 f"splits = {self.splits}, such as {self._outside[0]}"
             )
-        return Listing(self.source, list(self.splits), classes, self.containers, table, notes)
+        num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
+        if num_bare:
+            notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
+        return replace(listing, table=table, notes=notes)
 
     def _flush(self) -> None:
         if self._rows:
+            fields = [field for field in TABLE if field.name != "labels"]
             values = zip(*self._rows, strict=True)
-            columns = [pa.array(column, field.type) for column, field in zip(values, TABLE, strict=True)]
+            columns = [pa.array(column, field.type) for column, field in zip(values, fields, strict=True)]
+            labels = pa.ListArray.from_arrays(pa.array(self._ends, pa.int32()), pa.array(self._labels, pa.int32()))
+            columns.insert(TABLE.get_field_index("labels"), labels)
             self._parts.append(pa.RecordBatch.from_arrays(columns, schema=TABLE))
-            self._rows = []
+            self._progress.add(len(self._rows), pc.sum(columns[-2]).as_py())
+            self._rows, self._labels, self._ends = [], [], [0]
 
     def _place(self, name: str) -> tuple[str | None, str]:
         """The split that a name belongs to, and the rest of the name below that split's folder."""
@@ -228,8 +287,13 @@ class Collector:
 
 
 def _clean(name: str) -> str:
+    # Few of millions of names have an empty part or a dot for one.
+    if not ("//" in name or "./" in name or "/." in name or name.startswith("/") or name.endswith("/") or name == "."):
+        return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def _hidden(name: str) -> bool:
+    if not ("/." in name or name.startswith(".") or "__MACOSX" in name):
+        return False
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))

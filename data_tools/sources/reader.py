@@ -4,7 +4,11 @@ import struct
 import zlib
 from typing import BinaryIO
 
+from data_tools.images import to_png
 from pipeline.data.bucket import to_path
+
+# In the column `packed`: no image file, but the pixels of a square image, all of red, then green, then blue.
+PIXELS = -1
 
 
 class Reader:
@@ -22,17 +26,20 @@ class Reader:
             self._file.close()
 
     def read(self, path: str, offset: int, size: int, packed: int) -> bytes:
-        """Raises OSError when the file cannot be read, ValueError when it is shorter or other than it was listed."""
+        """The image file; pixels become a PNG.
+
+        Raises OSError when the file cannot be read, ValueError when it is shorter or other than it was listed.
+        """
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
             self._file = to_path(path).open("rb", buffering=0)
             self._path = path
         assert self._file is not None
-        data = _zip_member(self._file, offset, packed) if packed else _exactly(self._file, offset, size)
+        data = _zip_member(self._file, offset, packed) if packed > 0 else _exactly(self._file, offset, size)
         if len(data) != size:
             raise ValueError(f"{len(data)} bytes, but {size} when it was listed")
-        return data
+        return to_png(data) if packed == PIXELS else data
 
 
 def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:

@@ -354,6 +354,13 @@ def to_path(location: str | Path | BucketPath, patience: Patience | None = None)
     return BucketPath(scheme, key, query, patience or Patience())
 
 
+def local_path(path: AnyPath, what: str) -> Path:
+    """The path, which must be a local one. what: reads or writes it, for the UserError that refuses one in a bucket."""
+    if isinstance(path, BucketPath):
+        raise UserError(f"{path}: {what} works on local folders only so far. Copy it to one first.")
+    return path
+
+
 def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
     """(path, bytes) of every file below a folder."""
     if isinstance(folder, BucketPath):

@@ -6,10 +6,14 @@ Sharding and training ask the same functions what an image is, so what the one l
 import io
 import re
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
 from PIL import Image
+
+from pipeline.data import jpeg_region
+from pipeline.data.jpeg_region import Region
 
 # Photographs with broken EXIF are common; Pillow warns of each.
 warnings.filterwarnings("ignore", module="PIL")
@@ -23,6 +27,9 @@ _MAGIC = {
     b"MM\0*": "tiff",
 }
 _EXIF_ORIENTATION = 0x0112
+# Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
+_UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
 # JPEG segments that may hold EXIF come first; what lies behind is picture.
 _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
@@ -36,20 +43,30 @@ class DecodeError(ValueError):
     """These bytes are no image that can be read whole."""
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> np.ndarray:
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
     Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and of an animation the first
     frame counts. Raises DecodeError for anything that cannot be decoded to its last row.
+
+    choose: (height, width) of the upright image -> the region of it that is returned, (top, left, height, width). Its
+    pixels are those of the whole image, but of most JPEGs nothing else is decoded (see `jpeg_region`), so damage that
+    begins below the region may pass.
     """
-    if _format(data) == "jpg":
-        orientation = 1
-        if data.find(b"Exif\0\0", 0, _EXIF_SEARCH_BYTES) >= 0:
-            orientation = _ask_pillow(data, lambda image: image.getexif().get(_EXIF_ORIENTATION, 1))
-        pixels = _decode_jpeg(data)
-        if pixels is not None:
-            return _upright(pixels, orientation)
-    return _ask_pillow(data, _to_rgb)
+    is_jpeg = _format(data) == "jpg"
+    orientation = 1
+    if is_jpeg and _may_have_exif(data):
+        orientation = _ask_pillow(data, lambda image: image.getexif().get(_EXIF_ORIENTATION, 1))
+    if is_jpeg and choose is not None:
+        part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
+        if part is not None:
+            return _upright(part, orientation)
+    pixels = _decode_jpeg(data) if is_jpeg else None
+    pixels = _ask_pillow(data, _to_rgb) if pixels is None else _upright(pixels, orientation)
+    if choose is None:
+        return pixels
+    top, left, height, width = choose(*pixels.shape[:2])
+    return pixels[top : top + height, left : left + width]
 
 
 def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
@@ -58,7 +75,8 @@ def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
     whole: decode all of it, so that a cut or damaged file is found; else only the header is read. Raises DecodeError.
     """
     ext = _format(data)
-    width, height = _ask_pillow(data, lambda image: image.size)
+    size = _jpeg_size(data) if ext == "jpg" else None
+    height, width = size or _ask_pillow(data, lambda image: (image.height, image.width))
     if whole:
         decode(data)
     return ext, width, height
@@ -73,27 +91,51 @@ def _format(data: bytes) -> str:
     raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+def _may_have_exif(data: bytes) -> bool:
+    """False only for a JPEG whose segments up to the picture are in order and hold no EXIF."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and at < _EXIF_SEARCH_BYTES:
+        marker = data[at + 1 : at + 2]
+        if marker == _START_OF_SCAN:
+            return False
+        if data[at + 4 : at + 10] == _EXIF:
+            return True
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return data.find(_EXIF, 0, _EXIF_SEARCH_BYTES) >= 0
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) by libjpeg-turbo, which needs a tenth of Pillow's time, or None when it does not know."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        if height * width > _MAX_PIXELS:
-            raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
+    except ValueError:
+        return None
+    _refuse_bomb(height, width)
+    return height, width
+
+
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
+    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+    if _jpeg_size(data) is None:
+        return None
+    try:
         return simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
-    except DecodeError:
-        raise
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
             raise DecodeError(_reason(error)) from None
         return None
 
 
+def _refuse_bomb(height: int, width: int) -> None:
+    if height * width > _MAX_PIXELS:
+        raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
+
+
 def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     """What `question` says of the opened image; every failure of Pillow's is a DecodeError."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.width * image.height > _MAX_PIXELS:
-                raise DecodeError(f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS:,}")
+            _refuse_bomb(image.height, image.width)
             return question(image)
     except DecodeError:
         raise
@@ -111,7 +153,8 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         if image.mode.startswith("I;16") or pixels.max(initial=0) > 255:
             pixels = pixels / 257
         image = Image.fromarray(np.clip(np.round(pixels), 0, 255).astype(np.uint8))
-    return _upright(np.asarray(image.convert("RGB")), orientation)
+    # A copy: torch warns of arrays that cannot be written to.
+    return _upright(np.array(image.convert("RGB")), orientation)
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
@@ -120,11 +163,25 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
         return pixels
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
+    if orientation in _UPSIDE_DOWN:
         pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
+    if orientation in _MIRRORED:
         pixels = pixels[:, ::-1]
     return np.ascontiguousarray(pixels)
+
+
+def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
+    """Where the region that is chosen of the upright image lies in the stored one: `_upright`, backwards."""
+    _refuse_bomb(height, width)
+    is_turned = 5 <= orientation < 9
+    if is_turned:
+        height, width = width, height
+    top, left, part_height, part_width = choose(height, width)
+    if orientation in _MIRRORED:
+        left = width - left - part_width
+    if orientation in _UPSIDE_DOWN:
+        top = height - top - part_height
+    return (left, top, part_width, part_height) if is_turned else (top, left, part_height, part_width)
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,9 @@ Whoever judges samples (verify, dedup, a person) writes one list, `exclude/<name
 whoever opens a split leaves them out. A list belongs to the bytes it was made for, by the data set's fingerprint.
 """
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.bucket import AnyPath
@@ -12,7 +14,7 @@ from pipeline.data.manifest import Dataset, replacing
 from pipeline.errors import UserError
 
 FOLDER = "exclude"
-# row: of the sample in its split, as the manifest has it. reason: one line for people.
+# row: of the sample in its split, as the manifest has it: `dataset.table(split)`. reason: one line for people.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
 _FINGERPRINT = b"fingerprint"
 
@@ -23,27 +25,68 @@ def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.parquet"
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
+    for split in table["split"].unique().to_pylist():
+        of_split = table.filter(pc.equal(table["split"], split))
+        keys = dataset.table(split).keys(of_split["row"].to_numpy())
+        assert keys == of_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
     with replacing(path) as file:
         pq.write_table(table.replace_schema_metadata({_FINGERPRINT: dataset.fingerprint.encode()}), file)
     return path
 
 
-def read_lists(dataset: Dataset) -> dict[str, pa.Table]:
-    """Every list of a data set, by name, in the order of names. Raises UserError for one of other data or a damaged one."""
-    lists = {}
-    found: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
-    for path in sorted(found, key=str):
-        try:
-            with path.open("rb") as file:
-                table = pq.read_table(file)
-            made_for = table.schema.metadata[_FINGERPRINT].decode()
-            table = table.select(EXCLUDED.names).cast(EXCLUDED)
-        except (pa.ArrowInvalid, KeyError, TypeError):
-            raise UserError(f"{path} is damaged. Remove it, and make it again.") from None
-        if made_for != dataset.fingerprint:
+def read_lists(dataset: Dataset, choice: str = "all") -> dict[str, pa.Table]:
+    """The chosen lists of a data set, by name, in the order of names.
+
+    choice: "all" there are, "none", or names with commas between. Raises UserError for a name that has no list, a list of
+    other data and a damaged one.
+    """
+    there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
+    found = {path.stem: path for path in sorted(there, key=str)}
+    chosen = (
+        list(found)
+        if choice == "all"
+        else []
+        if choice == "none"
+        else sorted({name.strip() for name in choice.split(",")})
+    )
+    for name in chosen:
+        if name not in found:
+            known = f"It has: {', '.join(found)}." if found else "It has none."
+            raise UserError(f"{dataset.path} has no list {name!r} of samples to leave out. {known}")
+    return {name: _read(dataset, found[name]) for name in chosen}
+
+
+def excluded_rows(dataset: Dataset, split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
+    """Rows of a split, as the manifest has them, that the chosen lists leave out: int64, ascending, each once.
+
+    And how many of them each list has: a sample may stand in several. Raises UserError as `read_lists` does, and for a
+    row that the split does not have.
+    """
+    rows = {
+        name: np.unique(table.filter(pc.equal(table["split"], split))["row"].to_numpy())
+        for name, table in read_lists(dataset, choice).items()
+    }
+    for name, of_list in rows.items():
+        if len(of_list) and not 0 <= of_list[0] <= of_list[-1] < dataset.info["samples"][split]:
             raise UserError(
-                f"{path} was made for data {made_for}, but {dataset.path} is now {dataset.fingerprint}. Make it again, "
-                "or remove it."
+                f"{dataset.path / FOLDER / name}.parquet names rows from {of_list[0]} to {of_list[-1]} of split {split!r}, "
+                f"which has {dataset.info['samples'][split]:,} samples. Remove it, and make it again."
             )
-        lists[path.stem] = table
-    return lists
+    together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
+    return together, {name: len(of_list) for name, of_list in rows.items()}
+
+
+def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
+    try:
+        with path.open("rb") as file:
+            table = pq.read_table(file)
+        made_for = table.schema.metadata[_FINGERPRINT].decode()
+        table = table.select(EXCLUDED.names).cast(EXCLUDED)
+    except (pa.ArrowInvalid, KeyError, TypeError):
+        raise UserError(f"{path} is damaged. Remove it, and make it again.") from None
+    if made_for != dataset.fingerprint:
+        raise UserError(
+            f"{path} was made for data {made_for}, but {dataset.path} is now {dataset.fingerprint}. Make it again, "
+            "or remove it."
+        )
+    return table

@@ -16,16 +16,18 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.cache import Storage
+from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
+from pipeline.data.split import SampleTable, Split
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
@@ -75,60 +77,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Split:
-    """The samples of one split, as arrays of n samples in S shards; sample i of shard s is row shard_starts[s] + i.
-
-    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
-    shard_bytes, shard_sha256: of each tar, int64 and hex. storage: how they are reached.
-    offsets, sizes: (n,) int64, where the image's bytes are inside its tar. label_values: int32, the labels of all
-    samples, one after another; sample i has those from label_offsets[i] up to label_offsets[i + 1] ((n + 1,) int64).
-    """
-
-    name: str
-    shard_paths: list[str]
-    shard_sizes: np.ndarray
-    shard_starts: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-    label_values: np.ndarray
-    label_offsets: np.ndarray
-    shard_bytes: np.ndarray
-    shard_sha256: list[str]
-    storage: Storage
-    _file: pq.ParquetFile
-    _groups: range
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    @cached_property
-    def max_labels(self) -> int:
-        """The largest number of labels that one sample has."""
-        return int(np.diff(self.label_offsets).max(initial=0))
-
-    def labels_of(self, row: int) -> np.ndarray:
-        """(labels,) int32 of one sample."""
-        return self.label_values[self.label_offsets[row] : self.label_offsets[row + 1]]
-
-    def shard_of(self, rows: np.ndarray) -> np.ndarray:
-        """Index into shard_paths of each sample, int64, the shape of rows."""
-        return np.searchsorted(self.shard_starts, rows, side="right") - 1
-
-    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Keys of samples, read from disk when asked for (errors, tables, tests; not the training loop)."""
-        rows = np.asarray(rows, np.int64)
-        metadata = self._file.metadata
-        starts = np.cumsum([0] + [metadata.row_group(group).num_rows for group in self._groups])
-        groups = np.searchsorted(starts, rows, side="right") - 1
-        keys = np.empty(len(rows), object)
-        for group in np.unique(groups):
-            column = self._file.read_row_group(self._groups[group], columns=["key"]).column("key")
-            chosen = groups == group
-            keys[chosen] = column.take(pa.array(rows[chosen] - starts[group])).to_pylist()
-        return keys.tolist()
-
-
-@dataclass(frozen=True)
 class Dataset:
     """An open data set. path: its folder. info: dataset.json as it is. storage: how its files are reached."""
 
@@ -139,6 +87,11 @@ class Dataset:
     @property
     def classes(self) -> list[str]:
         return self.info["classes"]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given."""
+        return self.info.get("class_names", self.classes)
 
     @property
     def num_classes(self) -> int:
@@ -160,46 +113,89 @@ class Dataset:
     def is_whole(self) -> bool:
         """Whether the two tables are there, to the byte. (The tars are not read.)"""
         try:
-            return all(_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
+            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
         except FileNotFoundError:
             return False
 
-    def split(self, name: str) -> Split:
-        """Read what training needs of one split (offsets, sizes, labels) and look whether its tars are there.
-
-        Raises UserError for an unknown split, a missing tar, one of another size, and a damaged manifest.
-        """
+    def table(self, name: str) -> SampleTable:
+        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
         if name not in self.splits:
             raise UserError(f"{self.path} has no split {name!r}. It has: {', '.join(self.splits)}.")
-        shards = [shard for shard in self.shards() if shard.split == name]
-        found = _sizes(self.path, [shard.name for shard in shards])
-        for shard in shards:
-            _check_size(self.path / shard.name, found.get(shard.name), shard.bytes)
-        shard_sizes = np.array([shard.samples for shard in shards], np.int64)
         file = _open(self.path / SAMPLES_FILE)
-        groups = self._row_groups(file, name)
-        table = file.read_row_groups(list(groups), columns=["offset", "size", "labels"]).combine_chunks()
-        if not len(table) == shard_sizes.sum() == self.info["samples"][name]:
+        return SampleTable(file, self._row_groups(file, name))
+
+    def split(self, name: str, exclude: str = "all") -> Split:
+        """Open one split: map what training needs of it (offsets, sizes, labels), and look whether its tars are there.
+
+        exclude: which lists of samples to leave out ("all", "none", or names with commas between). Raises UserError for
+        an unknown split, a missing tar, one of another size, a damaged manifest, and a list that is not to be used.
+        """
+        from pipeline.data.exclude import excluded_rows  # Late: it builds on this file.
+
+        table = self.table(name)
+        names, samples, num_bytes, sha256 = self._shards_of(name)
+        starts = np.concatenate([[0], np.cumsum(samples)])
+        index = self.index(name)
+        if not len(index) == starts[-1] == self.info["samples"][name]:
             raise UserError(
-                f"{self.path}: split {name!r} has {len(table)} rows in {SAMPLES_FILE}, {shard_sizes.sum()} in "
+                f"{self.path}: split {name!r} has {len(index)} rows in {SAMPLES_FILE}, {starts[-1]} in "
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
             )
-        labels = table.column("labels").chunk(0)
+        left_out, left_out_by = excluded_rows(self, name, exclude)
+        kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
+        if len(left_out) and not kept.any():
+            raise UserError(
+                f"every sample of {self.path}, split {name!r}, is left out by its lists: {', '.join(left_out_by)}."
+            )
+        paths = _shard_paths(self.path, names)
+        self._check_shards(names, paths, num_bytes, kept > 0, kept == samples)
         return Split(
             name=name,
-            shard_paths=[str(self.path / shard.name) for shard in shards],
-            shard_sizes=shard_sizes,
-            shard_starts=np.concatenate([[0], np.cumsum(shard_sizes)]),
-            offsets=table.column("offset").to_numpy(),
-            sizes=table.column("size").to_numpy(),
-            label_values=labels.values.to_numpy(),
-            label_offsets=labels.offsets.to_numpy().astype(np.int64),
-            shard_bytes=np.array([shard.bytes for shard in shards], np.int64),
-            shard_sha256=[shard.sha256 for shard in shards],
+            shard_paths=paths,
+            shard_sizes=kept,
+            shard_starts=np.concatenate([[0], np.cumsum(kept)]),
+            shard_bytes=num_bytes,
+            shard_sha256=sha256,
             storage=self.storage,
-            _file=file,
-            _groups=groups,
+            index=index,
+            left_out=left_out,
+            left_out_by=left_out_by,
+            table=table,
         )
+
+    def index(self, name: str) -> Index:
+        """The mapped columns of one split, made of samples.parquet when they are not there yet; on a local disk."""
+        beside = [self.path / INDEX_FOLDER] if isinstance(self.path, Path) else []
+        places = [*beside, cache_folder()]
+        return open_index(f"{name}-{self.info['files'][SAMPLES_FILE][:16]}", places, self.table(name).read)
+
+    def _check_shards(
+        self, names: list[str], paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_whole: np.ndarray
+    ) -> None:
+        """Look whether each shard is there that has a sample of use, and has its size.
+
+        Samples may have been left out because their shard is cut, or gone. In a bucket even those must be whole of which
+        some samples stay: who reads one compares its size, or its checksum.
+        """
+        sizes = _sizes(self.path, names)
+        for name, path, expected, used, whole in zip(
+            names, paths, num_bytes.tolist(), is_used.tolist(), is_whole.tolist(), strict=True
+        ):
+            if used:
+                size = _local_size(path) if sizes is None else sizes.get(name)
+                _check_size(path, size, expected if whole or sizes is not None else None)
+
+    def _shards_of(self, name: str) -> tuple[list[str], np.ndarray, np.ndarray, pa.ChunkedArray]:
+        """File names, samples, bytes and sha256 (hex) of a split's shards; a million of them in a second."""
+        counts = [self.info["shards"][split] for split in self.splits]
+        place = self.splits.index(name)
+        table = _open(self.path / SHARDS_FILE).read(columns=["name", "split", "samples", "bytes", "sha256"])
+        table = table.slice(sum(counts[:place]), counts[place])
+        if table["split"].unique().to_pylist() not in ([name], []):
+            raise UserError(f"{self.path / SHARDS_FILE} is not the one that {INFO} was written with. {_REMEDY}")
+        # Not to_numpy(), which imports pandas: half of the start-up.
+        samples, num_bytes = (np.from_dlpack(table[column].combine_chunks()) for column in ("samples", "bytes"))
+        return table["name"].to_pylist(), samples, num_bytes, table["sha256"]
 
     def _row_groups(self, file: pq.ParquetFile, name: str) -> range:
         """Splits follow one another, and each begins a row group (see `write_dataset`)."""
@@ -225,6 +221,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         info = json.loads((path / INFO).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None
+    except UserError:  # A bucket out of reach.
+        raise
     except ValueError:
         raise UserError(f"{path / INFO} is damaged. Remove the folder, and shard again.") from None
     if not isinstance(info, dict) or info.get("format") != FORMAT:
@@ -240,11 +238,14 @@ def write_dataset(
     classes: Sequence[str],
     source: dict[str, Any],
     settings: dict[str, Any],
+    class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """Write the manifest of shards that are in the folder already; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS), in the
-    same order; they are taken one by one, so that all of them need not fit in memory.
+    same order; they are taken one by one, so that all of them need not fit in memory. class_names: readable names of
+    classes, where they have others. Raises UserError for a label that is no class; then the old manifest, if there was
+    one, stays.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -253,6 +254,7 @@ def write_dataset(
         num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, tables, strict=True)):
             assert len(rows) == shard.samples, f"{shard.name}: {len(rows)} rows for {shard.samples} samples"
+            _check_labels(rows, shard.name, len(classes))
             waiting.append(_with_shard(rows, shard.split, number))
             num_waiting += len(rows)
             ends_split = number + 1 == len(shards) or shards[number + 1].split != shard.split
@@ -263,18 +265,24 @@ def write_dataset(
         pq.write_table(pa.Table.from_pylist([asdict(shard) for shard in shards], SHARDS), file)
     info = {
         "format": FORMAT,
-        "fingerprint": _fingerprint(shards, classes),
+        "fingerprint": fingerprint(shards, classes),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
-        "files": {name: _sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": {name: file_sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
         "num_classes": len(classes),
         "source": source,
         "settings": settings,
         "classes": list(classes),
     }
+    if class_names is not None:
+        info["class_names"] = list(class_names)
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
-    return Dataset(path, info)
+    dataset = Dataset(path, info)
+    if isinstance(path, Path):
+        for split in splits:
+            dataset.index(split)  # Now, so that the first run need not wait for it.
+    return dataset
 
 
 @contextlib.contextmanager
@@ -308,6 +316,19 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
         raise
 
 
+def _check_labels(rows: pa.Table, shard_name: str, num_classes: int) -> None:
+    labels = rows.column("labels").combine_chunks()
+    values = pc.list_flatten(labels).to_numpy()
+    if len(values) and not 0 <= values.min() <= values.max() < num_classes:
+        wrong = np.flatnonzero((values < 0) | (values >= num_classes))
+        row = pc.list_parent_indices(labels)[int(wrong[0])].as_py()
+        raise UserError(
+            f"{shard_name}: {rows.column('key')[row].as_py()} has label {values[wrong[0]]}, but there are {num_classes} "
+            f"classes (0 to {num_classes - 1}); {len(wrong)} of the shard's labels are out of range. Mend the labels or "
+            "the list of classes in the source, and shard again."
+        )
+
+
 def _with_shard(rows: pa.Table, split: str, number: int) -> pa.Table:
     indices = pa.array(np.zeros(len(rows), np.int32))
     rows = rows.append_column("split", pa.DictionaryArray.from_arrays(indices, pa.array([split], pa.string())))
@@ -318,12 +339,15 @@ def _storage() -> dict[str, Any]:
     return {"compression": "zstd", "use_dictionary": ["split", "ext", "shard"]}
 
 
-def _fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
-    content = [sorted((shard.name, shard.sha256) for shard in shards), list(classes)]
+def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
+    """16 hex characters that stand for these shards (names and bytes) and classes; see `Dataset.fingerprint`."""
+    # The last part of the name: where tars that were indexed lie is not what they are.
+    content = [sorted((Path(shard.name).name, shard.sha256) for shard in shards), list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _sha256(path: AnyPath) -> str:
+def file_sha256(path: AnyPath) -> str:
+    """Hex, as dataset.json has it of the two tables."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
@@ -337,19 +361,35 @@ def _open(path: AnyPath) -> pq.ParquetFile:
         raise UserError(f"{path} is damaged. {_REMEDY}") from None
 
 
-def _sizes(folder: AnyPath, names: list[str]) -> dict[str, int]:
-    """Bytes of those files that are there. A bucket is listed once: asking for each of 4,000 objects takes minutes."""
+def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
     if isinstance(folder, BucketPath):
-        return folder.sizes()
-    sizes = {}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            sizes[name] = (folder / name).stat().st_size
-    return sizes
+        return [str(folder / name) for name in names]
+    start = str(folder)
+    return [f"{start}/{name}" for name in names]  # Of a million, Path would take seconds.
 
 
-def _check_size(path: AnyPath, size: int | None, expected: int) -> None:
+def _sizes(folder: AnyPath, names: list[str]) -> dict[str, int] | None:
+    """Bytes of those shards that are there, of a bucket alone: asking for each of 4,000 objects would take minutes.
+
+    One listing of each folder that holds some, which is one.
+    """
+    if not isinstance(folder, BucketPath):
+        return None
+    insides = {name.rpartition("/")[0] for name in names}
+    return {
+        f"{inside}/{name}".lstrip("/"): size for inside in insides for name, size in (folder / inside).sizes().items()
+    }
+
+
+def _local_size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _check_size(path: str, size: int | None, expected: int | None) -> None:
     if size is None:
         raise UserError(f"{path} is missing. {_REMEDY}")
-    if size != expected:
+    if expected is not None and size != expected:
         raise UserError(f"{path} has {size} bytes, but {expected} in the manifest. {_REMEDY}")

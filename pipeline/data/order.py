@@ -10,6 +10,7 @@ windows. A round of `global_batch` positions takes `global_batch / streams` samp
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,6 +59,24 @@ class SampleOrder:
             rows[of_epoch] = self._rows_of_epoch(int(epoch), within[of_epoch])
         return rows, epochs
 
+    def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
+        """Where these rows stand in an epoch, int64, counted from the start of training: the inverse of `rows`."""
+        rows = np.asarray(rows, dtype=np.int64)
+        shard = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        shards, ends = self._shards_of_epoch(epoch)
+        turn = np.empty_like(shards)
+        turn[shards] = np.arange(len(shards))
+        place = ends[turn[shard]] - self.shard_starts[shard + 1] + rows
+
+        stream = np.searchsorted(self.bounds, place, side="right") - 1
+        index = self._by_window(epoch, stream, place - self.bounds[stream], _places_in) - self.bounds[stream]
+
+        full = self.full_rounds * self.per_round
+        round_number, in_round = np.divmod(index, self.per_round)
+        in_rounds = round_number * self.global_batch + stream * self.per_round + in_round
+        in_tail = self.full_rounds * self.global_batch + self.leftover_starts[stream] + index - full
+        return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
+
     def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> np.ndarray:
         # Whole rounds interleave the streams; what is left of each stream follows, stream by stream.
         in_rounds = self.full_rounds * self.global_batch
@@ -69,28 +88,38 @@ class SampleOrder:
         in_tail = self.full_rounds * self.per_round + tail - self.leftover_starts[tail_stream]
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
-        place = self._shuffled(epoch, stream, index)
+        place = self._by_window(epoch, stream, index, _values_at)
         shards, ends = self._shards_of_epoch(epoch)
         turn = np.searchsorted(ends, place, side="right")
         shard = shards[turn]
         return self.shard_starts[shard] + place - (ends[turn] - self.shard_sizes[shard])
 
-    def _shuffled(self, epoch: int, stream: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Place in the epoch's concatenated shards of the index-th sample of each stream, shuffled in windows."""
-        window = index // self.window
-        place = np.empty_like(index)
-        for s, w in np.unique(np.stack([stream, window]), axis=1).T:
-            chosen = (stream == s) & (window == w)
-            first = int(self.bounds[s] + w * self.window)
-            order = self._window_order(epoch, int(s), int(w), min(self.window, int(self.bounds[s + 1]) - first))
-            place[chosen] = first + order[index[chosen] - w * self.window]
-        return place
+    def _by_window(
+        self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """bounds[stream] + index, after `move(order of its window, places in it)` within each window."""
+        window, at = np.divmod(index, self.window)
+        place = self.bounds[stream] + index - at
+        moved = np.empty_like(at)
+        # Samples grouped by window; a batch of many streams meets thousands of windows.
+        code = stream * (self.num_samples + 1) + window
+        by_code = np.argsort(code, kind="stable")
+        starts = np.flatnonzero(np.diff(code[by_code], prepend=-1))
+        for chosen in np.split(by_code, starts[1:]):
+            s, w = int(stream[chosen[0]]), int(window[chosen[0]])
+            moved[chosen] = move(self._window_order(epoch, s, w), at[chosen])
+        return place + moved
 
-    def _window_order(self, epoch: int, stream: int, window: int, length: int) -> np.ndarray:
+    def _window_order(self, epoch: int, stream: int, window: int) -> np.ndarray:
+        """Of the places in a window, in the order in which they are taken."""
         key = (epoch, stream, window)
         if key not in self._windows:
-            self._windows[key] = rng.permutation(length, self.seed, _WINDOW, epoch, stream, window)
-            if len(self._windows) > 4 * len(self.bounds):
+            first = int(self.bounds[stream]) + window * self.window
+            length = min(self.window, int(self.bounds[stream + 1]) - first)
+            order = rng.permutation(length, self.seed, _WINDOW, epoch, stream, window)
+            # A batch meets two windows of a stream at most, or many when it is larger than they are.
+            self._windows[key] = order.astype(np.min_scalar_type(self.window))
+            if len(self._windows) > 2 * len(self.bounds):
                 self._windows.popitem(last=False)
         return self._windows[key]
 
@@ -102,3 +131,15 @@ class SampleOrder:
             if len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+
+def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What stands at these places of a permutation."""
+    return order[places]
+
+
+def _places_in(order: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Where these values stand in a permutation."""
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse[values]

@@ -4,23 +4,25 @@
 samples and every augmentation can be computed for any position, in any process, without replaying what came before.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_64_BITS = 2**64 - 1
 
 Integer = int | np.integer | np.ndarray
 
 
 def bits(*parts: Integer) -> np.ndarray:
     """64 random bits for each element of the broadcast integer parts; uint64 of their broadcast shape."""
+    golden, mix_1, mix_2 = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
-            state = state + _GOLDEN + np.asarray(part).astype(np.uint64)
-            state = (state ^ (state >> np.uint64(30))) * _MIX_1
-            state = (state ^ (state >> np.uint64(27))) * _MIX_2
+            state = state + golden + np.asarray(part).astype(np.uint64)
+            state = (state ^ (state >> np.uint64(30))) * mix_1
+            state = (state ^ (state >> np.uint64(27))) * mix_2
             state = state ^ (state >> np.uint64(31))
     return state
 
@@ -30,6 +32,42 @@ def uniform(*parts: Integer) -> np.ndarray:
     return (bits(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def draws(*parts: int) -> Callable[[int], float]:
+    """`uniform(*parts, draw)` as a function of the draw.
+
+    For a sample's few numbers: in plain integers it takes a microsecond, in numpy thirty.
+    """
+    state = 0
+    for part in parts:
+        state = _mixed(state, part)
+    return lambda draw: (_mixed(state, draw) >> 11) * 2.0**-53
+
+
+def _mixed(state: int, part: int) -> int:
+    """One round of `bits`."""
+    state = (state + _GOLDEN + part) & _64_BITS
+    state = ((state ^ (state >> 30)) * _MIX_1) & _64_BITS
+    state = ((state ^ (state >> 27)) * _MIX_2) & _64_BITS
+    return state ^ (state >> 31)
+
+
 def permutation(length: int, *parts: Integer) -> np.ndarray:
-    """A permutation of range(length), int64, chosen by the parts."""
-    return np.argsort(bits(*parts, np.arange(length)), kind="stable")
+    """A permutation of range(length), int64, chosen by the parts: places by their hash, equal hashes by place."""
+    return _stable_argsort(bits(*parts, np.arange(length)))
+
+
+def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
+    """np.argsort(hashes, kind="stable") of uint64, 4 times faster: NumPy's vectorised sort knows values alone.
+
+    So the place stands in the low bits of what is sorted; where the bits above agree, the whole hashes decide.
+    """
+    num_bits = np.uint64(max(len(hashes) - 1, 0).bit_length())
+    places = np.arange(len(hashes), dtype=np.uint64)
+    packed = np.sort((hashes >> num_bits << num_bits) | places)
+    high = packed >> num_bits
+    order = (packed ^ (high << num_bits)).astype(np.int64)
+    same = high[1:] == high[:-1]
+    if same.any():
+        tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+        order[tied] = order[tied][np.argsort(hashes[order[tied]], kind="stable")]
+    return order

@@ -122,7 +122,7 @@ class ShardReader:
         size = int(self.split.shard_bytes[shard])
         try:
             if self.cache is not None:
-                file = self.cache.open(path, size, self.split.shard_sha256[shard])
+                file = self.cache.open(path, size, self._sha256(shard))
                 if file is not None:
                     return _File(file, str(path), cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
@@ -132,6 +132,9 @@ class ShardReader:
 
     def _path(self, shard: int) -> Path | BucketPath:
         return to_path(self.split.shard_paths[shard], self.split.storage.patience)
+
+    def _sha256(self, shard: int) -> str:
+        return self.split.shard_sha256[shard].as_py()
 
     def _start_downloaders(self, cache: ShardCache) -> None:
         def work() -> None:
@@ -146,7 +149,7 @@ class ShardReader:
             self._downloaders[-1].start()
 
     def _fetch(self, cache: ShardCache, shard: int) -> None:
-        path, sha256 = self._path(shard), self.split.shard_sha256[shard]
+        path, sha256 = self._path(shard), self._sha256(shard)
         assert isinstance(path, BucketPath)
         if shard not in self._bad and not cache.has(sha256):
             file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)

@@ -5,6 +5,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pipeline.data.split import NOTHING_EXCLUDED
+
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
 
@@ -69,8 +71,9 @@ def _how(scores: dict[str, Any]) -> str:
     crop = "the whole image resized to a square"
     if scores["eval_crop"] == "center":
         crop = f"short side resized to {scores['eval_resize']}, central crop"
+    left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "
     return (
-        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. "
+        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {left_out}"
         f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
     )
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from pipeline import model as models
 from pipeline import schema
 from pipeline.config import AugmentConfig, ScoreConfig
+from pipeline.data.bucket import to_path
 from pipeline.data.loader import normalise
 from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
 from pipeline.distributed import Ranks
@@ -40,6 +41,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     shots_split = _shots_split(config, dataset) if config.shots else None
     subject = _load(config, dataset)
     folder = _folder(config)
+    for line in split.notes() + (shots_split.notes() if shots_split else []):
+        print(line)
 
     # ---------------------------------------------------------------------- every image once through the model
     begin = time.perf_counter()
@@ -51,7 +54,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
-        **_identity(config, dataset, subject), "num_samples": len(split), "num_unreadable": len(seen.problems),
+        **_identity(config, dataset, split, subject), "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
     picture = None
@@ -153,7 +156,7 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
 
 
 def _split(config: ScoreConfig, dataset: Dataset) -> Split:
-    split = dataset.split(config.split)
+    split = dataset.split(config.split, config.exclude)
     if not len(split):
         raise UserError(f"{config.data}: split {config.split!r} has no images.")
     return split
@@ -165,7 +168,7 @@ def _shots_split(config: ScoreConfig, dataset: Dataset) -> Split:
             f"{config.data} has no split {config.train_split!r} to choose shots from. "
             f"It has: {', '.join(dataset.splits)}. Set train_split, or shots=0."
         )
-    split = dataset.split(config.train_split)
+    split = dataset.split(config.train_split, config.exclude)
     if not len(split):
         raise UserError(f"{config.data}: split {config.train_split!r} has no images to choose shots from. Use shots=0.")
     return split
@@ -173,7 +176,8 @@ def _shots_split(config: ScoreConfig, dataset: Dataset) -> Split:
 
 def _folder(config: ScoreConfig) -> Path:
     """Where the report goes; exists already, or can be made."""
-    weights, name = Path(config.weights), f"{Path(config.data).resolve().name}-{config.split}"
+    data = to_path(config.data)
+    weights, name = Path(config.weights), f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
     if config.out:
         folder = Path(config.out)
     elif (weights / "checkpoints").is_dir():
@@ -227,13 +231,13 @@ def _check_seen(config: ScoreConfig, seen: Predictions | Features, split: Split)
         )
 
 
-def _identity(config: ScoreConfig, dataset: Dataset, subject: _Subject) -> dict[str, Any]:
+def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: _Subject) -> dict[str, Any]:
     """What was scored on what, and how."""
     size, view = subject.image_size, subject.view
     return {
         "weights": config.weights, "run": subject.extra.get("run"), "step": subject.extra.get("step"),
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
-        "num_classes": dataset.num_classes, "image_size": size, "eval_crop": view.eval_crop,
+        "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": size, "eval_crop": view.eval_crop,
         "eval_resize": (view.eval_resize or round(size * 8 / 7)) if view.eval_crop == "center" else size,
         "loss_kind": subject.loss_kind, "precision": config.precision, "device": str(subject.device),
     }  # fmt: skip

@@ -36,8 +36,7 @@ def evaluated(image: np.ndarray, size: int, **config: object) -> np.ndarray:
 def crops(height: int, width: int, count: int, **config: float) -> np.ndarray:
     """(count, 4) of (top, left, height, width)."""
     settings = AugmentConfig(**config)
-    draws = [rng.uniform(0, 3, 0, sample, np.arange(4)) for sample in range(count)]
-    return np.array([inception_crop(height, width, settings, draws[i], 0, 0, i) for i in range(count)])
+    return np.array([inception_crop(height, width, settings, rng.draws(0, 3, 0, sample)) for sample in range(count)])
 
 
 @pytest.mark.parametrize(("height", "width"), [(300, 400), (500, 200), (64, 64)])
@@ -95,7 +94,7 @@ def test_later_tries_draw_anew() -> None:
     assert (found[:, 2] < 30).mean() > 0.95
 
 
-@pytest.mark.parametrize("crop", ["inception", "resize_crop"])
+@pytest.mark.parametrize("crop", ["inception", "resize_crop", "resize_small_crop"])
 def test_same_identity_same_view(crop: str, image: np.ndarray) -> None:
     assert np.array_equal(view(image, crop=crop, sample=5), view(image, crop=crop, sample=5))
     others = [{"sample": 6}, {"epoch": 1, "sample": 5}, {"seed": 1, "sample": 5}]
@@ -134,10 +133,46 @@ def test_flip_and_crop_are_independent(image: np.ndarray) -> None:
 
 def test_inception_view_is_its_crop_resized(image: np.ndarray) -> None:
     for sample in range(20):
-        draws = rng.uniform(0, 3, 0, sample, np.arange(4))
-        top, left, h, w = inception_crop(120, 160, AugmentConfig(), draws, 0, 0, sample)
+        top, left, h, w = inception_crop(120, 160, AugmentConfig(), rng.draws(0, 3, 0, sample))
         expected = cv2.resize(image[top : top + h, left : left + w], (32, 32), interpolation=cv2.INTER_LINEAR)
         assert np.array_equal(view(image, flip=False, sample=sample), expected)
+
+
+def decibels(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of uint8 images."""
+    error = np.square(a.astype(np.float64) - b).mean()
+    return float(10 * np.log10(255**2 / error)) if error else np.inf
+
+
+@pytest.mark.parametrize("size", [(60, 80), (224, 100), (37, 41), (300, 500), (121, 160)])
+def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
+    # Noise at every scale: the hardest case, shrunk by up to 16 and enlarged.
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    for part in (image, image[3:, 5:-7]):
+        for side in (32, 96, 224):
+            reference = np.asarray(Image.fromarray(part).resize((side, side), Image.Resampling.BILINEAR))
+            found = view(part, size=side, crop="none", flip=False, resize_filter="antialias")
+            assert decibels(found, reference) > 50
+            assert np.abs(found.astype(int) - reference).max() <= 1
+
+
+def test_linear_is_not_antialiased(image: np.ndarray) -> None:
+    sharp = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
+    reference = np.asarray(Image.fromarray(sharp).resize((32, 32), Image.Resampling.BILINEAR))
+    assert decibels(view(sharp, crop="none", flip=False), reference) < 30
+    # Nothing to do when the view is the image.
+    square = image[:32, :32].copy()
+    assert np.array_equal(view(square, crop="none", flip=False, resize_filter="antialias"), square)
+
+
+def test_antialias_in_the_other_views(image: np.ndarray) -> None:
+    resized = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BILINEAR))
+    assert decibels(evaluated(image, 56, resize_filter="antialias"), resized[4:60, 14:70]) > 50
+    resized = np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BILINEAR))
+    assert decibels(evaluated(image, 40, eval_crop="resize", resize_filter="antialias"), resized) > 50
+    resized = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR))
+    found = view(image, crop="resize_crop", resize_to=32, flip=False, resize_filter="antialias")
+    assert decibels(found, resized) > 50
 
 
 def test_no_crop_is_a_plain_resize(image: np.ndarray) -> None:
@@ -162,6 +197,22 @@ def test_resize_crop(resize_to: int, side: int, image: np.ndarray) -> None:
     ]
     # Every place there is comes up, the last ones included.
     assert {top for top, _ in found} == {left for _, left in found} == set(range(side - 31))
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) -> None:
+    # 160 x 120 with its short side made 48: 64 x 48, of which a random 32 x 32.
+    source = np.ascontiguousarray(image.transpose(1, 0, 2)) if upright else image
+    resized = cv2.resize(source, (48, 64) if upright else (64, 48), interpolation=cv2.INTER_AREA)
+    windows = {
+        resized[top : top + 32, left : left + 32].tobytes(): (top, left)
+        for top in range(resized.shape[0] - 31)
+        for left in range(resized.shape[1] - 31)
+    }
+    settings = {"crop": "resize_small_crop", "resize_to": 48, "flip": False}
+    found = [windows[view(source, sample=i, **settings).tobytes()] for i in range(600)]
+    assert {top for top, _ in found} == set(range(resized.shape[0] - 31))
+    assert {left for _, left in found} == set(range(resized.shape[1] - 31))
 
 
 def test_resize_crop_takes_384_of_448() -> None:
@@ -208,11 +259,12 @@ def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5000), (5000, 2), (2, 3), (1, 65500)])
 def test_extreme_sizes(height: int, width: int) -> None:
     flat = np.full((height, width, 3), (10, 20, 30), np.uint8)
-    for crop in ("inception", "resize_crop", "none"):
-        for sample in range(5):
-            assert (view(flat, crop=crop, sample=sample) == (10, 20, 30)).all()
-    for eval_crop in ("center", "resize"):
-        assert (evaluated(flat, 224, eval_crop=eval_crop) == (10, 20, 30)).all()
+    for method in ("linear", "antialias"):
+        for crop in ("inception", "resize_crop", "resize_small_crop", "none"):
+            for sample in range(5):
+                assert (view(flat, crop=crop, sample=sample, resize_filter=method) == (10, 20, 30)).all()
+        for eval_crop in ("center", "resize"):
+            assert (evaluated(flat, 224, eval_crop=eval_crop, resize_filter=method) == (10, 20, 30)).all()
 
 
 def test_a_long_image_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,14 @@ def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     check(decode(deep), UPRIGHT[orientation](np.repeat(CORNERS[..., :1], 3, axis=2)))
 
 
+def test_exif_is_found_wherever_it_stands(encode: Encode) -> None:
+    data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(3), icc_profile=b"x" * 3000, comment=b"y" * 50)
+    assert data.index(b"Exif") > 0
+    segment = b"\xff\xec\x00\x06ab\xff\xda"  # An application's own, that holds what looks like the start of a picture.
+    for file in (data, data[:2] + segment + data[2:], data[:2] + b"\xff" + data[2:]):
+        check(decode(file), UPRIGHT[3](CORNERS), within=6)
+
+
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_orientations_that_do_not_exist_change_nothing(orientation: int, encode: Encode) -> None:
     check(decode(encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))), CORNERS, within=6)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pipeline.config import AugmentConfig
+from pipeline.data import augment
 from pipeline.data.decode import decode
-from pipeline.data.loader import Batch, Loader, eval_view, normalise, train_view
+from pipeline.data.loader import Batch, Loader, View, eval_view, normalise, train_view
 from pipeline.data.manifest import Dataset, Split
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
@@ -71,16 +72,37 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
     split = dataset.split("train")
     batches, loader = load(split)
     reader = ShardReader(split)
-    view = train_view(AugmentConfig(), 3)
     for batch, (rows, epochs) in zip(batches, requests(), strict=True):
         assert batch.images.dtype == torch.uint8
         assert batch.valid.all()
         for place, row in enumerate(rows):
             expected = np.empty((24, 24, 3), np.uint8)
-            view(decode(reader.read(row)), expected, int(epochs[place]), int(row))
+            augment.train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
             assert np.array_equal(batch.images[place].numpy(), expected)
             assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
     assert not loader.bad
+
+
+def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    rows = np.arange(8)
+    epochs = np.zeros(8, np.int64)
+
+    def places(keep: list[object], of: Callable[[torch.Tensor], object]) -> int:
+        found = set()
+        with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 1, 0.0) as loader:
+            for batch in loader.batches([(rows, epochs)] * 12):
+                found.add(batch.images.data_ptr())
+                keep.append(of(batch.images))
+        return len(found)
+
+    assert places([], lambda images: None) < 6
+    # Whatever shares the memory keeps it, also after the batch and the loader are gone.
+    for of in (lambda t: t, lambda t: t.permute(0, 3, 1, 2)[2:], lambda t: t.numpy(), lambda t: t[0].numpy()[::-1]):
+        kept: list[object] = []
+        assert places(kept, of) == 12
+        for other in kept[1:]:
+            assert np.array_equal(np.asarray(kept[0]), np.asarray(other))
 
 
 def test_epochs_are_augmented_differently(dataset: Dataset) -> None:
@@ -167,7 +189,8 @@ def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
     def broken(image: np.ndarray, out: np.ndarray, epoch: int, row: int) -> None:
         raise TypeError("ours")
 
-    with Loader(dataset.split("train"), broken, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
+    view = View(None, broken)
+    with Loader(dataset.split("train"), view, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
         list(loader.batches(requests()))
 
 

@@ -121,11 +121,24 @@ def test_a_million_rows_open_in_a_second(tmp_path: Path) -> None:
         schema=ROWS,
     )
     (tmp_path / "train-000000.tar").write_bytes(b"x")
-    write_dataset(tmp_path, [Shard("train-000000.tar", "train", n, 1, "")], [table], ["a"], {}, {})
+    write_dataset(tmp_path, [Shard("train-000000.tar", "train", n, 1, "")], [table], ["a"] * 1000, {}, {})
     start = time.process_time()
     split = open_dataset(tmp_path).split("train")
     assert time.process_time() - start < 1
     assert (len(split), split.labels_of(n - 1).tolist(), split.keys([n - 1])) == (n, [999], ["999999"])
+
+
+@pytest.mark.parametrize("label", [3, -1, 2**31 - 1])
+def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, tmp_path: Path) -> None:
+    write(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    shards = open_dataset(tmp_path).shards()
+    tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1, label]]), rows(5, [[0]])]
+    with pytest.raises(
+        UserError, match=rf"train-000001.tar: c/4 has label {label}, but there are 3 classes \(0 to 2\)"
+    ):
+        write_dataset(tmp_path, shards, tables, ["a", "b", "c"], {}, {})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:

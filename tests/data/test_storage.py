@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow
@@ -17,6 +18,7 @@ from pipeline.config import AugmentConfig
 from pipeline.data import bucket
 from pipeline.data.bucket import Patience, name_inside, to_path, walk_files
 from pipeline.data.cache import ShardCache, Storage
+from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.data.storage import ShardReader
@@ -187,7 +189,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     paths = [bucket_path(shard) for shard in split.shard_paths]
 
     def fetch(shard: int) -> None:
-        file = cache.open(paths[shard], sizes[shard], split.shard_sha256[shard])
+        file = cache.open(paths[shard], sizes[shard], split.shard_sha256[shard].as_py())
         assert file is not None
         os.close(file)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= cache.max_bytes
@@ -195,14 +197,14 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
 
     for shard in (0, 1, 0, 2):
         fetch(shard)
-    assert [cache.has(sha256) for sha256 in split.shard_sha256] == [True, False, True, False]
+    assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
     assert (cache.downloads, cache.evictions) == (3, 1)
     # Evicted under a reader, a shard stays readable until the reader lets it go.
     reader = ShardReader(split)
     first = reader.read(0)
     fetch(1)
     fetch(2)
-    assert not cache.has(split.shard_sha256[0])
+    assert not cache.has(split.shard_sha256[0].as_py())
     assert reader.read(0) == first
 
 
@@ -226,7 +228,7 @@ def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Pa
     requests = reader.ahead(iter(asked))
     passed = [next(requests)]
     deadline = time.monotonic() + 10
-    while not all(map(split.storage.cache.has, split.shard_sha256[:2])):
+    while not all(map(split.storage.cache.has, split.shard_sha256.to_pylist()[:2])):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     passed += requests
@@ -307,3 +309,25 @@ def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bucket._proxy("minio.example:9000") == "http://proxy.example:3128"
     assert bucket._proxy("https://minio.internal") is None
     assert bucket._proxy("http://minio.example") is None
+
+
+def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    url = f"{s3[1]}/tiny"
+    copy_folder(dataset, url)
+    local = ShardReader(open_dataset(dataset).split("train"))
+    remote = open_dataset(url)
+    keys = remote.table("train").keys(range(41))
+    rows = [{"split": "train", "row": row, "key": key, "reason": "test"} for row, key in enumerate(keys)]
+    write_list(remote, "damaged", pa.Table.from_pylist(rows, EXCLUDED))
+    bucket_path(f"{url}/train-000000.tar").unlink()
+    split = cached(url, tmp_path)
+    assert (len(split), split.left_out_by, split.index.note) == (109, {"damaged": 41}, "")
+    reader = ShardReader(split)
+    assert all(reader.read(row) == local.read(41 + row) for row in range(109))
+    assert not [path for path, _ in bucket_path(url).walk() if "/index/" in str(path)]
+    with pytest.raises(UserError, match=r"train-000000.tar is missing"):
+        remote.split("train", "none")
+    # Of a shard that is read in part too: who downloads it compares its checksum.
+    put(bucket_path(f"{url}/train-000001.tar"), b"cut")
+    with pytest.raises(UserError, match=r"train-000001.tar has 3 bytes"):
+        remote.split("train")

@@ -1,6 +1,7 @@
 """A data set is what it was made of, to the byte, however often the job was killed."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 from faulty_s3 import S3, bucket_path, put
-from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder
+from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
 
-from data_tools import cluster, shard
+from data_tools import cluster, progress, shard
 from data_tools.sources import list_source
 from data_tools.write_shard import Job, write_shard
 from pipeline.config import ShardConfig
@@ -131,14 +133,64 @@ def test_damaged_manifest_is_made_again(dataset: Dataset, source: Path, tmp_path
     assert contents(out) == contents(dataset.path)
 
 
-def test_another_seed_or_source_is_refused(dataset: Dataset, source: Path, pictures: dict, tmp_path: Path) -> None:
+def test_other_settings_are_refused_and_all_of_them_named(dataset: Dataset, source: Path) -> None:
     before = contents(dataset.path)
-    with pytest.raises(UserError, match="made with seed = 0, not 1"):
-        shard.run(settings(source, dataset.path, val_share=0.25, seed=1))
-    other = write_folder({**pictures, "cat/new.jpg": jpeg(77)}, tmp_path / "raw")
-    with pytest.raises(UserError, match=f"was made of {len(pictures)} images .* has {len(pictures) + 1}"):
-        shard.run(settings(other, dataset.path, val_share=0.25))
+    with pytest.raises(UserError, match=r"made with seed = 0, not 1; resize_short = 0, not 8\. Choose another out"):
+        shard.run(settings(source, dataset.path, val_share=0.25, seed=1, resize_short=8))
     assert contents(dataset.path) == before
+
+
+def test_another_source_is_refused_with_the_difference(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
+    before = contents(dataset.path)
+    changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
+    changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
+    more, fewer = write_folder(changed, tmp_path / "changed"), write_folder({"cat/a.jpg": jpeg(1)}, tmp_path / "few")
+    for source, said in (
+        (more, rf"was made of {len(pictures)} images .* of .*; .* has {len(changed)} .*: 1 came \(cat/new\); "
+               r"10 went \(cat/00, cat/01, cat/02, ...\); 1 changed in size \(dog/00\)\. Choose another out"),
+        (fewer, rf"1 came \(cat/a\); {len(pictures)} went"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as error:
+            shard.run(settings(source, dataset.path, val_share=0.25))
+        assert "\n" not in str(error.value)
+    assert contents(dataset.path) == before
+
+
+def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: int, tmp_path: Path) -> None:
+    files = {**{f"cat/{i}.jpg": jpeg(i) for i in range(8)}, "dog/bad.jpg": b"no image", "dog/good.jpg": jpeg(9)}
+    source, out = write_folder(files, tmp_path / "raw"), tmp_path / "out"
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.0))
+    (source / "cat/3.jpg").unlink()
+    with pytest.raises(UserError, match=r"has 9 .*: 1 went \(cat/3\)\. Choose"):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.5))
+    (source / "cat").rename(source / "lion")
+    with pytest.raises(UserError, match=r"7 came \(lion/0, lion/1, lion/2, ...\); 8 went \(cat/0, "):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.5))
+
+
+def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    seen = []
+
+    class Watched(progress.Progress):
+        def add(self, images: int, num_bytes: int) -> None:
+            seen.append(json.loads((tmp_path / "out/progress.json").read_text()))
+            super().add(images, num_bytes)
+
+    monkeypatch.setattr(shard, "Progress", Watched)
+    dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
+    total = sum(dataset.info["samples"].values())
+    num_shards = sum(dataset.info["shards"].values())
+    assert [state["shards"] for state in seen] == list(range(num_shards))
+    assert {(state["total_images"], state["total_shards"]) for state in seen} == {(total, num_shards)}
+    assert seen[0]["images"] == seen[0]["bytes"] == 0
+    assert seen[0]["seconds_left"] is None
+    last = seen[-1]
+    assert last["images_per_second"] == pytest.approx(last["images"] / last["seconds"])
+    assert last["bytes_per_second"] == pytest.approx(last["bytes"] / last["seconds"])
+    assert last["seconds_left"] == pytest.approx((total - last["images"]) / last["images_per_second"])
+    assert not (tmp_path / "out/progress.json").exists()
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
@@ -257,7 +309,7 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
     source: Path, tmp_path: Path, s3: tuple[S3, str], pictures: dict
 ) -> None:
     server, url = s3
-    listing = list_source(source, "auto", {"train": ""}, tmp_path)
+    listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
     job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, 95, True, None)
     first = write_shard(job)
     server.reset()
@@ -266,3 +318,26 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
     assert not [request for request in server.requests if request.startswith("GET") and ".tar" in request]
     put(bucket_path(f"{url}/train-000000.tar"), bytes(first.shard.bytes))
     assert write_shard(job).made
+
+
+def test_a_packed_source_with_copies_to_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[S3, str]) -> None:
+    files = {"cat/1.jpg": jpeg(1), "cat/2.jpg": jpeg(1), "dog/1.jpg": jpeg(2), "dog/bad.jpg": b"text"}
+    source = write_tar(files, tmp_path / "raw.tar.gz", "w:gz")
+    config = ShardConfig(source=str(source), out=f"{s3[1]}/out", merge_copies=True, max_bad_share=0.0)
+    out = bucket_path(config.out)
+    with pytest.raises(UserError, match="more than the 0 that max_bad_share"):
+        shard.run(config)
+    # What was unpacked waits for the job to go on.
+    assert [path.suffix for path, _ in walk_files(out / ".staging")] == [".tar"]
+    there = shard.run(replace(config, max_bad_share=0.5))
+    here = shard.run(replace(config, max_bad_share=0.5, out=str(tmp_path / "out")))
+    assert there.fingerprint == here.fingerprint
+    found = {name_inside(path, out): path.read_bytes() for path, _ in walk_files(out)}
+    local = contents(tmp_path / "out")
+    assert found.keys() == {name for name in local if not name.startswith("index/")}
+    assert all(found[name] == local[name] for name in found if name != "dataset.json")
+    assert b"cat/2,train,cat/1,train" in found["copies.csv"]
+
+    write_tar(files | {"dog/3.jpg": jpeg(3)}, source, "w:gz")
+    with pytest.raises(UserError, match=r"1 came \(dog/3\)"):
+        shard.run(config)

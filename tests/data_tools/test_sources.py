@@ -159,7 +159,7 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         write_folder({**GOOD, **others}, tmp_path / "raw"),
         write_zip({**GOOD, **others}, tmp_path / "raw.zip"),
     ):
-        listing = list_source(source, "auto", {"train": ""}, tmp_path / "staging")
+        listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
         assert listing.classes == ["cat", "dog"]
         assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
         assert any("that are no images" in note for note in listing.notes)

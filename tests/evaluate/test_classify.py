@@ -12,6 +12,7 @@ from sklearn import metrics
 from torch import Tensor
 
 from pipeline.config import AugmentConfig
+from pipeline.data.index import Index
 from pipeline.data.manifest import Split
 from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
@@ -175,18 +176,8 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored_in_seconds() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, num_classes, n)
     starts = np.arange(n + 1)
-    split = Split(
-        "val",
-        [],
-        np.array([n]),
-        np.array([0, n]),
-        starts[1:],
-        starts[1:],
-        labels.astype(np.int32),
-        starts,
-        None,
-        range(0),
-    )
+    index = Index(starts[1:], starts[1:], starts, labels.astype(np.int32), max_labels=1)
+    split = Split("val", [], np.array([n]), np.array([0, n]), index, np.empty(0, np.int64), {}, None)
     top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
     predictions = Predictions(top, np.ones(n, np.float32), np.ones(n), np.ones(n, bool), {})
     begin = time.process_time()

@@ -196,7 +196,7 @@ def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: 
     try:
         cache = ShardCache(folder, 10**9)
         with pytest.raises(StorageError, match=r"data.cache = .*small cannot hold shards \(No space left"):
-            cache.open(bucket_path(split.shard_paths[0]), int(split.shard_bytes[0]), split.shard_sha256[0])
+            cache.open(bucket_path(split.shard_paths[0]), int(split.shard_bytes[0]), split.shard_sha256[0].as_py())
         assert not list(folder.glob("*.part"))
     finally:
         subprocess.run(["umount", str(folder)], check=True)

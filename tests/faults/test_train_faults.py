@@ -40,7 +40,7 @@ def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(datase
     assert "left out train00077" in outputs[0]
 
     process = start(1, [settings(broken, tmp_path, "strict", "train.length=2 epochs", "data.max_bad_share=0.001")])[0]
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=280)[0]
     assert process.returncode == 2, output
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_
     try:
         more = ["train.length=8 steps", "checkpoint.every=1 steps", "checkpoint.keep=8", "evaluate.every=8 steps"]
         process = start(1, [settings(dataset, out, "full", *more)])[0]
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=280)[0]
         assert process.returncode == 2, output
         errors = [line for line in output.splitlines() if line.startswith("error")]
         assert len(errors) == 1, output

@@ -54,15 +54,19 @@ def start(world_size: int, runs: list[list[str]]) -> list[subprocess.Popen]:
     return processes
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[str]:
+def finish(processes: list[subprocess.Popen], timeout: float = 540) -> list[str]:
     """Wait for all ranks; their outputs. Fails when one of them failed."""
-    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
     return outputs
 
 
-def kill_after(processes: list[subprocess.Popen], file: Path, timeout: float = 120) -> None:
+def kill_after(processes: list[subprocess.Popen], file: Path, timeout: float = 540) -> None:
     """SIGKILL all ranks as soon as `file` exists."""
     deadline = time.monotonic() + timeout
     while not file.exists():

@@ -15,9 +15,11 @@ from pipeline import objective, schema
 from pipeline.config import RunConfig
 from pipeline.data.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.manifest import open_dataset
+from pipeline.data.mix import draw_mixing, mix_images
 from pipeline.data.order import SampleOrder
 from pipeline.schedule import learning_rate
 
+MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
 
 
@@ -42,8 +44,13 @@ def plain_losses(overrides: list[str]) -> list[float]:
         for step, batch in enumerate(loader.batches(train_requests(order, 0, STEPS, 24, 0, 1))):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.schedule, config.optimizer.lr, step, STEPS, 2)
-            logits = model(normalise(batch.images, torch.device("cpu"), torch.float32))
-            loss = objective.batch_loss(logits, batch.labels, batch.valid, config.train.loss, 0.0)
+            images, own = normalise(batch.images, torch.device("cpu"), torch.float32), None
+            mixing = draw_mixing(config.augment, m.image_size, config.seed, step)
+            if mixing:
+                images, own = mix_images(images, batch.valid, mixing)
+            loss = objective.batch_loss(
+                model(images), batch.labels, batch.valid, config.train.loss, config.train.label_smoothing, own
+            )
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
@@ -70,7 +77,8 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             (3, "bf16"),
         )
     ]
-    finish(start(2, [*runs, settings(dataset, out, "sgd", *SGD)]))
+    runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
+    finish(start(2, runs))
     return out
 
 
@@ -89,6 +97,15 @@ def test_sgd_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
     found = metrics(matrix / "sgd")
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     assert expected != pytest.approx(plain_losses(settings(dataset, matrix, "plain")), rel=1e-3)
+
+
+def test_mixed_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
+    """Two ranks with two micro-batches each mix as one process with the whole batch does."""
+    expected = plain_losses(settings(dataset, matrix, "plain", *MIXED))
+    found = metrics(matrix / "mixed")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+    unmixed = plain_losses(settings(dataset, matrix, "plain", *MIXED[2:]))
+    assert expected != pytest.approx(unmixed, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -182,7 +199,7 @@ def test_other_ranks_model_or_data_cannot_continue(dataset: Path, resumed: Path)
         (2, "model.depth=1", "model.depth was 2, is 1"),
     ):
         processes = start(world_size, [settings(dataset, resumed, "whole1", *more, change)])
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=280)[0] for process in processes]
         assert [process.returncode for process in processes] == [2] * world_size, outputs
         errors = [line for line in outputs[0].splitlines() if line.startswith("error:")]
         assert len(errors) == 1, outputs[0]
@@ -195,11 +212,11 @@ def test_deepspeed_launcher_runs_the_command(dataset: Path, tmp_path: Path) -> N
     overrides = settings(dataset, tmp_path, "launched", "track.enabled=true")
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "launch/pretrain.py", *overrides]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert first.returncode == 0, first.stdout + first.stderr
     assert f"step {STEPS}/{STEPS}" in first.stdout
     again = subprocess.run([sys.executable, "launch/pretrain.py", *overrides], cwd=ROOT, env=environment, capture_output=True,
-                           text=True, timeout=240)  # fmt: skip
+                           text=True, timeout=280)  # fmt: skip
     assert again.returncode == 2
     assert "ranks was 2, is 1" in again.stderr
     assert "Traceback" not in again.stderr

@@ -1,0 +1,121 @@
+"""Timing of several contestants in one run, in turns, each time in a process of its own."""
+
+import importlib
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """name, and what is said of it in the table. cores: how many it may use.
+
+    run: does the work and yields the number of images of each batch, as they come. module: imported before the clock
+    starts.
+    """
+
+    name: str
+    about: Sequence[str]
+    cores: int
+    run: Callable[[], Iterable[int]]
+    module: str = "sys"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """rate: images a second of wall clock, from the first batch on. per_cpu: images for each second of processor time,
+    start-up and worker processes included. first: seconds to the first batch.
+    """
+
+    rate: float
+    per_cpu: float
+    first: float
+
+
+def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing | str]:
+    """The median of `rounds` timings of each, one after another in every round; or why there is none."""
+    found: dict[str, list[Timing]] = {contestant.name: [] for contestant in contestants}
+    failed: dict[str, str] = {}
+    for round_number in range(rounds):
+        for contestant in contestants:
+            if contestant.name in failed:
+                continue
+            result = _timed_apart(contestant)
+            print(f"round {round_number + 1} of {rounds}: {contestant.name}: {_say(result)}", flush=True)
+            if isinstance(result, Timing):
+                found[contestant.name].append(result)
+            else:
+                failed[contestant.name] = result
+    return {name: failed.get(name) or _median(timings) for name, timings in found.items()}
+
+
+def _median(timings: Sequence[Timing]) -> Timing:
+    return Timing(*(statistics.median(getattr(t, field) for t in timings) for field in ("rate", "per_cpu", "first")))
+
+
+def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], columns: Sequence[str]) -> str:
+    """A Markdown table; columns: heads of `about`."""
+    heads = ["", *columns, "cores", "images/s", "images per CPU second", "first batch"]
+    lines = [heads, ["---"] * len(heads)]
+    for contestant in contestants:
+        result = results[contestant.name]
+        said = (
+            [f"{result.rate:,.0f}", f"{result.per_cpu:,.0f}", f"{result.first:.2f} s"]
+            if isinstance(result, Timing)
+            else [f"not measured: {result}", "", ""]
+        )
+        lines.append([contestant.name, *contestant.about, str(contestant.cores), *said])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _say(result: Timing | str) -> str:
+    if isinstance(result, str):
+        return f"not measured: {result}"
+    return f"{result.rate:,.0f} images/s, {result.per_cpu:,.0f} per CPU second"
+
+
+def _timed_apart(contestant: Contestant) -> Timing | str:
+    """In a forked child on so many cores: nothing of one contestant (threads, caches, shared memory) meets another."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(contestant, sender))
+    child.start()
+    sender.close()
+    try:
+        result: Timing | str = receiver.recv()
+    except EOFError:
+        result = "its process died"
+    child.join()
+    return result
+
+
+def _child(contestant: Contestant, sender: Connection) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: contestant.cores])
+    try:
+        importlib.import_module(contestant.module)
+        before, started = _cpu_seconds(), time.perf_counter()
+        images = first_images = 0
+        first = last = started
+        for count in contestant.run():
+            last = time.perf_counter()
+            if not images:
+                first, first_images = last, count
+            images += count
+        used = _cpu_seconds() - before
+        whole = last - started
+        rate = (images - first_images) / (last - first) if images > first_images else images / whole
+        sender.send(Timing(rate, images / used, first - started))
+    except ImportError as error:
+        sender.send(f"{error.name or error} is not installed" if isinstance(error, ModuleNotFoundError) else str(error))
+    except BaseException as error:
+        sender.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and of those of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

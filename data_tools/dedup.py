@@ -1,0 +1,315 @@
+"""Which images of a data set are copies of test images: thumbnails of all (Ray), one pass of search, a list of marks.
+
+Everything it writes is in the data set's own folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png and
+dedup/thumbnails/, one file for each shard that was ever read, named by the shard's sha256.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools import cluster
+from data_tools.near_copies import TestImages
+from data_tools.pair_sheet import Picture, draw_pairs
+from data_tools.progress import Progress, duration
+from data_tools.thumbnails import BAD, FINE, PLAIN, Job, jobs, make_thumbnails, read_thumbnails
+from pipeline.config import DedupConfig
+from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data.exclude import EXCLUDED, write_list
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.errors import UserError
+
+LIST, FOLDER, THUMBNAILS, REPORT, SHEET = "test_copies", "dedup", "thumbnails", "report.json", "pairs.png"
+_HISTOGRAM_BINS = 10
+_MAX_PICTURED = 96
+
+
+@dataclass(frozen=True)
+class Part:
+    """A split that is searched, or searched for, and its shards."""
+
+    dataset: Dataset
+    split: str
+    jobs: list[Job]
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset.path.name}:{self.split}"
+
+    def __len__(self) -> int:
+        return self.dataset.info["samples"][self.split]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Copies found. rows: in the searched split. tests: in all parts of test images, one after another."""
+
+    rows: np.ndarray
+    tests: np.ndarray
+    distances: np.ndarray
+
+
+def run(config: DedupConfig) -> dict[str, Any]:
+    """Search, report and mark; what report.json says. Raises UserError; then no list is written."""
+    started = time.monotonic()
+    searched, tests = _open(config)
+    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(parents=True, exist_ok=True)
+    _read_images([searched, *tests], config)
+    states = [_states(part) for part in (searched, *tests)]
+    _check_readable([searched, *tests], states, config.max_bad_share)
+    pairs = _search(searched, tests, config.max_distance)
+
+    nearest = _nearest(pairs)
+    marks, pictures = _describe(searched, tests, nearest)
+    report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
+    folder = searched.dataset.path / FOLDER
+    with replacing(folder / REPORT) as file:
+        file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+    (folder / SHEET).unlink(missing_ok=True)
+    if pictures:
+        with replacing(folder / SHEET) as file:
+            file.write(draw_pairs(pictures))
+    _print(report)
+    if config.dry_run:
+        print(f"dry_run: marked none of the {len(marks):,} copies; report and pictures are in {folder}")
+    else:
+        path = write_list(searched.dataset, LIST, marks)
+        print(f"marked {len(marks):,} copies in {path}; look at {folder / SHEET}" if len(marks) else f"wrote {path}")
+    return report
+
+
+def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
+    """The split that is searched, and the parts of test images."""
+    data = open_dataset(_folder("data", config.data))
+    folder = _folder("data", config.data) / FOLDER / THUMBNAILS
+    searched = _part(data, config.split, folder)
+    tests: dict[tuple[AnyPath, str], Part] = {}
+    for entry in config.against:
+        path, _, split = entry.rpartition(":") if ":" in Path(entry).name else (entry, "", "")
+        dataset = open_dataset(_folder("against", path))
+        splits = [split] if split else dataset.splits
+        if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
+            raise UserError(
+                f"against = {entry} is the data that is searched: every image would be its own copy. Name another "
+                f"split of it (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')}) or "
+                "another data set."
+            )
+        for name in splits:
+            tests[dataset.path, name] = _part(dataset, name, folder)
+    return searched, list(tests.values())
+
+
+def _folder(setting: str, value: str) -> Path:
+    return local_path(cluster.shared_path(setting, value), "launch/dedup.py")
+
+
+def _part(dataset: Dataset, split: str, folder: Path) -> Part:
+    if not dataset.info["samples"].get(split, 0):
+        known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
+        raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
+    return Part(dataset, split, list(jobs(dataset, split, folder)))
+
+
+def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
+    """Thumbnails of every shard that has none yet."""
+    every = {job.out: job for part in parts for job in part.jobs}
+    missing = [job for job in every.values() if not Path(job.out).exists()]
+    num_images, num_missing = sum(map(len, parts)), sum(len(job.offsets) for job in missing)
+    print(f"{num_images:,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before", flush=True)
+    if not missing:
+        return
+    num_cpus = cluster.connect(config.num_tasks)
+    tasks = cluster.run_tasks(make_thumbnails, missing, config.num_tasks or num_cpus)
+    with Progress(num_missing) as progress, contextlib.closing(tasks):
+        for number, num_bytes in tasks:
+            progress.add(len(missing[number].offsets), num_bytes)
+
+
+def _states(part: Part) -> np.ndarray:
+    return np.concatenate([read_thumbnails(job).states for job in part.jobs])
+
+
+def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad_share: float) -> None:
+    for part, of_part in zip(parts, states, strict=True):
+        bad = np.flatnonzero(of_part == BAD)
+        if len(bad) > max_bad_share * len(part):
+            keys = ", ".join(_manifest_rows(part, bad[:3]).column("key").to_pylist())
+            raise UserError(
+                f"{len(bad):,} of the {len(part):,} images of {part.name} cannot be decoded, more than max_bad_share = "
+                f"{max_bad_share} allows: {keys}. Mend or remove them and shard again, or raise max_bad_share."
+            )
+
+
+def _search(searched: Part, tests: Sequence[Part], max_distance: float) -> Pairs:
+    """Every pair of a searched image and a test image that are copies: the same bytes, or alike."""
+    kept = [read_thumbnails(job) for part in tests for job in part.jobs]
+    fine = np.flatnonzero(np.concatenate([k.states for k in kept]) == FINE)
+    index = TestImages(np.concatenate([k.thumbs for k in kept])[fine])
+    files = _ByBytes(np.concatenate([k.sha256 for k in kept]))
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    with Progress(len(searched)) as progress:
+        for job in searched.jobs:
+            own = read_thumbnails(job)
+            usable = np.flatnonzero(own.states == FINE)
+            rows, others, distances = index.find(own.thumbs[usable], max_distance)
+            same, same_others = files.find(own.sha256)
+            found.append((job.first_row + usable[rows], fine[others], distances))
+            found.append((job.first_row + same, same_others, np.zeros(len(same), np.float32)))
+            progress.add(len(own.states), own.thumbs.nbytes)
+    rows, others, distances = (np.concatenate(column) for column in zip(*found, strict=True))
+    # Equal files are found by their pixels, too, and there at a distance that only rounds to 0.
+    order = np.lexsort((distances, others, rows))
+    rows, others, distances = rows[order], others[order], distances[order]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (rows[1:] != rows[:-1]) | (others[1:] != others[:-1])
+    return Pairs(rows[is_first], others[is_first], np.maximum(distances[is_first], 0))
+
+
+class _ByBytes:
+    """Finds equal files by the first 8 bytes of their sha256 (of 1e12 pairs none is expected to agree by chance)."""
+
+    def __init__(self, sha256: np.ndarray) -> None:
+        digests = _digests(sha256)
+        self._order = np.argsort(digests, kind="stable")
+        self._sorted = digests[self._order]
+
+    def find(self, sha256: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs (row of sha256, row of the test images) of equal files; an unknown hash (zeros) equals none."""
+        digests = _digests(sha256)
+        first = np.searchsorted(self._sorted, digests, side="left")
+        count = np.where(digests == 0, 0, np.searchsorted(self._sorted, digests, side="right") - first)
+        rows = np.repeat(np.arange(len(digests)), count)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+        return rows, self._order[np.repeat(first, count) + within]
+
+
+def _digests(sha256: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(sha256[:, :8]).view(np.uint64)[:, 0]
+
+
+def _nearest(pairs: Pairs) -> Pairs:
+    """The nearest test image of each row."""
+    order = np.lexsort((pairs.tests, pairs.distances, pairs.rows))
+    _, first = np.unique(pairs.rows[order], return_index=True)
+    return Pairs(pairs.rows[order][first], pairs.tests[order][first], pairs.distances[order][first])
+
+
+def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa.Table, list[tuple[Picture, Picture]]]:
+    """The list of marks (EXCLUDED), and pairs to picture: (test image, copy), least certain first."""
+    starts = np.cumsum([0] + [len(part) for part in tests])
+    of_part = np.searchsorted(starts, nearest.tests, side="right") - 1
+    own = _manifest_rows(searched, nearest.rows).to_pylist()
+    theirs: list[dict[str, Any]] = [{}] * len(own)
+    for number, part in enumerate(tests):
+        chosen = np.flatnonzero(of_part == number)
+        for i, row in zip(
+            chosen, _manifest_rows(part, nearest.tests[chosen] - starts[number]).to_pylist(), strict=True
+        ):
+            theirs[i] = {**row, "name": f"{part.name}/{row['key']}"}
+    columns = {
+        "split": [searched.split] * len(own),
+        "row": nearest.rows.tolist(),
+        "key": [row["key"] for row in own],
+        "reason": [
+            f"copy of {other['name']}, distance {distance:.3f}"
+            for other, distance in zip(theirs, nearest.distances.tolist(), strict=True)
+        ],
+    }
+    pictures = []
+    for i in np.argsort(-nearest.distances, kind="stable")[:_MAX_PICTURED].tolist():
+        test = Picture.read(tests[of_part[i]].dataset, theirs[i], theirs[i]["name"])
+        copy = Picture.read(searched.dataset, own[i], f"{nearest.distances[i]:.3f}  {own[i]['key']}")
+        pictures.append((test, copy))
+    return pa.Table.from_pydict(columns, EXCLUDED), pictures
+
+
+def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
+    """key, offset, size and shard of these rows of a split, in their order; reads the row groups that hold them."""
+    samples = part.dataset.info["samples"]
+    start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
+    file = pq.ParquetFile(part.dataset.path / SAMPLES_FILE, memory_map=True)
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    groups = np.searchsorted(ends, start + rows, side="right")
+    columns = ["key", "offset", "size", "shard"]
+    tables, order = [file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
+    for group in np.unique(groups).tolist():
+        chosen = np.flatnonzero(groups == group)
+        table = file.read_row_group(group, columns=columns)
+        tables.append(table.take(pa.array((start + rows)[chosen] - (ends[group] - len(table)))))
+        order.append(chosen)
+    return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
+
+
+def _report(
+    config: DedupConfig,
+    searched: Part,
+    tests: Sequence[Part],
+    states: Sequence[np.ndarray],
+    pairs: Pairs,
+    seconds: float,
+) -> dict[str, Any]:
+    edges = np.linspace(0, config.max_distance or 1e-6, _HISTOGRAM_BINS + 1)
+    starts = np.cumsum([0] + [len(part) for part in tests])
+
+    def counts(of_part: np.ndarray) -> dict[str, int]:
+        return {
+            "images": len(of_part),
+            "plain": int((of_part == PLAIN).sum()),
+            "unreadable": int((of_part == BAD).sum()),
+        }
+
+    against = []
+    for number, part in enumerate(tests):
+        chosen = (pairs.tests >= starts[number]) & (pairs.tests < starts[number + 1])
+        of_part = Pairs(pairs.rows[chosen], pairs.tests[chosen], pairs.distances[chosen])
+        against.append(
+            {
+                "name": part.name,
+                "path": str(part.dataset.path),
+                "fingerprint": part.dataset.fingerprint,
+                **counts(states[number + 1]),
+                "images_with_copies": len(np.unique(of_part.tests)),
+                "copies": len(np.unique(of_part.rows)),
+                "histogram": np.histogram(_nearest(of_part).distances, edges)[0].tolist(),
+            }
+        )
+    return {
+        "data": {
+            "name": searched.name,
+            "path": str(searched.dataset.path),
+            "fingerprint": searched.dataset.fingerprint,
+            **counts(states[0]),
+            "copies": len(np.unique(pairs.rows)),
+        },
+        "max_distance": config.max_distance,
+        "marked": not config.dry_run,
+        "histogram_edges": edges.round(6).tolist(),
+        "against": against,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    data, edges = report["data"], report["histogram_edges"]
+    rows = [["evaluation set", "images", "with copies", "copies", *(f"<{edge:.2g}" for edge in edges[1:])]]
+    for part in report["against"]:
+        counts = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
+        rows.append([part["name"], *(f"{count:,}" for count in counts)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        print("  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+    everything = [data, *report["against"]]
+    plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
+    print(
+        f"{data['copies']:,} of the {data['images']:,} images of {data['name']} are copies of test images; columns of "
+        f"distances: the nearest test image. {plain:,} images are too plain to compare (equal files only), {bad:,} "
+        f"cannot be decoded; {duration(report['seconds'])}"
+    )

@@ -1,0 +1,94 @@
+"""ImageNet-1k (ILSVRC 2012) as it is handed out: a tar of <wnid>.tar to train on, a flat tar of images for validation.
+
+The classes of the flat tar's images stand in a file of their own (val_labels). Nothing is extracted.
+"""
+
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from data_tools.sources.archive import tar_members
+from data_tools.sources.class_numbers import read_lines
+from data_tools.sources.imagenet21k import is_tar_of_tars, walk_tar
+from data_tools.sources.listing import Collector
+from pipeline.config import ShardConfig
+from pipeline.data.bucket import AnyPath
+from pipeline.errors import UserError
+
+SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector the images of the tar of every split."""
+    for split, name in collector.splits.items():
+        path = source / name
+        if not path.is_file():
+            raise UserError(
+                f"{source} has no {name!r} (split {split!r}). Name the tars there are: splits.train=... splits.val=..."
+            )
+        try:
+            if is_tar_of_tars(path):
+                walk_tar(path, collector, f"{name}/")
+            else:
+                _walk_flat(path, split, config.val_labels, collector)
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+
+
+def _walk_flat(path: AnyPath, split: str, val_labels: str, collector: Collector) -> None:
+    if not val_labels:
+        raise UserError(
+            f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', or "
+            "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat."
+        )
+    with path.open("rb") as file:
+        members = [
+            (name.rpartition("/")[2].partition(".")[0], name, offset, size)
+            for name, is_folder, offset, size in tar_members(file, 0, path.stat().st_size)
+            if not is_folder
+        ]
+    members.sort()
+    wnids = _read_wnids(val_labels, [stem for stem, *_ in members])
+    container = collector.add_container(path)
+    for stem, name, offset, size in members:
+        collector.sample(split, f"{wnids[stem]}/{stem}", [wnids[stem]], name, container, offset, size)
+
+
+def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
+    """The class of each image, by its file name without the extension. stems: of all images, sorted."""
+    rows = [re.split(r"[\s,]+", line) for line in read_lines(val_labels, "val_labels")]
+    if len(rows[0]) > 1:
+        # More columns may follow: Kaggle's LOC_val_solution.csv has boxes there. A header names no image.
+        wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
+    else:
+        if len(rows) != len(stems):
+            raise UserError(f"val_labels = {val_labels} has {len(rows):,} lines for {len(stems):,} images.")
+        column = [row[0] for row in rows]
+        if column[0].isdigit():
+            column = _by_number(column, val_labels)
+        wnids = dict(zip(stems, column, strict=True))
+    missing = [stem for stem in stems if stem not in wnids]
+    if missing:
+        raise UserError(
+            f"val_labels = {val_labels} names no class for {len(missing):,} of {len(stems):,} images, such as {missing[0]}."
+        )
+    return wnids
+
+
+def _by_number(numbers: list[str], val_labels: str) -> list[str]:
+    """Wnids of ILSVRC2012_IDs, which are not in the order of names: the development kit's meta.mat lists them."""
+    from scipy.io import loadmat
+
+    meta = Path(val_labels).expanduser().parent / "meta.mat"
+    if not meta.is_file():
+        raise UserError(
+            f"val_labels = {val_labels} has numbers, and {meta} is missing, which says what they stand for (it is in "
+            "data/ of the development kit, ILSVRC2012_devkit_t12.tar.gz)."
+        )
+    synsets: Any = loadmat(meta, squeeze_me=True)["synsets"]
+    wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    unknown = [number for number in numbers if number not in wnids]
+    if unknown:
+        raise UserError(f"val_labels = {val_labels}: {unknown[0]!r} is none of the {len(wnids):,} numbers in {meta}.")
+    return [wnids[number] for number in numbers]

@@ -1,0 +1,48 @@
+"""Sources that are many files of one kind: which of them belongs to which split."""
+
+from pipeline.data.bucket import AnyPath, name_inside, walk_files
+from pipeline.errors import UserError
+
+_LIKE_SPLITS = ("train", "val", "test", "dev")
+
+
+def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tuple[str, str, AnyPath]]:
+    """(split, name inside source, path) of every file `*<suffix>` below source, by split and name.
+
+    splits: split name -> how the names of its files begin; the longest beginning counts. Raises UserError for a split
+    without files, and for files of several splits that would be mixed.
+    """
+    if source.is_file():
+        paths = {source.name: source}
+    else:
+        found = ((name_inside(path, source), path) for path, _ in walk_files(source) if path.name.endswith(suffix))
+        paths = {name: path for name, path in found if name and not path.name.startswith(".")}
+    files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
+    for name in sorted(paths):
+        fitting = [split for split, start in splits.items() if name.startswith(start)]
+        if fitting:
+            split = max(fitting, key=lambda split: len(splits[split]))
+            files[split].append((split, name, paths[name]))
+    some = ", ".join(sorted(paths)[:5]) or "none"
+    for split, of_split in files.items():
+        if not of_split:
+            raise UserError(
+                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {some}."
+            )
+    if list(splits.values()) == [""]:
+        _refuse_mixture(source, list(paths))
+    return [file for of_split in files.values() for file in of_split]
+
+
+def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
+    """Test images among those to train on are worse than one more line to type."""
+    starts: dict[str, str] = {}
+    for name in names:
+        parts = name.split("/")
+        for depth, part in enumerate(parts):
+            for word in _LIKE_SPLITS:
+                if part.startswith(word):
+                    starts.setdefault(word, "/".join([*parts[:depth], word]))
+    if len(starts) > 1:
+        said = " ".join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
+        raise UserError(f"{source}: the files look like several splits. If they are, say so: {said}")

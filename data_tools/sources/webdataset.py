@@ -1,0 +1,113 @@
+"""Shards in the form of the webdataset library, whoever wrote them: tars of `<key>.jpg` and `<key>.cls` or `<key>.json`."""
+
+import itertools
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from data_tools.sources.archive import tar_members
+from data_tools.sources.class_numbers import ClassNumbers, read_names
+from data_tools.sources.listing import IMAGE_EXTENSIONS, Collector
+from data_tools.sources.split_files import split_files
+from pipeline.config import ShardConfig
+from pipeline.data.bucket import AnyPath
+from pipeline.data.manifest import INFO, open_dataset
+from pipeline.errors import UserError
+
+_LABEL_KEYS = ("labels", "label", "cls")
+_MEMBERS_TO_LOOK_AT = 16
+
+
+@dataclass(frozen=True)
+class TarSample:
+    """A sample of a tar: its key, its image (name, offset and size in the tar), its labels or why it has none."""
+
+    key: str
+    name: str
+    offset: int
+    size: int
+    labels: list[int]
+    fault: str
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every sample of every *.tar below source; classes are called by label_names, or by number."""
+    numbers = ClassNumbers(known_class_names(source, config.label_names))
+    faults: list[str] = []
+    for split, name, path in split_files(source, collector.splits, ".tar"):
+        container = collector.add_container(path)
+        with path.open("rb") as file:
+            for sample in whole_samples(file, path):
+                where = f"{name}: {sample.name}"
+                if sample.fault:
+                    faults.append(f"{where} ({sample.fault})")
+                    continue
+                names = [numbers.name(label, where) for label in sample.labels]
+                collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
+    if faults:
+        collector.notes.append(f"ignored {len(faults):,} sample{'s' * (len(faults) > 1)}: {'; '.join(faults[:3])}")
+    collector.classes = numbers.classes()
+
+
+def known_class_names(source: AnyPath, label_names: str) -> list[str]:
+    """From the file that label_names names, else from a data set of ours, else none."""
+    if label_names:
+        return read_names(label_names, "label_names")
+    return open_dataset(source).classes if (source / INFO).is_file() else []
+
+
+def is_shard(path: AnyPath) -> bool:
+    """Whether a tar holds labels among its first members."""
+    with path.open("rb") as file:
+        members = itertools.islice(tar_members(file, 0, path.stat().st_size), _MEMBERS_TO_LOOK_AT)
+        return any(_split_name(name)[1] in ("cls", "json") for name, is_folder, *_ in members if not is_folder)
+
+
+def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
+    """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
+    try:
+        yield from _samples(file, path.stat().st_size)
+    except tarfile.TarError as error:
+        raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None
+
+
+def _samples(file: BinaryIO, end: int) -> Iterator[TarSample]:
+    members = (
+        (*_split_name(name), name, offset, size)
+        for name, is_folder, offset, size in tar_members(file, 0, end)
+        if not is_folder
+    )
+    for key, group in itertools.groupby(members, key=lambda member: member[0]):
+        image: tuple[str, int, int] | None = None
+        labels, fault = [], "no .cls and no .json"
+        for _, ext, name, offset, size in group:
+            if f".{ext}" in IMAGE_EXTENSIONS:
+                image = image or (name, offset, size)
+            elif ext in ("cls", "json") and (fault or ext == "cls"):
+                file.seek(offset)
+                try:
+                    labels, fault = _parse_labels(ext, file.read(size)), ""
+                except ValueError as error:
+                    fault = f".{ext}: {error}"
+        if image is not None:
+            yield TarSample(key, *image, labels, fault)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """(key, extension in lower case): a key ends at the first dot of the file name, as in webdataset."""
+    folder, slash, last = name.removeprefix("./").rpartition("/")
+    stem, _, ext = last.partition(".")
+    return folder + slash + stem, ext.lower()
+
+
+def _parse_labels(ext: str, data: bytes) -> list[int]:
+    """Raises ValueError when these are no labels."""
+    content: Any = int(data) if ext == "cls" else json.loads(data)
+    if isinstance(content, dict):
+        content = next((content[key] for key in _LABEL_KEYS if key in content), None)
+    labels = content if isinstance(content, list) else [content]
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
+        raise ValueError(f"no whole numbers under any of {', '.join(_LABEL_KEYS)}")
+    return labels

@@ -1,0 +1,120 @@
+"""The task that reads a shard's images once, and keeps a thumbnail of each (1 KB) for every later comparison."""
+
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools.near_copies import SIDE, is_plain, thumbnail
+from pipeline.data.decode import DecodeError, decode
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, replacing
+from pipeline.errors import UserError
+
+FINE, PLAIN, BAD = range(3)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to be read, and where its thumbnails go. offsets, sizes: (n,) int64. sha256: (n, 32) uint8.
+
+    first_row: of the shard's samples in its split, as the manifest has it.
+    """
+
+    tar: str
+    out: str
+    first_row: int
+    offsets: np.ndarray
+    sizes: np.ndarray
+    sha256: np.ndarray
+
+
+@dataclass(frozen=True)
+class Thumbnails:
+    """What is kept of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD. sha256: (n, 32)."""
+
+    thumbs: np.ndarray
+    states: np.ndarray
+    sha256: np.ndarray
+
+
+def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
+    """A job for each shard of a split, samples of every exclusion list included."""
+    rows = _rows_of_shards(dataset)
+    first_row = 0
+    for shard, table in rows:
+        if shard.split != split:
+            continue
+        digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
+        yield Job(
+            tar=str(dataset.path / shard.name),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.npz"),
+            first_row=first_row,
+            offsets=table.column("offset").to_numpy(),
+            sizes=table.column("size").to_numpy(),
+            sha256=np.frombuffer(b"".join(digests.to_pylist()), np.uint8).reshape(-1, 32),
+        )
+        first_row += shard.samples
+
+
+def make_thumbnails(job: Job) -> int:
+    """Read one shard and write its thumbnails; returns bytes read.
+
+    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early.
+    """
+    cv2.setNumThreads(1)
+    thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
+    states = np.full(len(job.offsets), BAD, np.uint8)
+    try:
+        file = os.open(job.tar, os.O_RDONLY)
+    except FileNotFoundError:
+        raise UserError(
+            f"A worker does not see {job.tar}: data sets must be on storage that all nodes share."
+        ) from None
+    try:
+        for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
+            data = os.pread(file, size, offset)
+            if len(data) != size:
+                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
+            try:
+                pixels = decode(data)
+            except DecodeError:
+                continue
+            thumbs[i] = thumbnail(pixels)
+            states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
+    finally:
+        os.close(file)
+    with replacing(Path(job.out)) as out:
+        np.savez(out, thumbs=thumbs, states=states, sha256=job.sha256)
+    return int(job.sizes.sum())
+
+
+def read_thumbnails(job: Job) -> Thumbnails:
+    """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    try:
+        with np.load(job.out) as arrays:
+            found = Thumbnails(arrays["thumbs"], arrays["states"], arrays["sha256"])
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+    if not len(found.thumbs) == len(found.states) == len(job.offsets):
+        raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
+    return found
+
+
+def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
+    """Every shard with its rows of the manifest; few of them in memory."""
+    batches = pq.ParquetFile(dataset.path / SAMPLES_FILE, memory_map=True).iter_batches(
+        columns=["offset", "size", "sha256"]
+    )
+    schema = pa.schema([("offset", pa.int64()), ("size", pa.int64()), ("sha256", pa.binary(32))])
+    waiting = pa.Table.from_batches([], schema)
+    for shard in dataset.shards():
+        while len(waiting) < shard.samples:
+            waiting = pa.concat_tables([waiting, pa.Table.from_batches([next(batches)], schema)])
+        yield shard, waiting.slice(0, shard.samples).combine_chunks()
+        waiting = waiting.slice(shard.samples)

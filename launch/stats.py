@@ -1,0 +1,34 @@
+"""Command: what is in a data set? See `data_tools/stats.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pipeline.command import main
+from pipeline.config import StatsConfig
+
+
+def stats(config: StatsConfig) -> None:
+    from data_tools import stats  # Late: --help and mistakes in the settings need no Matplotlib.
+
+    found = stats.run(config)
+    if config.mlflow:
+        from pipeline.track import send_report
+
+        name, tags = f"stats {found['name']}", {"data_fingerprint": found["fingerprint"]}
+        send_report(config.mlflow, stats.folder(config), name, stats.metrics(found), stats.files(config), tags)
+
+
+ABOUT = """
+Count what is in a data set, and draw it: images of each class, sides, aspect ratios, bytes, formats, labels of an image,
+how evenly each shard is mixed, and a page of samples. Reads the manifest alone, but for those samples.
+
+      python launch/stats.py data=datasets/photos
+      python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000
+
+Writes stats.json, classes.csv, shards.csv, histograms.png and contact_sheet.png into out.
+"""
+
+if __name__ == "__main__":
+    main(StatsConfig, stats, ABOUT)

@@ -1,0 +1,119 @@
+"""A part of a JPEG, decoded alone: pixels above and beside it are not computed, and what lies below is not even read.
+
+libjpeg-turbo 3 can do this; Python reaches it in the library that the `turbojpeg` wheel brings (the extra `fast`; its
+own module, of which no licence is known, is not loaded). Without it, or for a kind of JPEG that is left to others,
+`decode` says None and the caller decodes all of the image: the pixels are the same, to the bit.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from importlib import metadata
+
+import numpy as np
+
+# (top, left, height, width) in pixels, inside the image.
+Region = tuple[int, int, int, int]
+
+# Numbers of turbojpeg.h, libjpeg-turbo 3.
+_INIT_DECOMPRESS, _RGB = 1, 0
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLOURS = 0, 4, 5, 6, 7, 8
+_PROGRESSIVE, _ARITHMETIC, _LOSSLESS = 12, 14, 15
+_YCBCR, _GREY = 1, 2
+# Width in pixels of the blocks that are coded together: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1.
+_BLOCK_WIDTHS = (8, 16, 16, 8, 8, 32, 8)
+_END_OF_IMAGE = b"\xff\xd9"
+
+
+class _Box(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "width", "height")]
+
+
+def _open_library() -> tuple[ctypes.PyDLL, ctypes.CDLL] | None:
+    """The library twice: for calls of a few microseconds, which keep the GIL, and for the long one, which frees it."""
+    try:
+        names = [file for file in metadata.files("turbojpeg") or () if file.name.startswith("libturbojpeg")]
+        path = str(names[0].locate())
+        short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
+        short.tj3Init.restype = ctypes.c_void_p
+        short.tj3Destroy.argtypes = [ctypes.c_void_p]
+        short.tj3Destroy.restype = None
+        short.tj3DecompressHeader.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+        short.tj3Get.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        short.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        short.tj3SetCroppingRegion.argtypes = [ctypes.c_void_p, _Box]
+        long.tj3Decompress8.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),  # handle, file, its bytes
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # pixels, bytes of a row (0: no gap), order of colours
+        ]
+    except (metadata.PackageNotFoundError, IndexError, OSError, AttributeError):
+        return None
+    return short, long
+
+
+_library = _open_library()
+
+
+class _Handle:
+    """A decompressor of one thread."""
+
+    def __init__(self, short: ctypes.PyDLL) -> None:
+        self.short = short
+        self.pointer = short.tj3Init(_INIT_DECOMPRESS)
+        if not self.pointer:
+            raise MemoryError("tj3Init")
+        short.tj3Set(self.pointer, _STOP_ON_WARNING, 1)
+
+    def __del__(self) -> None:
+        self.short.tj3Destroy(self.pointer)
+
+    def get(self, name: int) -> int:
+        return self.short.tj3Get(self.pointer, name)
+
+
+_handles = threading.local()
+
+
+def is_available() -> bool:
+    """Whether the library is installed."""
+    return _library is not None
+
+
+def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
+    """The pixels of a region, uint8 (height, width, 3) RGB, as a view of a slightly larger array; or None.
+
+    choose: (height, width) of the image as it is stored -> the region that is wanted.
+    None: the library is not there; progressive, arithmetic, lossless or CMYK JPEG; odd subsampling; a file that does
+    not end as a JPEG does (cut, or with something behind it); or libjpeg complained before the region's last row.
+    Damage that begins below the region is not seen.
+    """
+    if _library is None or not data.endswith(_END_OF_IMAGE):
+        return None
+    short, long = _library
+    handle = getattr(_handles, "handle", None)
+    if handle is None:
+        handle = _handles.handle = _Handle(short)
+    if short.tj3DecompressHeader(handle.pointer, data, len(data)) or not _is_plain(handle):
+        return None
+    image_height, image_width = handle.get(_HEIGHT), handle.get(_WIDTH)
+    top, left, height, width = choose(image_height, image_width)
+    # The library begins at a border of blocks. Chroma is upsampled with its neighbours to both sides, of which there
+    # are none at a region's edges: so the region has one more column on the left, and on the right two (one of chroma).
+    block = _BLOCK_WIDTHS[handle.get(_SUBSAMPLING)]
+    first = max(left - 1, 0) // block * block
+    last = min(left + width + 2, image_width)
+    if short.tj3SetCroppingRegion(handle.pointer, _Box(first, top, last - first, height)):
+        return None
+    pixels = np.empty((height, last - first, 3), np.uint8)
+    if long.tj3Decompress8(handle.pointer, data, len(data), pixels.ctypes.data, 0, _RGB):
+        return None
+    return pixels[:, left - first : left - first + width]
+
+
+def _is_plain(handle: _Handle) -> bool:
+    return (
+        handle.get(_COLOURS) in (_YCBCR, _GREY)
+        and 0 <= handle.get(_SUBSAMPLING) < len(_BLOCK_WIDTHS)
+        and handle.get(_PRECISION) == 8
+        and not any(map(handle.get, (_PROGRESSIVE, _ARITHMETIC, _LOSSLESS)))
+    )

@@ -1,0 +1,479 @@
+"""Layouts that know their samples: every image, class and split of real files of each kind; one line for what is wrong."""
+
+import csv
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from faulty_s3 import S3, bucket_path, put
+from PIL import Image
+from raw_images import jpeg, write_folder, write_tar, write_zip
+from scipy.io import savemat
+
+from data_tools import dedup, index, stats, verify
+from data_tools.images import to_png
+from data_tools.sources import Listing, Reader, list_source
+from pipeline.config import DedupConfig, IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.data.bucket import walk_files
+from pipeline.data.decode import decode
+from pipeline.errors import UserError
+
+Sample = tuple[str, tuple[str, ...], bytes]
+
+
+def listed(source: Path, **settings: object) -> Listing:
+    config = ShardConfig(source=str(source), out="unused", **settings)
+    config.check()
+    return list_source(source, config, source.parent / "staging")
+
+
+def samples(listing: Listing) -> dict[str, Sample]:
+    """Key -> split, names of the classes, bytes."""
+    rows = listing.rows(np.arange(len(listing)))
+    splits = [listing.splits[split] for split in listing.table["split"].to_pylist()]
+    found = {}
+    with Reader() as reader:
+        places = zip(*(rows[name] for name in ("path", "offset", "size", "packed")), strict=True)
+        for key, split, labels, place in zip(rows["key"], splits, rows["labels"], places, strict=True):
+            found[key] = (split, tuple(listing.classes[label] for label in labels), reader.read(*place))
+    assert len(found) == len(listing)
+    return found
+
+
+def refused(source: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as error:
+        listed(source, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- CIFAR ------------------------------------------------------------------------------------------------------------
+
+NAMES = ["plane", "car", "bird"]
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 3072), np.uint8)
+LABELS = [2, 0, 1, 1, 2, 0, 2, 1, 0]
+
+
+def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    """What cPickle of Python 2 and NumPy 1 write: byte strings (BINSTRING, T) for text and for the array's elements."""
+
+    def text(content: bytes) -> bytes:
+        return b"T" + len(content).to_bytes(4, "little") + content
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+
+    dtype = b"cnumpy\ndtype\n(" + text(b"u1") + number(0) + number(1) + b"tR(" + number(3) + text(b"|")
+    dtype += b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
+    shape = number(pixels.shape[0]) + number(pixels.shape[1]) + b"\x86"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"tR("
+    array += number(1) + shape + dtype + b"\x89" + text(pixels.tobytes()) + b"tb"
+    entries = text(b"data") + array + text(b"labels") + b"](" + b"".join(map(number, labels)) + b"e"
+    return b"\x80\x02}(" + entries + b"u."
+
+
+def python3_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    return pickle.dumps({"data": pixels, "labels": labels}, protocol=5)
+
+
+def binary_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    return b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, pixels, strict=True))
+
+
+def cifar10(at: Path, make: Callable[[list[int], np.ndarray], bytes], suffix: str = "") -> dict[str, bytes]:
+    files = {
+        f"data_batch_1{suffix}": make(LABELS[:4], PIXELS[:4]),
+        f"data_batch_2{suffix}": make(LABELS[4:6], PIXELS[4:6]),
+        f"test_batch{suffix}": make(LABELS[6:], PIXELS[6:]),
+        "readme.html": b"...",
+    }
+    names = {"batches.meta": pickle.dumps({b"label_names": NAMES}, protocol=2)}
+    return files | ({"batches.meta.txt": "\n".join([*NAMES, ""]).encode()} if suffix else names)
+
+
+CIFAR10 = {"python 2": (python2_batch, ""), "python 3": (python3_batch, ""), "binary": (binary_batch, ".bin")}
+
+
+@pytest.mark.parametrize("version", CIFAR10)
+@pytest.mark.parametrize("form", ["folder", "tar.gz"])
+def test_cifar10(version: str, form: str, tmp_path: Path) -> None:
+    files = cifar10(tmp_path, *CIFAR10[version])
+    inside = {f"cifar-10/{name}": data for name, data in files.items()}
+    source = (
+        write_folder(files, tmp_path / "raw") if form == "folder" else write_tar(inside, tmp_path / "c.tar.gz", "w:gz")
+    )
+    listing = listed(source)
+    assert listing.classes == NAMES
+    found = samples(listing)
+    places = [("data_batch_1", i) for i in range(4)] + [("data_batch_2", i) for i in range(2)]
+    places += [("test_batch", i) for i in range(3)]
+    for (batch, number), label, pixels in zip(places, LABELS, PIXELS, strict=True):
+        split, names, data = found[f"{NAMES[label]}/{batch}_{number:05d}"]
+        assert (split, names) == ("test" if batch == "test_batch" else "train", (NAMES[label],))
+        assert np.array_equal(decode(data), pixels.reshape(3, 32, 32).transpose(1, 2, 0))
+
+
+def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
+    records = b"".join(bytes([9, label]) + image.tobytes() for label, image in zip(LABELS, PIXELS, strict=True))
+    names = "\n".join(NAMES).encode()
+    binary = write_folder(
+        {"train.bin": records, "test.bin": records, "fine_label_names.txt": names}, tmp_path / "binary"
+    )
+    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": [9] * 9}, protocol=4)
+    meta = pickle.dumps({"fine_label_names": NAMES})
+    python = write_folder({"train": batch, "test": batch, "meta": meta}, tmp_path / "python")
+    assert samples(listed(binary)) == samples(listed(python))
+    assert listed(binary).digest() == listed(python).digest()
+    assert samples(listed(python))["bird/train_00000"][:2] == ("train", ("bird",))
+
+
+class _Evil:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('obeyed')",))
+
+
+def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path) -> None:
+    files = cifar10(tmp_path, python2_batch)
+    files["data_batch_1"] = pickle.dumps({"data": _Evil(), "labels": [0]})
+    assert "asks for builtins.exec, which is not obeyed" in refused(write_folder(files, tmp_path / "raw"))
+    # Python 3 writes bytes as text under protocol 2: then there are no pixels to point at.
+    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:4], "labels": LABELS[:4]}, protocol=2)
+    assert "pickled so that its pixels are not in it" in refused(write_folder(files, tmp_path / "raw"))
+    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:3], "labels": LABELS[:4]}, protocol=4)
+    assert "no `data` of 3,072 bytes for each of its `labels`" in refused(write_folder(files, tmp_path / "raw"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, there are 3 class"),
+        ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
+        ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
+    ],
+)  # fmt: skip
+def test_bad_cifar(change: dict[str, bytes], said: str, tmp_path: Path) -> None:
+    assert said in refused(write_folder(cifar10(tmp_path, binary_batch, ".bin") | change, tmp_path / "raw"))
+
+
+def test_png_of_pixels_is_the_same_everywhere_and_two_decoders_read_it() -> None:
+    pixels = PIXELS[0].reshape(3, 32, 32).transpose(1, 2, 0)
+    data = to_png(PIXELS[0].tobytes())
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB), pixels)
+    # 8 signature, 25 IHDR, 12 of IDAT around 2 + 5 + 32 * 97 + 4 bytes of zlib, 12 IEND: no compressor had a say.
+    assert len(data) == 8 + 25 + 12 + 2 + 5 + 32 * 97 + 4 + 12
+
+
+# --- ImageNet-1k ------------------------------------------------------------------------------------------------------
+
+VAL = {f"ILSVRC2012_val_{number:08d}": wnid for number, wnid in ((1, "n02"), (2, "n01"), (3, "n02"))}
+
+
+def imagenet1k(at: Path) -> Path:
+    at.mkdir()
+    inner = {}
+    for wnid, seed in (("n01", 1), ("n02", 2)):
+        files = {f"{wnid}_{number}.JPEG": jpeg(10 * seed + number) for number in (7, 12)}
+        inner[f"{wnid}.tar"] = write_tar(files, at / "x.tar").read_bytes()
+    (at / "x.tar").unlink()
+    write_tar(inner, at / "ILSVRC2012_img_train.tar")
+    write_tar({f"{stem}.JPEG": jpeg(i) for i, stem in enumerate(VAL)}, at / "ILSVRC2012_img_val.tar")
+    return at
+
+
+def _ground_truth(at: Path) -> Path:
+    # As in the development kit: numbers in the order of the images, which are not in the order of the wnids.
+    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O")]
+    savemat(at / "meta.mat", {"synsets": np.array([(1, "n02", "b"), (2, "n01", "a"), (3, "n09", "c")], kinds)})
+    (at / "ground_truth.txt").write_text("1\n2\n1\n")
+    return at / "ground_truth.txt"
+
+
+def _text(text: str) -> Callable[[Path], Path]:
+    def make(at: Path) -> Path:
+        (at / "labels.txt").write_text(text)
+        return at / "labels.txt"
+
+    return make
+
+
+VAL_LABELS = {
+    "development kit": _ground_truth,
+    "map": _text("".join(f"{stem}.JPEG {wnid}\n" for stem, wnid in VAL.items())),
+    "kaggle": _text("ImageId,PredictionString\n" + "".join(f"{s},{w} 85 1 499 272 \n" for s, w in VAL.items())),
+    "column": _text("".join(f"{wnid}\n" for wnid in VAL.values())),
+}
+
+
+@pytest.mark.parametrize("form", VAL_LABELS)
+def test_imagenet1k(form: str, tmp_path: Path) -> None:
+    found = samples(listed(imagenet1k(tmp_path / "raw"), val_labels=str(VAL_LABELS[form](tmp_path))))
+    val = {f"{wnid}/{stem}": ("val", (wnid,), jpeg(i)) for i, (stem, wnid) in enumerate(VAL.items())}
+    train = {f"n0{c}/n0{c}_{n}": ("train", (f"n0{c}",), jpeg(10 * c + n)) for c in (1, 2) for n in (7, 12)}
+    assert found == train | val
+
+
+def test_bad_imagenet1k(tmp_path: Path) -> None:
+    source = imagenet1k(tmp_path / "raw")
+    assert "holds images without classes: val_labels=FILE" in refused(source)
+    few = _text("ILSVRC2012_val_00000001 n02\n")(tmp_path)
+    assert "names no class for 2 of 3 images, such as ILSVRC2012_val_00000002" in refused(source, val_labels=str(few))
+    (tmp_path / "labels.txt").write_text("n02\nn01\n")
+    assert "has 2 lines for 3 images" in refused(source, val_labels=str(few))
+    (tmp_path / "labels.txt").write_text("1\n2\n9\n")
+    assert "meta.mat is missing" in refused(source, val_labels=str(few))
+    _ground_truth(tmp_path)
+    assert "'9' is none of the 3 numbers" in refused(source, val_labels=str(few))
+    (source / "ILSVRC2012_img_val.tar").unlink()
+    assert "has no 'ILSVRC2012_img_val.tar' (split 'val')" in refused(source)
+    assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
+
+
+# --- Parquet ----------------------------------------------------------------------------------------------------------
+
+IMAGES = [jpeg(i) for i in range(5)]
+
+
+def hugging_face(path: Path, labels: pa.Array, names: list[str] | None = None, column: str = "image") -> Path:
+    rows = [{"bytes": data, "path": f"{i}.jpg"} for i, data in enumerate(IMAGES)]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({column: pa.array(rows, kind), "label": labels})
+    if names:
+        is_list = pa.types.is_list(labels.type)
+        one = {"names": names, "_type": "ClassLabel"}
+        features = {"image": {"_type": "Image"}, "label": {"feature": one, "_type": "Sequence"} if is_list else one}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=2)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "expected"),
+    [
+        (pa.array([2, 0, 0, 1, 2]), NAMES, [("bird",), ("plane",), ("plane",), ("car",), ("bird",)]),
+        (pa.array([10, 2, 0, 2, 2]), None, [("10",), ("2",), ("0",), ("2",), ("2",)]),
+        (pa.array(["b", "a", "a", "b", "a"]), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
+        (pa.array(["b", "a", "a", "b", "a"]).dictionary_encode(), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
+        (pa.array([[2, 0], [0], [], [1], [1, 1]]), NAMES, [("plane", "bird"), ("plane",), (), ("car",), ("car",)]),
+        (pa.array([["b", "a"], ["a"], ["b"], ["c"], ["a"]]), None, [("a", "b"), ("a",), ("b",), ("c",), ("a",)]),
+    ],
+)
+def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_path: Path) -> None:
+    listing = listed(hugging_face(tmp_path / "data/train-0.parquet", labels, names))
+    found = samples(listing)
+    assert [found[f"train-0/{row:06d}"] for row in range(5)] == [
+        ("train", names, data) for names, data in zip(expected, IMAGES, strict=True)
+    ]
+    if names or pa.types.is_integer(labels.type):
+        assert listing.classes == (names or [str(number) for number in range(11)])
+
+
+def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "raw/data/train-0.parquet", pa.array(list("ababa")))
+    pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")
+    said = refused(tmp_path / "raw")
+    assert "look like several splits. If they are, say so: splits.train=data/train splits.val=data/val" in said
+    listing = listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/val"})
+    found = samples(listing)
+    assert found["data/validation-0/000001"] == ("val", ("a",), IMAGES[1])
+    assert len(found) == 10
+    # The second time nothing is unpacked: a whole file is taken as it is.
+    staged = {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()}
+    assert listed(tmp_path / "raw", splits=dict(zip(listing.splits, ("data/train", "data/val"), strict=True)))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()} == staged
+
+    # A file of the same length that was written later is another one.
+    changed = tmp_path / "raw/data/validation-0.parquet"
+    os.utime(changed, ns=(0, 0))
+    listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/validation"})
+    assert len(list((tmp_path / "staging").iterdir())) == len(staged) + 2
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
+    assert "row 3: label 3 is out of range, there are 3 class names" in refused(path)
+    assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
+    assert "column 'label' holds int64, not encoded images" in refused(path, image_column="label", layout="parquet")
+    assert "column 'image' holds struct<" in refused(path, label_column="image")
+    hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, -1, 2]), NAMES)
+    assert "Images without a label (-1) belong in no split" in refused(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is damaged" in refused(path, layout="parquet")
+    names = _text("plane\ncar\nplane\n")(tmp_path)
+    hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
+    assert "names 'plane' 2 times" in refused(path, label_names=str(names))
+
+
+# --- Lists ------------------------------------------------------------------------------------------------------------
+
+FILES = {"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "3.png": jpeg(3)}
+
+
+def table(path: Path, rows: list[tuple[str, object]], header: tuple[str, str] = ("path", "label")) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([header, *rows])
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_list(ending: str, tmp_path: Path) -> None:
+    write_folder(FILES, tmp_path)
+    rows = [("cat/1.jpg", "cat; pet"), ("./dog/2.jpg", "dog"), (str(tmp_path / "3.png"), "")]
+    if ending == "parquet":
+        labels = [["cat", "pet"], ["dog"], []]
+        pq.write_table(pa.table({"path": [path for path, _ in rows], "label": labels}), tmp_path / "list.parquet")
+    else:
+        table(tmp_path / f"list.{ending}", rows)
+    listing = listed(tmp_path / f"list.{ending}")
+    assert samples(listing) == {
+        "cat/1": ("train", ("cat", "pet"), FILES["cat/1.jpg"]),
+        "dog/2": ("train", ("dog",), FILES["dog/2.jpg"]),
+        str(tmp_path / "3").removeprefix("/").replace(".", "_"): ("train", (), FILES["3.png"]),
+    }
+    assert listing.notes == ["1 image without any label"]
+
+
+def test_a_list_gives_the_table_of_its_folder(tmp_path: Path) -> None:
+    files = {name: data for name, data in FILES.items() if "/" in name}
+    folder = listed(write_folder(files, tmp_path / "raw"))
+    by_list = listed(table(tmp_path / "raw/list.csv", [(name, name.split("/")[0]) for name in files]))
+    assert folder.digest() == by_list.digest()
+
+
+def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
+    write_folder(FILES, tmp_path / "raw/lists")
+    table(tmp_path / "raw/lists/a.csv", [("cat/1.jpg", 10), ("dog/2.jpg", 2)])
+    table(tmp_path / "raw/lists/b.csv", [("3.png", 0)])
+    listing = listed(tmp_path / "raw", layout="list", splits={"train": "lists/a.csv", "test": "lists/b.csv"})
+    found = samples(listing)
+    assert found["cat/1"] == ("train", ("10",), FILES["cat/1.jpg"])
+    assert found["3"] == ("test", ("0",), FILES["3.png"])
+    assert listing.classes == [str(number) for number in range(11)]
+    names = _text("\n".join(NAMES))(tmp_path)
+    said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
+    assert "a.csv, row 1: label 10 is out of range, there are 3 class names" in said
+
+
+def test_bad_list(tmp_path: Path) -> None:
+    path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
+    assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
+    assert "row 2: file is empty" in refused(path, path_column="file")
+    table(path, [("gone.jpg", "cat")])
+    # A missing file is the job's to find, count and name.
+    assert listed(path).table["size"].to_pylist() == [0]
+    table(path, [("a.jpg", "cat"), ("a.png", "cat")])
+    assert "a.jpg and a.png have the same key, 'a'" in refused(path)
+    assert "is no list of images (split 'train')" in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
+
+
+# --- webdataset -------------------------------------------------------------------------------------------------------
+
+SHARD = {
+    "a/1.jpg": jpeg(1), "a/1.cls": b"3\n", "a/2.x.json": b"[]", "a/2.PNG": jpeg(2), "a/2.json": b'{"labels": [0, 10]}',
+    "v1.5/3.jpeg": jpeg(3), "v1.5/3.json": b'{"label": 4, "caption": "x"}', "note.txt": b"no image",
+}  # fmt: skip
+
+
+def test_webdataset(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    write_tar(SHARD, tmp_path / "raw/train-0.tar")
+    write_tar({"9.jpg": jpeg(9), "9.cls": b"1", "8.jpg": jpeg(8)}, tmp_path / "raw/val-0.tar")
+    assert "say so: splits.train=train splits.val=val" in refused(tmp_path / "raw")
+    listing = listed(tmp_path / "raw", splits={"train": "train", "val": "val"})
+    assert samples(listing) == {
+        "a/1": ("train", ("3",), jpeg(1)),
+        "a/2": ("train", ("0", "10"), jpeg(2)),
+        "v1_5/3": ("train", ("4",), jpeg(3)),
+        "9": ("val", ("1",), jpeg(9)),
+    }
+    assert listing.classes == [str(number) for number in range(11)]
+    assert listing.notes == ["ignored 1 sample: val-0.tar: 8.jpg (no .cls and no .json)"]
+
+
+def test_bad_webdataset(tmp_path: Path) -> None:
+    names = _text("\n".join(NAMES))(tmp_path)
+    path = write_tar(SHARD, tmp_path / "a.tar")
+    assert "a.tar: a/1.jpg: label 3 is out of range" in refused(path, label_names=str(names))
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:-200])
+    assert "a.tar is damaged (cut off" in refused(path)
+    write_tar({"a.jpg": jpeg(1), "a.cls": b"cat"}, tmp_path / "b.tar")
+    assert "split 'train' (all of it) has no images" in refused(tmp_path / "b.tar")
+
+
+def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    with tarfile.open(write_tar({"1.jpg": jpeg(1)}, tmp_path / "raw/n01.tar")):
+        write_tar({"2.jpg": jpeg(2)}, tmp_path / "raw/n02.tar")
+    assert listed(tmp_path / "raw").classes == ["n01", "n02"]
+
+
+# --- in a bucket ------------------------------------------------------------------------------------------------------
+
+
+def _packed_cifar(at: Path) -> Path:
+    return write_tar(cifar10(at, python2_batch), at / "cifar.tar.gz", "w:gz")
+
+
+def _webdataset(at: Path) -> Path:
+    (at / "shards").mkdir()
+    return write_tar(SHARD, at / "shards/train-0.tar").parent
+
+
+IN_BUCKET: dict[str, Callable[[Path], Path]] = {
+    "cifar": lambda at: write_folder(cifar10(at, binary_batch, ".bin"), at / "cifar"),
+    "cifar.tar.gz": _packed_cifar,
+    "folder": lambda at: write_folder({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2)}, at / "raw"),
+    "zip": lambda at: write_zip({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "dog/3.jpg": jpeg(3)}, at / "raw.zip"),
+    "imagenet1k": lambda at: imagenet1k(at / "raw"),
+    "webdataset": _webdataset,
+}
+
+
+@pytest.mark.parametrize("layout", IN_BUCKET)
+def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
+    source = IN_BUCKET[layout](tmp_path)
+    labels = {"val_labels": str(VAL_LABELS["map"](tmp_path))} if layout == "imagenet1k" else {}
+    for path, _ in walk_files(source) if source.is_dir() else [(source, 0)]:
+        put(bucket_path(f"{s3[1]}/{path.relative_to(tmp_path)}"), path.read_bytes())
+    there = bucket_path(f"{s3[1]}/{source.name}")
+    config = ShardConfig(source=str(there), out="unused", **labels)
+    # Twice, so that what was unpacked is used again.
+    listings = [list_source(there, config, bucket_path(f"{s3[1]}/out/.staging")) for _ in range(2)]
+    local = listed(source, **labels)
+    assert all(samples(listing) == samples(local) for listing in listings)
+    assert {listing.digest() for listing in listings} == {local.digest()}
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_layouts_that_a_bucket_does_not_have_yet(name: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
+    put(bucket_path(f"{s3[1]}/raw/{name}"), b"path,label")
+    for layout, source in (("auto", f"raw/{name}"), ({"a.parquet": "parquet", "a.csv": "list"}[name], "raw")):
+        config = ShardConfig(source=f"{s3[1]}/{source}", out="unused", layout=layout)
+        with pytest.raises(
+            UserError, match=r"^s3://\S+: .* works on local folders only so far. Copy it to one first.$"
+        ):
+            list_source(bucket_path(config.source), config, tmp_path)
+
+
+def test_commands_that_a_bucket_does_not_have_yet(s3: tuple[S3, str]) -> None:
+    url = f"{s3[1]}/x"
+    put(bucket_path(f"{url}/dataset.json"), b"{}")
+    for run in (
+        lambda: index.run(IndexConfig(source=url, out="y")),
+        lambda: verify.run(VerifyConfig(data=url)),
+        lambda: stats.run(StatsConfig(data=url)),
+        lambda: dedup.run(DedupConfig(data=url, against=["y"])),
+    ):
+        with pytest.raises(UserError, match=r"^s3://\S+: launch/\w+.py works on local folders only so far"):
+            run()

@@ -1,0 +1,397 @@
+"""What goes wrong with data on disk: each fault is found and named, is counted, and costs nothing that was whole."""
+
+import hashlib
+import io
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_tools import cluster, shard, verify
+from pipeline.command import mistakes_in_one_line
+from pipeline.config import AugmentConfig, ShardConfig, VerifyConfig
+from pipeline.data.exclude import read_lists
+from pipeline.data.loader import Batch, Loader, train_view
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARD = "train-000001.tar"  # rows 40 to 79 of 150
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_cluster() -> int:
+    return cluster.connect(num_cpus=2)
+
+
+@pytest.fixture
+def copy(dataset: Path, tmp_path: Path) -> Dataset:
+    """A data set to damage: 150 training images in 4 shards, 37 validation images in one."""
+    return open_dataset(shutil.copytree(dataset, tmp_path / "data"))
+
+
+def check(data: Path, **settings: object) -> dict:
+    config = VerifyConfig(data=str(data), **settings)
+    config.check()
+    return verify.run(config)
+
+
+def listed(dataset: Dataset) -> list[tuple[str, int]]:
+    lists = read_lists(dataset)
+    rows = lists["damaged"].to_pylist() if "damaged" in lists else []
+    return [(row["split"], row["row"]) for row in rows]
+
+
+def kinds(report: dict) -> dict[str, int]:
+    return {kind: of_kind["count"] for kind, of_kind in report["kinds"].items()}
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def rewrite_rows(dataset: Dataset, change: Callable[[list[dict]], None]) -> None:
+    """Change rows of samples.parquet, and its checksum with them, as a tool that wrote it wrongly would have."""
+    path = dataset.path / SAMPLES_FILE
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path, row_group_size=150)
+    info = json.loads((dataset.path / "dataset.json").read_text())
+    info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (dataset.path / "dataset.json").write_text(json.dumps(info))
+
+
+def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()}
+    report = check(copy.path)
+    assert report["is_whole"]
+    assert (report["shards"], report["samples"], report["decoded"], report["kinds"]) == (5, 187, 187, {})
+    assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
+    assert ": whole. read 5 shards, 187 images" in capfd.readouterr().out
+    shutil.rmtree(copy.path / "verify")
+    assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
+
+
+def test_a_truncated_tar(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    offsets = copy.split("train").offsets
+    os.truncate(copy.path / SHARD, int(offsets[70]) + 10)
+    report = check(copy.path)
+    assert kinds(report) == {"size": 1, "structure": 1, "lost": 10}
+    assert listed(copy) == [("train", row) for row in range(70, 80)]
+    assert (report["damaged_shards"], report["unfit_samples"], report["decoded"]) == (1, 10, 177)
+    said = capfd.readouterr().out
+    assert "cut off at byte" in said
+    assert f"{SHARD} train00070: bytes" in said
+    assert "run the same launch/shard.py again" in said
+    assert "10 of 187 images are unfit, and listed in" in said
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 1500, b"\xa5" * 1500], ids=["zeros", "noise"])
+def test_garbage_in_the_middle_costs_what_it_covers(garbage: bytes, copy: Dataset) -> None:
+    """From the header of one image on: a reader of tars would see the end of the archive, or stop with an error."""
+    offset = int(copy.split("train").offsets[60])
+    overwrite(copy.path / SHARD, offset - 512, garbage)
+    report = check(copy.path)
+    found = kinds(report)
+    # No other sample misses its header: the walk went on behind the garbage.
+    assert found == {"checksum": 1, "structure": 1, "content": 1}
+    assert listed(copy) == [("train", 60)]
+    assert report["decoded"] == 186
+
+
+@pytest.mark.parametrize("size", [7, 5000, 10**9])
+def test_a_member_whose_size_lies(size: int, copy: Dataset) -> None:
+    split = copy.split("train")
+    offset = int(split.offsets[50])
+    header = tarfile.TarInfo("train00050.png")
+    header.size = size
+    overwrite(copy.path / SHARD, offset - 512, header.tobuf(tarfile.GNU_FORMAT))
+    report = check(copy.path)
+    found = kinds(report)
+    assert found["checksum"] == 1
+    assert report["kinds"]["member"]["first"][0]["key"] == "train00050"
+    # Every image's bytes are whole, at their place, and stay in use.
+    assert listed(copy) == []
+    assert report["decoded"] == 187
+
+
+def test_a_member_twice(copy: Dataset) -> None:
+    with tarfile.open(copy.path / SHARD, "a") as tar:
+        tar.addfile(tarfile.TarInfo("train00050.png"))
+    report = check(copy.path)
+    assert report["kinds"]["duplicate"]["first"][0]["detail"] == "train00050.png is in the tar twice"
+    assert listed(copy) == []
+
+
+def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[3]["offset"] += 512
+        rows[5]["size"] -= 1
+        rows[7]["key"] = "other"
+        rows[9]["labels"] = [(rows[9]["labels"][0] + 1) % 4]
+        rows[11]["sha256"] = b"\0" * 32
+        rows[13]["width"] = 99
+        rows[15]["offset"] = 10**12
+        rows[17]["key"] = rows[140]["key"] = "same"
+        rows[149]["labels"] = [4]
+
+    rewrite_rows(copy, change)
+    report = check(copy.path)
+    assert kinds(report) == {
+        "duplicate": 1,  # 140
+        "member": 3,  # 7, 17, 140
+        "properties": 1,
+        "content": 3,
+        "lost": 1,
+        "label": 2,  # 9, 149
+        "label range": 1,
+    }
+    # Of a key, a width or a member's name no training depends; of the other bytes and labels it does.
+    assert listed(copy) == [("train", row) for row in (3, 5, 9, 11, 15, 149)]
+
+
+def test_a_tar_s_damaged_label_costs_nothing(copy: Dataset) -> None:
+    offset, size = int(copy.split("train").offsets[50]), int(copy.split("train").sizes[50])
+    overwrite(copy.path / SHARD, offset + -(-size // 512) * 512 + 512, b"x")
+    report = check(copy.path)
+    assert kinds(report) == {"checksum": 1, "label": 1}
+    assert listed(copy) == []
+
+
+def test_labels_out_of_range_that_someone_else_wrote(copy: Dataset) -> None:
+    info = json.loads((copy.path / "dataset.json").read_text())
+    info["classes"].pop()
+    (copy.path / "dataset.json").write_text(json.dumps(info))
+    report = check(copy.path)
+    expected = np.flatnonzero(copy.split("train", exclude="none").label_values == 3)
+    assert [row for split, row in listed(open_dataset(copy.path)) if split == "train"] == expected.tolist()
+    assert "have fingerprint" in report["kinds"]["manifest"]["first"][0]["detail"]
+
+
+def test_shards_that_are_gone(copy: Dataset) -> None:
+    (copy.path / SHARD).unlink()
+    (copy.path / "val-000000.tar").unlink()
+    report = check(copy.path)
+    assert kinds(report) == {"missing": 2, "lost": 77}
+    assert listed(copy) == [*(("train", row) for row in range(40, 80)), *(("val", row) for row in range(37))]
+
+
+def test_damaged_tables(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    spoil_image(copy, 45)
+    check(copy.path)
+    content = (copy.path / SAMPLES_FILE).read_bytes()
+    overwrite(copy.path / SAMPLES_FILE, 100, b"\xff" * 300)
+    report = check(copy.path)
+    assert kinds(report) == {"manifest": 2, "checksum": 1}
+    # What cannot be judged now keeps the judgement that it has.
+    assert listed(copy) == [("train", 45)]
+    assert "cannot be read" in capfd.readouterr().out
+    (copy.path / SAMPLES_FILE).unlink()
+    os.truncate(copy.path / SHARD, 1000)
+    assert kinds(check(copy.path)) == {"manifest": 1, "size": 1, "structure": 1}
+    (copy.path / SAMPLES_FILE).write_bytes(content)
+    (copy.path / "shards.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"shards.parquet is damaged.*launch/shard.py"):
+        check(copy.path)
+
+
+def spoil_image(dataset: Dataset, row: int) -> None:
+    """An image that was broken before it was sharded: checksums agree with it."""
+    split = dataset.split("train")
+    path, offset = Path(split.shard_paths[int(split.shard_of(np.array(row)))]), int(split.offsets[row])
+    overwrite(path, offset + int(split.sizes[row]) - 40, b"\0" * 40)
+    data = path.read_bytes()[offset : offset + int(split.sizes[row])]
+    rewrite_rows(dataset, lambda rows: rows[row].update(sha256=hashlib.sha256(data).digest()))
+
+
+def test_what_cannot_be_decoded_and_a_share(copy: Dataset) -> None:
+    for row in (20, 45, 90):
+        spoil_image(copy, row)
+    quick = check(copy.path, decode_share=0.0)
+    assert "undecodable" not in kinds(quick)
+    assert quick["decoded"] == 0
+    assert kinds(check(copy.path))["undecodable"] == 3
+    assert listed(copy) == [("train", 20), ("train", 45), ("train", 90)]
+    # A quicker check forgets nothing of what a thorough one found.
+    some = check(copy.path, decode_share=0.3)
+    assert 30 < some["decoded"] < 80
+    assert listed(copy) == [("train", 20), ("train", 45), ("train", 90)]
+
+
+def test_mended_data_empties_the_list(copy: Dataset) -> None:
+    content = (copy.path / SHARD).read_bytes()
+    overwrite(copy.path / SHARD, int(copy.split("train").offsets[50]), b"\0" * 9)
+    assert not check(copy.path)["is_whole"]
+    (copy.path / SHARD).write_bytes(content)
+    assert check(copy.path)["is_whole"]
+    assert listed(copy) == []
+    assert not (copy.path / "verify" / "damage.csv").exists()
+
+
+def test_exit_codes(copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_code(data: Path) -> int:
+        arguments = [f"data={data}", f"out={tmp_path / 'report'}", "decode_share=0.5"]
+        monkeypatch.setattr(sys, "argv", ["launch/verify.py", *arguments])
+        try:
+            runpy.run_path(str(ROOT / "launch" / "verify.py"), run_name="__main__")
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    assert exit_code(copy.path) == 0
+    overwrite(copy.path / SHARD, 600, b"\0")
+    assert exit_code(copy.path) == 1
+    rows = (tmp_path / "report/damage.csv").read_text().splitlines()
+    assert rows[0] == "kind,split,shard,row,key,detail,is_unfit"
+    assert [row.split(",")[0] for row in rows[1:]] == ["checksum", "content"]
+    assert exit_code(tmp_path / "nowhere") == 2
+
+
+# ------------------------------------------------------------------------------ while a run trains
+
+
+def loader(dataset: Dataset, max_bad_share: float) -> Loader:
+    return Loader(dataset.split("train"), train_view(AugmentConfig(), 0), 16, 2, 1, max_bad_share)
+
+
+def read_all(of: Loader) -> list[Batch]:
+    return list(of.batches((rows, np.zeros(len(rows), np.int64)) for rows in np.arange(150).reshape(15, 10)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b"\x07" * path.stat().st_size), "no image"),
+        (lambda path: path.write_bytes(b""), "ends before byte"),
+    ],
+    ids=["deleted", "replaced", "emptied"],
+)
+def test_a_shard_that_goes_while_a_run_trains(fault: Callable[[Path], None], reason: str, copy: Dataset) -> None:
+    with loader(copy, max_bad_share=0.3) as patient, loader(copy, max_bad_share=0.01) as strict:
+        fault(copy.path / SHARD)  # after both have looked at it
+        batches = read_all(patient)
+        assert sorted(patient.bad) == list(range(40, 80))
+        assert np.flatnonzero(np.concatenate([~batch.valid.numpy() for batch in batches])).tolist() == [*range(40, 80)]
+        with pytest.raises(
+            UserError, match=r"samples of 150 cannot be read, more than data.max_bad_share = 0.01 .* train000\d\d: "
+        ) as error:
+            read_all(strict)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------ while images are sharded
+
+
+def jpeg(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (16, 20, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """20 images each of cat and dog."""
+    for number in range(40):
+        folder = tmp_path / "raw" / ("cat" if number < 20 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:02d}.jpg").write_bytes(jpeg(number))
+    return tmp_path / "raw"
+
+
+def settings(source: Path, out: Path, **others: object) -> ShardConfig:
+    return ShardConfig(source=str(source), out=str(out), **{"samples_per_shard": 8, **others})
+
+
+def test_a_tenth_of_broken_images(source: Path, tmp_path: Path) -> None:
+    broken = [source / "cat" / f"{number:02d}.jpg" for number in (1, 5, 9, 13)]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(
+        UserError, match=r"are bad, more than the 1 that max_bad_share = 0.001 allows of 40: cat/"
+    ) as error:
+        shard.run(settings(source, tmp_path / "out"))
+    assert "raise max_bad_share and run again to go on" in str(error.value)
+    dataset = shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
+    assert dataset.info["samples"] == {"train": 36}
+    rows = (tmp_path / "out" / "skipped.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[1] for row in rows] == [path.relative_to(source).as_posix() for path in broken]
+    assert check(dataset.path)["is_whole"]
+
+
+def test_a_source_file_that_vanishes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_source = shard.list_source
+
+    def and_then_it_goes(*arguments: object) -> object:
+        listing = list_source(*arguments)
+        (source / "dog" / "33.jpg").unlink()
+        return listing
+
+    monkeypatch.setattr(shard, "list_source", and_then_it_goes)
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert dataset.info["samples"] == {"train": 39}
+    (row,) = (tmp_path / "out" / "skipped.csv").read_text().splitlines()[1:]
+    assert row.startswith("dog/33,dog/33.jpg,")
+    assert "No such file" in row
+
+
+def test_a_disk_that_fills(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real small file system; needs root to mount it."""
+    whole = shard.run(settings(source, tmp_path / "whole"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        out = disk / "out"
+        with pytest.raises(SystemExit) as stop, mistakes_in_one_line():
+            shard.run(settings(source, out))
+        assert stop.value.code == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"error: No space left for {out}/")
+        assert not (out / "dataset.json").exists()
+        assert not list(out.rglob(".*.tmp")), "nothing half-written stays"
+        finished = {path.name: path.read_bytes() for path in out.glob("*.tar")}
+        assert finished, "shards that were whole before the disk was full stay"
+        assert all(data == (whole.path / name).read_bytes() for name, data in finished.items())
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        assert shard.run(settings(source, out)).fingerprint == whole.fingerprint
+        assert "shards were whole already" in capsys.readouterr().out
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("name", ["in_val", "in_train"])
+def test_a_class_with_one_image(name: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name += next(n for n in "abcdefghijkl" if (hash_of(f"elk/{name}{n}") < 0.25) == (name == "in_val"))
+    (source / "elk").mkdir()
+    (source / "elk" / f"{name}.jpg").write_bytes(jpeg(99))
+    dataset = shard.run(settings(source, tmp_path / "out", val_share=0.25))
+    assert dataset.classes == ["cat", "dog", "elk"]
+    held_out = (dataset.split("val").label_values == 2).sum()
+    assert (dataset.split("train").label_values == 2).sum() + held_out == 1
+    warning = "1 class with no image in train: elk" if held_out else "1 class with one image only in train: elk"
+    assert warning in capsys.readouterr().out
+    assert held_out == name.startswith("in_val")
+    assert check(dataset.path)["is_whole"]
+
+
+def hash_of(key: str) -> float:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64

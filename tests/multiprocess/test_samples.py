@@ -1,0 +1,169 @@
+"""Samples left out of a run, and the answer to which samples were in it: both of a real run on two ranks."""
+
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+from PIL import Image
+from ranks import ROOT, settings, start
+
+from pipeline import samples, schema, train
+from pipeline.checkpoint import read_state
+from pipeline.config import RunConfig, SamplesConfig
+from pipeline.data.exclude import EXCLUDED, write_list
+from pipeline.data.loader import Loader, train_requests, train_view
+from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.order import SampleOrder
+from pipeline.errors import OneRankError, UserError
+
+LEFT_OUT = [3, 40, 41, 149]
+
+
+def leave_out(dataset: Dataset, split: str, rows: list[int]) -> None:
+    keys = dataset.table(split).keys(rows)
+    columns = {"split": [split] * len(rows), "row": rows, "key": keys, "reason": ["a copy"] * len(rows)}
+    write_list(dataset, f"copies_{split}", pa.table(columns, EXCLUDED))
+
+
+def ask(run: Path, *more: str) -> list[dict[str, Any]]:
+    return samples.run(schema.load(SamplesConfig, None, [f"run={run}", *more]))
+
+
+@pytest.fixture(scope="module")
+def data(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """150 training and 37 validation samples, of which 146 and 35 stay."""
+    copy = open_dataset(shutil.copytree(dataset, tmp_path_factory.mktemp("excluded") / "data"))
+    leave_out(copy, "train", LEFT_OUT)
+    leave_out(copy, "val", [0, 36])
+    return copy
+
+
+@pytest.fixture(scope="module")
+def overrides(data: Dataset) -> list[str]:
+    return settings(data.path, data.path.parent, "run", "train.length=8 steps")
+
+
+@pytest.fixture(scope="module")
+def said(overrides: list[str]) -> str:
+    """What a run says, and the same command with data.exclude=none after it."""
+    process = start(1, [overrides, [*overrides, "data.exclude=none"]])[0]
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 2, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def run(said: str, data: Dataset) -> Path:
+    return data.path.parent / "run"
+
+
+def test_a_run_says_and_keeps_what_it_leaves_out(said: str, run: Path, data: Dataset) -> None:
+    assert said.count("left out of train: 4 of 150 samples (copies_train 4, copies_val 0)") == 1
+    assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 1
+    assert "epochs of 146)" in said
+    assert "on 35 images" in said
+    identity = read_state(run / "checkpoints" / "step-00000008")["identity"]
+    assert identity["excluded"] == data.split("train").excluded
+    assert identity["left_out.train.copies_train"] == 4
+
+
+def test_a_run_is_not_continued_on_other_samples(said: str, run: Path, data: Dataset) -> None:
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert f"excluded was {data.split('train').excluded}, is none" in errors[0]
+    assert "Traceback" not in said
+
+    leave_out(data, "train", [*LEFT_OUT, 5])
+    with pytest.raises(UserError, match="is not what the run was trained on: excluded was 4 samples"):
+        ask(run, "step=1")
+    leave_out(data, "train", LEFT_OUT)
+
+
+def test_ranks_that_see_other_lists_are_stopped() -> None:
+    """Another node's copy of the data set, or a list that changed between the starts of two ranks."""
+    facts = {"fingerprint": "f", "excluded": "none"}
+    train._refuse_other_facts(facts, dict(facts), 3)
+    with pytest.raises(OneRankError, match=r"rank 3 .* excluded is 1 samples \(ab\) here, none on rank 0; left_out"):
+        train._refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
+
+
+def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
+    config, split = schema.load(RunConfig, None, overrides), data.split("train")
+    order = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16)
+    seen: set[str] = set()
+    for step in range(1, 9):
+        requests = [list(train_requests(order, step - 1, step, 6, rank, 2)) for rank in range(2)]
+        keys = [key for of_rank in requests for rows, _ in of_rank for key in split.keys(rows)]
+        assert [row["key"] for row in ask(run, f"step={step}")] == keys
+        assert [row["key"] for row in ask(run, f"step={step}", "ranks=2", "rank=1")] == keys[12:]
+        seen |= set(keys)
+    assert seen == set(data.table("train").keys(np.setdiff1d(np.arange(150), LEFT_OUT)))
+    assert {row["epoch"] for row in ask(run, "step=7")} == {0, 1}
+
+
+def test_the_command_writes_a_table_and_a_sheet(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
+    file, sheet = tmp_path / "part.csv", tmp_path / "part.png"
+    command = [sys.executable, "launch/samples.py", f"run={run}", "step=2", "ranks=2", "rank=1", f"csv={file}"]
+    done = subprocess.run([*command, f"sheet={sheet}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2 of 8, rank 1 of 2: 12 samples, trained" in done.stderr
+    part = list(csv.DictReader(file.open()))
+    assert part == [{name: str(value) for name, value in row.items()} for row in ask(run, "step=2")[12:]]
+    for row in part:
+        assert row["key"] == f"train{int(row['row']):05d}"
+        assert row["shard"] == f"train-{int(row['row']) // 40:06d}.tar"
+        assert row["class"] == f"class{row['label']}"
+
+    # The sheet is what the model saw: 4 x 3 pictures of 16 pixels.
+    config, split = schema.load(RunConfig, None, overrides), data.split("train")
+    rows, epochs = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16).slice(1, 1, 2)
+    with Loader(split, train_view(config.augment, config.seed), 16, 1, 1, 0.0) as loader:
+        images = next(loader.batches([(rows, epochs)])).images.numpy()
+    pixels = np.asarray(Image.open(sheet))
+    assert pixels.shape == (48, 64, 3)
+    for i, image in enumerate(images):
+        y, x = 16 * (i // 4), 16 * (i % 4)
+        assert np.array_equal(pixels[y : y + 16, x : x + 16], image)
+
+
+def test_a_sample_is_found_where_the_steps_have_it(run: Path, data: Dataset, capsys) -> None:
+    key = data.table("train").keys([70])[0]
+    times = ask(run, f"sample={key}", "ranks=2")
+    assert [row["epoch"] for row in times] in ([0], [0, 1])
+    for row in times:
+        found = ask(run, f"step={row['step']}")[row["place"]]
+        assert (found["key"], found["row"], found["epoch"]) == (key, 70, row["epoch"])
+        assert (row["rank"], row["trained"]) == (row["place"] // 12, "yes")
+    assert f"{key}: seen {len(times)} times in the 8 steps trained, {len(times)} in all 8" in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_begun_is_planned(overrides: list[str], run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    file.write_text(yaml.safe_dump(schema.to_dict(schema.load(RunConfig, None, overrides))))
+    assert ask(file, "step=3") == ask(run, "step=3")
+    assert {row["trained"] for row in ask(file, "sample=train00070")} == {"no"}
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    assert ask(tmp_path, "step=3") == ask(run, "step=3")
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (["step=9"], "step = 9, but .* has 8 steps"),
+        (["step=1", "ranks=7"], "ranks = 7 does not divide the batch of .*, 24"),
+        (["sample=train00040"], "sample 'train00040' of split 'train' is left out"),
+        (["step=1", "data=nowhere"], "nowhere: no such data set"),
+        (["step=1", "sample=x"], "set step=... to list"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run: Path, asked: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as error:
+        ask(run, *asked)
+    assert "\n" not in str(error.value)
