@@ -9,7 +9,7 @@ import pyarrow as pa
 from data_tools.sources import Listing
 from data_tools.sources.class_numbers import read_lines, read_names
 from data_tools.sources.listing import TABLE, label_lists
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 

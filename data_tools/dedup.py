@@ -21,10 +21,10 @@ from data_tools.near_copies import TestImages
 from data_tools.pair_sheet import Picture, draw_pairs
 from data_tools.progress import Progress, duration
 from data_tools.thumbnails import BAD, FINE, PLAIN, Job, jobs, make_thumbnails, read_thumbnails
-from pipeline.config import DedupConfig
 from pipeline.data.bucket import AnyPath, local_path
 from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data_config import DedupConfig
 from pipeline.errors import UserError
 
 LIST, FOLDER, THUMBNAILS, REPORT, SHEET = "test_copies", "dedup", "thumbnails", "report.json", "pairs.png"

@@ -19,10 +19,10 @@ from PIL import Image, ImageEnhance
 
 from data_tools.near_copies import SIDE, TestImages, is_plain, thumbnail
 from pipeline.command import mistakes_in_one_line
-from pipeline.config import DedupConfig
 from pipeline.data.decode import decode
 from pipeline.data.manifest import open_dataset
 from pipeline.data.storage import ShardReader
+from pipeline.data_config import DedupConfig
 
 Plant = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 

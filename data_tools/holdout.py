@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 _BATCH = 2**18

@@ -26,7 +26,6 @@ from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
 from data_tools.write_shard import PARTS, Done
-from pipeline.config import IndexConfig
 from pipeline.data.bucket import local_path
 from pipeline.data.decode import inspect
 from pipeline.data.manifest import (
@@ -40,6 +39,7 @@ from pipeline.data.manifest import (
     replacing,
     write_dataset,
 )
+from pipeline.data_config import IndexConfig
 from pipeline.errors import UserError
 
 _READ_BYTES = 2**22

@@ -27,9 +27,9 @@ from data_tools.progress import PROGRESS_FILE, Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath, BucketPath, StorageError, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"

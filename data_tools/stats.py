@@ -14,9 +14,9 @@ from data_tools.contact_sheet import draw_sheet
 from data_tools.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.histograms import draw_histograms
 from data_tools.progress import duration
-from pipeline.config import StatsConfig
 from pipeline.data.bucket import local_path, to_path
 from pipeline.data.manifest import Dataset, Shard, open_dataset, replacing
+from pipeline.data_config import StatsConfig
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"

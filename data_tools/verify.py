@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from data_tools import cluster
 from data_tools.progress import Progress, duration
 from data_tools.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
-from pipeline.config import VerifyConfig
 from pipeline.data import exclude, manifest
 from pipeline.data.bucket import AnyPath, local_path
 from pipeline.data.manifest import (
@@ -36,6 +35,7 @@ from pipeline.data.manifest import (
     open_dataset,
     replacing,
 )
+from pipeline.data_config import VerifyConfig
 from pipeline.errors import UserError
 
 LIST = "damaged"

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.config import BenchConfig
+from pipeline.data_config import BenchConfig
 
 
 def bench(config: BenchConfig) -> None:

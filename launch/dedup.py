@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_tools.dedup import run
 from pipeline.command import main
-from pipeline.config import DedupConfig
+from pipeline.data_config import DedupConfig
 
 ABOUT = """
 Mark images of a data set that are copies of test images, so that training leaves them out.

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 from data_tools.demo import make_digits, make_shapes
 from pipeline import schema
 from pipeline.command import main
-from pipeline.config import ScoreConfig, ShardConfig
+from pipeline.config import ScoreConfig
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 from pipeline.schema import setting
 

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_tools.index import run
 from pipeline.command import main
-from pipeline.config import IndexConfig
+from pipeline.data_config import IndexConfig
 
 ABOUT = """
 Give webdataset shards that someone else wrote a manifest, so that they train as a data set. Nothing is copied or changed.

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_tools.shard import run
 from pipeline.command import main
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 
 ABOUT = """
 Turn raw images into a data set: tars that webdataset reads, and a manifest that makes them addressable.

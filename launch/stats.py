@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pipeline.command import main
-from pipeline.config import StatsConfig
+from pipeline.data_config import StatsConfig
 
 
 def stats(config: StatsConfig) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pipeline.command import main
-from pipeline.config import VerifyConfig
+from pipeline.data_config import VerifyConfig
 
 
 def verify(config: VerifyConfig) -> None:

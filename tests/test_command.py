@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import command
 from pipeline.command import main
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 from pipeline.errors import OneRankError, UserError
 
 ROOT = Path(__file__).parents[1]

@@ -12,13 +12,16 @@ import pytest
 import yaml
 
 from pipeline import config as settings
+from pipeline import data_config as data_settings
 from pipeline import schema
-from pipeline.config import IndexConfig, Length, RunConfig, ShardConfig
+from pipeline.config import Length, RunConfig
+from pipeline.data_config import IndexConfig, ShardConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = [c for c in vars(settings).values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
+CLASSES = {**vars(settings), **vars(data_settings)}
+COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
 SAMPLES = {"imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "": 1_400}
@@ -71,7 +74,7 @@ class Reads(ast.NodeVisitor):
         return hints.get(node.attr)
 
     def visit_arg(self, node: ast.arg) -> None:
-        found = getattr(settings, ast.unparse(node.annotation), None) if node.annotation else None
+        found = CLASSES.get(ast.unparse(node.annotation)) if node.annotation else None
         # A name without a settings class hides the same name outside.
         self.names.pop(node.arg, None)
         if found is not None:
@@ -132,7 +135,7 @@ def test_every_field_is_read_outside_of_config() -> None:
     found: set[tuple[type, str]] = set()
     for folder in ("pipeline", "data_tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.name != "config.py":
+            if path.name not in ("config.py", "data_config.py"):
                 found |= reads_of(path.read_text())
     unread = [
         f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found

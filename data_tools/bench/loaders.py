@@ -14,12 +14,13 @@ from data_tools import shard
 from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, table
-from pipeline.config import AugmentConfig, BenchConfig, ShardConfig
+from pipeline.config import AugmentConfig
 from pipeline.data import jpeg_region
 from pipeline.data.loader import Loader, View, train_requests, train_view
 from pipeline.data.manifest import Split, open_dataset
 from pipeline.data.order import SampleOrder
 from pipeline.data.storage import ShardReader
+from pipeline.data_config import BenchConfig, ShardConfig
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256

@@ -15,7 +15,7 @@ from data_tools.bench.measure import Contestant, race, table
 from data_tools.shard import make_plan
 from data_tools.sources import list_source
 from data_tools.write_shard import Job, write_shard
-from pipeline.config import BenchConfig, ShardConfig
+from pipeline.data_config import BenchConfig, ShardConfig
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 256

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from data_tools.sources import archive, cifar, folder, imagenet1k, imagenet21k, parquet, path_list, webdataset
 from data_tools.sources.listing import Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath, local_path
 from pipeline.data.manifest import INFO
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 __all__ = ["Listing", "Reader", "list_source"]

@@ -16,8 +16,8 @@ from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath, walk_files
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 SPLITS = {"train": "train", "test": "test"}

@@ -12,8 +12,8 @@ from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import read_lines
 from data_tools.sources.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import Collector
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}

@@ -17,9 +17,9 @@ from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath, local_path
 from pipeline.data.manifest import replacing
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16

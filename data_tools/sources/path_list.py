@@ -12,8 +12,8 @@ import pyarrow.types as types
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 _ROWS_AT_ONCE = 2**16

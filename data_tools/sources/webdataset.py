@@ -11,9 +11,9 @@ from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.listing import IMAGE_EXTENSIONS, Collector
 from data_tools.sources.split_files import split_files
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import INFO, open_dataset
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 _LABEL_KEYS = ("labels", "label", "cls")

@@ -134,7 +134,12 @@ def evaluation_view(config: ScoreConfig, image_size: int, trained: dict[str, Any
     """
     crop = trained.get("eval_crop", "center") if config.eval_crop == "auto" else config.eval_crop
     resize = round(trained.get("eval_resize", 0) * image_size / trained.get("image_size", image_size))
-    view = schema.build(AugmentConfig, {"eval_crop": crop, "eval_resize": config.eval_resize or resize}, config.weights)
+    settings = {
+        "eval_crop": crop,
+        "eval_resize": config.eval_resize or resize,
+        "resize_filter": trained.get("resize_filter", "linear"),
+    }
+    view = schema.build(AugmentConfig, settings, config.weights)
     if view.eval_crop == "center" and 0 < view.eval_resize < image_size:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view

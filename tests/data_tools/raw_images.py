@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 
 
 def encoded(image: Image.Image, format: str, **options: object) -> bytes:

@@ -16,9 +16,9 @@ from raw_images import encoded, settings, write_folder
 from data_tools import dedup, near_copies, shard
 from data_tools.dedup_eval import PLANTS, measure_recall
 from data_tools.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
-from pipeline.config import DedupConfig
 from pipeline.data.exclude import read_lists
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data_config import DedupConfig
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,9 @@ from raw_images import contents, jpeg, write_tar
 from data_tools import shard
 from data_tools.index import run
 from pipeline import command
-from pipeline.config import IndexConfig, ShardConfig
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.storage import ShardReader
+from pipeline.data_config import IndexConfig, ShardConfig
 from pipeline.errors import UserError
 
 SPLITS = {"train": "", "val": "val-"}

@@ -22,9 +22,9 @@ from scipy.io import savemat
 from data_tools import dedup, index, stats, verify
 from data_tools.images import to_png
 from data_tools.sources import Listing, Reader, list_source
-from pipeline.config import DedupConfig, IndexConfig, ShardConfig, StatsConfig, VerifyConfig
 from pipeline.data.bucket import walk_files
 from pipeline.data.decode import decode
+from pipeline.data_config import DedupConfig, IndexConfig, ShardConfig, StatsConfig, VerifyConfig
 from pipeline.errors import UserError
 
 Sample = tuple[str, tuple[str, ...], bytes]

@@ -22,10 +22,10 @@ from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_
 from data_tools import cluster, progress, shard
 from data_tools.sources import list_source
 from data_tools.write_shard import Job, write_shard
-from pipeline.config import ShardConfig
 from pipeline.data.bucket import name_inside, walk_files
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.storage import ShardReader
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

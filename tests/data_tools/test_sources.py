@@ -12,7 +12,7 @@ from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zi
 from data_tools.shard import run
 from data_tools.sources import list_source
 from pipeline import command
-from pipeline.config import ShardConfig
+from pipeline.data_config import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}

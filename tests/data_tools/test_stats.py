@@ -13,8 +13,8 @@ from PIL import Image
 from raw_images import jpeg, noise, settings, write_folder
 
 from data_tools import contact_sheet, count, shard, stats
-from pipeline.config import StatsConfig
 from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data_config import StatsConfig
 from pipeline.errors import UserError
 
 

@@ -224,8 +224,10 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
     assert view(trained, 224) == ("center", 248)
     assert view(trained, 448) == ("center", 496)
     assert view(trained, 448, "eval_resize=480", "eval_crop=resize") == ("resize", 480)
+    antialias = report.evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
+    assert antialias.resize_filter == "antialias"
     assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)
-    with pytest.raises(UserError, match="eval_crop = 'zoom' is none of center, resize"):
+    with pytest.raises(UserError, match="eval_crop = zoom is none of center, resize"):
         view({"eval_crop": "zoom"}, 224)
 
 

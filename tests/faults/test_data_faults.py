@@ -20,10 +20,11 @@ from PIL import Image
 
 from data_tools import cluster, shard, verify
 from pipeline.command import mistakes_in_one_line
-from pipeline.config import AugmentConfig, ShardConfig, VerifyConfig
+from pipeline.config import AugmentConfig
 from pipeline.data.exclude import read_lists
 from pipeline.data.loader import Batch, Loader, train_view
 from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data_config import ShardConfig, VerifyConfig
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
