@@ -18,6 +18,7 @@ R = TypeVar("R")
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MAX_RETRIES = 3
+_SECONDS_TO_TIDY_UP = 5.0
 
 
 def in_temporary_copy() -> bool:
@@ -86,7 +87,11 @@ def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) ->
             launch()
             yield number, result
     finally:
+        # By an exception in the task, so that it removes what it has half-written; those that do not hear it are killed.
         for reference in flying:
+            ray.cancel(reference)
+        deaf = ray.wait(list(flying), num_returns=len(flying), timeout=_SECONDS_TO_TIDY_UP)[1] if flying else []
+        for reference in deaf:
             ray.cancel(reference, force=True)
 
 
