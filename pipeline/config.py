@@ -201,6 +201,15 @@ class TrackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    env: str = setting(
+        "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
+        "What of the environment reaches every host (launch/hosts.py): names with * for any, or NAME=value; a secret "
+        "belongs into the environment, since settings are shown.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
@@ -218,6 +227,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
     init: InitConfig = setting(InitConfig, "")
     track: TrackConfig = setting(TrackConfig, "")
+    cluster: ClusterConfig = setting(ClusterConfig, "")
 
     def check(self) -> None:
         """Refuse what cannot work, with the arithmetic. Raises UserError."""
@@ -374,3 +384,13 @@ class ScoreConfig:
                 f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
                 "Use another train_split, or shots=0."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """A look at the hosts of a run before it starts."""
+
+    hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: a line for each host, name slots=8")
+    run: str = setting(REQUIRED, "YAML file of the run")
+    min_free_gb: float = setting(20.0, "Free space that the output folder must have, in GB.")
+    max_clock_offset: float = setting(5.0, "Seconds that a host's clock may differ from this one's.")
