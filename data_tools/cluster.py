@@ -3,10 +3,22 @@
 Ray reads its environment when it is imported, and that takes a second; so it is imported when the first task is due.
 """
 
+import contextlib
+import ctypes
 import json
+import math
 import os
+import queue
 import secrets
-from collections.abc import Callable, Generator, Iterable
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +31,11 @@ R = TypeVar("R")
 _ROOT = Path(__file__).resolve().parent.parent
 _MAX_RETRIES = 3
 _SECONDS_TO_TIDY_UP = 5.0
+# How long the other ranks may take to leave after one has failed.
+_SECONDS_TO_LEAVE = 30.0
+_LOOK_SECONDS = 0.5
+_LAST_LINES = 50
+_PR_SET_PDEATHSIG = 1
 
 
 def in_temporary_copy() -> bool:
@@ -60,21 +77,26 @@ def connect(num_cpus: int = 0) -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
-def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) -> Generator[tuple[int, R]]:
+def run_tasks(
+    function: Callable[[A], R], arguments: Iterable[A], limit: int, on_retry: Callable[[str], None]
+) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
     limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run
-    again. An exception of a task is raised here as it was raised there, and the tasks still in flight are cancelled.
+    again, up to 3 times, and on_retry is told why. An exception of a task is raised here as it was raised there, and the
+    tasks still in flight are cancelled.
     """
     import ray
 
-    remote = ray.remote(function).options(num_cpus=1, max_retries=_MAX_RETRIES)
+    # Ray's own retries are not told to anyone.
+    remote = ray.remote(function).options(num_cpus=1, max_retries=0)
     waiting = enumerate(arguments)
-    flying: dict[Any, int] = {}
+    flying: dict[Any, _Task] = {}
 
     def launch() -> None:
         for number, argument in waiting:
-            flying[remote.remote(argument)] = number
+            task = _Task(number, ray.put(argument))
+            flying[remote.remote(task.argument)] = task
             if len(flying) >= limit:
                 break
 
@@ -82,10 +104,16 @@ def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) ->
         launch()
         while flying:
             (reference,), _ = ray.wait(list(flying), num_returns=1)
-            number = flying.pop(reference)
-            result = _result(reference)
+            task = flying.pop(reference)
+            try:
+                result = _result(reference)
+            except _LostError as error:
+                _count_retry(task, str(error))
+                on_retry(str(error))
+                flying[remote.remote(task.argument)] = task
+                continue
             launch()
-            yield number, result
+            yield task.number, result
     finally:
         # By an exception in the task, so that it removes what it has half-written; those that do not hear it are killed.
         for reference in flying:
@@ -95,19 +123,207 @@ def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) ->
             ray.cancel(reference, force=True)
 
 
+@dataclass
+class _Task:
+    """A task in flight. argument: where Ray keeps it, so that a retry does not hold it here too."""
+
+    number: int
+    argument: Any
+    retries: int = 0
+
+
+class _LostError(Exception):
+    """A task ended with its worker, for no reason of its own."""
+
+
+def _count_retry(task: _Task, reason: str) -> None:
+    task.retries += 1
+    if task.retries > _MAX_RETRIES:
+        raise UserError(
+            f"Ray gave up on a task after {_MAX_RETRIES} retries: {reason} If memory ran out, use fewer tasks at a time "
+            "(num_tasks=...); run the same command again to go on."
+        ) from None
+
+
 def _result(reference: Any) -> Any:
+    """Raises what the task raised, _LostError when its worker died, UserError when Ray cannot run it."""
+    import ray
+
+    errors = ray.exceptions
+    try:
+        return ray.get(reference)
+    except errors.RayTaskError as error:
+        # Ray's own copy of the exception has the worker's traceback for a message.
+        raise error.cause from None
+    except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
+        raise _LostError(_first_line(error)) from None
+    except errors.RayError as error:
+        raise UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.") from None
+
+
+def run_ranks(
+    command: Sequence[str], num_ranks: int, cpus: int, say: Callable[[str], None], stopping: Callable[[], bool]
+) -> int:
+    """Run a Python command as the ranks of one process group, an actor for each; returns the worst of the exit codes.
+
+    command: a script and its arguments, as under any other launcher: it finds RANK, LOCAL_RANK, ... in its environment.
+    num_ranks: 0 is as many as there is room for: one on each GPU, or on `cpus` CPUs where the cluster has no GPU.
+    say: told where the ranks are, and every line that rank 0 prints, or another rank that fails. stopping: True
+    once the ranks are to be stopped with SIGTERM, after which they leave by themselves. A rank that fails, or whose node
+    dies, ends the others, who would wait for it. Raises UserError when there is no room, or a rank is lost.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = ray.cluster_resources()
+    num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    room = num_gpus or num_cpus // cpus
+    num_ranks = num_ranks or room
+    if not 0 < num_ranks <= room:
+        has = f"{num_gpus} GPUs" if num_gpus else f"{num_cpus} CPUs, for {room} ranks of {cpus}"
+        raise UserError(f"--ranks {num_ranks} do not fit on this cluster: it has {has}.")
+    share: dict[str, float] = {"CPU": 1, "GPU": 1} if num_gpus else {"CPU": cpus}
+    group = placement_group([share] * num_ranks, strategy="PACK")
+    ray.get(group.ready())
+    # Each rank sees all GPUs of its host, and takes that of its LOCAL_RANK: NCCL's direct copies need both ends.
+    visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    actors = [
+        ray.remote(_Rank)
+        .options(
+            num_cpus=share["CPU"],
+            num_gpus=share.get("GPU", 0),
+            max_concurrency=2,
+            runtime_env=visible,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        )
+        .remote()
+        for number in range(num_ranks)
+    ]
+    try:
+        places = _get_from_rank([actor.place.remote() for actor in actors])
+        port = _get_from_rank(actors[0].free_port.remote())
+        for rank, (actor, of_rank) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
+            say(f"rank {rank} on {places[rank].address}, {of_rank['LOCAL_RANK']} of {of_rank['LOCAL_SIZE']} there")
+            _get_from_rank(actor.start.remote(list(command), of_rank))
+        return _follow(actors, say, stopping)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs. gpu: the number of its GPU on that node, or -1."""
+
+    address: str
+    gpu: int
+
+
+def rank_environments(places: Sequence[Place], port: int, cpus: int) -> list[dict[str, str]]:
+    """What a launcher tells each rank; rank 0, on the first place, is the master."""
+    hosts = [place.address for place in places]
+    environments = []
+    for rank, place in enumerate(places):
+        local = hosts[:rank].count(place.address)
+        environments.append(
+            {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port),
+             "LOCAL_RANK": str(local if place.gpu < 0 else place.gpu), "LOCAL_SIZE": str(hosts.count(place.address)),
+             "OMP_NUM_THREADS": str(cpus)}
+        )  # fmt: skip
+    return environments
+
+
+class _Rank:
+    """An actor that keeps one rank: a process of its own, so that signals and exits mean what they mean elsewhere."""
+
+    def place(self) -> Place:
+        import ray
+
+        gpus = ray.get_gpu_ids()
+        return Place(ray.util.get_node_ip_address(), int(gpus[0]) if gpus else -1)
+
+    def free_port(self) -> int:
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return int(listener.getsockname()[1])
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.rstrip("\n"))
+
+    def look(self) -> tuple[list[str], int | None]:
+        """New lines of output, and the exit code when it has ended: -9 for SIGKILL."""
+        code = self.process.poll()
+        if code is not None:
+            # Its last words; not for ever, as a process that it left behind may hold the pipe.
+            self.reader.join(timeout=1)
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self.lines.get_nowait())
+        return lines, code
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+
+def _follow(actors: Sequence[Any], say: Callable[[str], None], stopping: Callable[[], bool]) -> int:
+    """Pass on what the ranks print until all have ended; the worst exit code."""
+    kept = [deque[str](maxlen=_LAST_LINES) for _ in actors]
+    codes: list[int | None] = [None] * len(actors)
+    told, deadline = False, math.inf
+    while None in codes and time.monotonic() < deadline:
+        if stopping() and not told:
+            told = True
+            for actor in actors:
+                actor.terminate.remote()
+        for rank, (lines, code) in enumerate(_get_from_rank([actor.look.remote() for actor in actors])):
+            kept[rank].extend(lines)
+            if rank == 0:
+                for line in lines:
+                    say(line)
+            if code and codes[rank] is None:
+                deadline = min(deadline, time.monotonic() + _SECONDS_TO_LEAVE)
+                for line in kept[rank] if rank else ():
+                    say(f"rank {rank}: {line}")
+                say(f"rank {rank} ended with exit code {code}")
+            codes[rank] = code
+        time.sleep(_LOOK_SECONDS)
+    # A rank that a signal killed has a negative code; those that had to be killed after it have none.
+    return max((abs(code) for code in codes if code is not None), default=1)
+
+
+def _get_from_rank(references: Any) -> Any:
+    """Raises UserError when the actor, or its node, is gone."""
     import ray
 
     try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        # Ray's own copy of the exception has the worker's traceback for a message.
-        raise error.cause from None
+        return ray.get(references)
     except ray.exceptions.RayError as error:
         raise UserError(
-            f"Ray gave up on a task after {_MAX_RETRIES} retries: {str(error).splitlines()[0]} "
-            "If memory ran out, use fewer tasks at a time (num_tasks=...); run the same command again to go on."
+            f"a rank is lost: {_first_line(error)} Run the same command again to go on from the last checkpoint."
         ) from None
+
+
+def _die_with_parent() -> None:
+    """In the child, before it runs: the kernel kills it when the actor dies, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _prepare_environment() -> None:

@@ -1,0 +1,52 @@
+"""Launcher: run a training command as Ray actors, one for each GPU of a Ray cluster. See `run_ranks`."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data_tools import cluster
+from pipeline import schema
+from pipeline.command import mistakes_in_one_line
+from pipeline.config import RunConfig
+
+ABOUT = """
+Run a training command on a Ray cluster: one rank on each GPU, or on CPUs where there is none.
+
+  ray job submit --working-dir . -- python launch/ray_run.py launch/pretrain.py \\
+      --config configs/pretrain/vit_l16_imagenet21k.yaml out=/shared/runs data.path=/shared/imagenet21k
+
+`ray job stop` ends it as a signal does under any other launcher: a checkpoint is committed and the exit code says
+"resume me". Give Ray the time for it with RAY_JOB_STOP_WAIT_TIME_S=30. The same command goes on.
+"""
+
+
+def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
+    config, overrides = None, command[1:]
+    if "--config" in overrides:
+        at = overrides.index("--config")
+        config, overrides = overrides[at + 1], overrides[:at] + overrides[at + 2 :]
+    settings = schema.load(RunConfig, config, overrides)
+    for name, path in (("out", settings.out), ("data.path", settings.data.path)):
+        cluster.shared_path(name, path)
+    heard: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    cluster.connect()
+    return cluster.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=0, help="number of ranks (default: as many as there is room for)")
+    parser.add_argument("--cpus-per-rank", type=int, default=1, help="on a cluster without GPUs (default: 1)")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="launch/pretrain.py or launch/finetune.py, and its settings"
+    )
+    arguments = parser.parse_args()
+    if not arguments.command:
+        parser.error("give a command: launch/pretrain.py --config FILE")
+    with mistakes_in_one_line():
+        sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.command))
