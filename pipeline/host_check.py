@@ -1,6 +1,6 @@
 """The hosts of a run: whether they are alike and fit, asked before the start, and what environment DeepSpeed takes there.
 
-`python -m pipeline.hosts` on each of them answers; it needs nothing but Python.
+`python -m pipeline.host_check` on each of them answers; it needs nothing but Python.
 """
 
 import fnmatch
@@ -108,7 +108,7 @@ def write_environment(patterns: Sequence[str], environment: Mapping[str, str] = 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     """One host's answer (`answer`), its clock's offset and the speed to it; or {"error": why there is none}."""
     question = json.dumps({"paths": list(paths), "out": out})
-    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.hosts {shlex.quote(question)}"
+    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.host_check {shlex.quote(question)}"
     # The variable with which pdsh is told of keys and ports.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
