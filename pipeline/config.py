@@ -299,6 +299,35 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig(RunConfig):
+    """A run, and what is assumed of the cluster that it is planned for."""
+
+    cluster: str = setting("", "Nodes x GPUs x kind, as 8x8xH100-80GB; empty plans one rank on no GPU in particular.")
+    samples: int = setting(0, "Training samples of an epoch, while the data set is not there; 0 asks the data set.")
+    classes: int = setting(0, "Classes, while the data set is not there; 0 asks the data set.")
+    variant: str = setting("", "Architecture of init.weights that are not there yet, as 'ViT-L/16'.")
+    mfu: float = setting(0.4, "Assumed share of the GPUs' peak, without recomputing activations (0 to 1).")
+    price: float = setting(0.0, "Of one GPU for an hour, in any currency; 0 leaves cost out.")
+    save_rate: float = setting(1.0, "Gigabytes a second, all ranks together, that reach the checkpoints' disk.")
+    json: str = setting("", "File for all figures as JSON, '-' prints them instead of the table.")
+
+    def check(self) -> None:
+        """Refuse what cannot work: the run, as training would, and the assumptions. Raises UserError."""
+        super().check()
+        for name, value in {"samples": self.samples, "classes": self.classes, "price": self.price}.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        if (self.samples == 0) != (self.classes == 0):
+            raise UserError(f"samples = {self.samples}, classes = {self.classes}: give both, or neither.")
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"mfu = {self.mfu} must be above 0 and at most 1: 0.4 is 40 % of the GPUs' peak.")
+        if self.save_rate <= 0:
+            raise UserError(f"save_rate = {self.save_rate} must be greater than 0.")
+        if self.variant and not self.init.weights:
+            raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
     """A look at the order of a run: which samples were in a step, or when a sample was seen."""
 

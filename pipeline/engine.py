@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline import memory
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
@@ -154,7 +155,12 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": optimizer.clip,
-        "zero_optimization": {"stage": config.zero_stage},
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "reduce_bucket_size": memory.REDUCE_BUCKET,
+            "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
+            "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
+        },
         # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

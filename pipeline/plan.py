@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.errors import UserError
+from pipeline.memory import rank_memory
+from pipeline.model import ViTConfig, configure
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,56 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         global_batch=train.global_batch,
         world_size=world_size,
     )
+
+
+def model_config(settings: ModelConfig, num_classes: int) -> ViTConfig:
+    """The new model that these settings describe. Raises UserError for numbers that do not fit together."""
+    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
+    return configure(
+        settings.name,
+        settings.image_size,
+        num_classes,
+        representation=settings.representation,
+        gelu=settings.gelu,
+        dropout=settings.dropout,
+        head_bias=settings.head_bias,
+        width=settings.width,
+        depth=settings.depth,
+        mlp_width=settings.mlp_width,
+        num_heads=settings.num_heads,
+    )
+
+
+def refuse_too_large(config: RunConfig, plan: Plan, model: ViTConfig, gpu_memory: int) -> None:
+    """Raise UserError when a rank needs more than `gpu_memory` bytes at its fullest moment, with the way out."""
+    peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    if peak.total <= gpu_memory:
+        return
+    share = plan.global_batch // plan.world_size
+    micro_batch = largest_micro_batch(config, model, share, plan.world_size, gpu_memory)
+    way_out = (
+        f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
+    )
+    others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
+    others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
+    others.append("more or larger GPUs")
+    raise UserError(
+        f"a rank needs {peak.total / 2**30:.1f} GiB ({peak.when}: {peak.activations / 2**30:.1f} of it activations of "
+        f"train.micro_batch {plan.micro_batch}), and its GPU has {gpu_memory / 2**30:.1f}. {way_out}"
+        f"{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
+    )
+
+
+def largest_micro_batch(config: RunConfig, model: ViTConfig, share: int, world_size: int, limit: float) -> int:
+    """The largest part of a rank's `share` of the batch that divides it and fits `limit` bytes; 0 when none does."""
+    pairs = 2 if config.augment.mixup or config.augment.cutmix else 1
+    for accumulation in range(1, share + 1):
+        micro_batch, rest = divmod(share, accumulation)
+        if rest or micro_batch % pairs:
+            continue
+        if rank_memory(model, config, micro_batch, accumulation, world_size).total <= limit:
+            return micro_batch
+    return 0
 
 
 def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:

@@ -1,26 +1,62 @@
 """Speed and memory of a run, as its log line shows them: images/s, MFU, share of time waiting for data, peak memory."""
 
+import re
 import resource
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
 from pipeline.distributed import Ranks
 
-# Dense 16-bit peak in TFLOP/s by the name CUDA gives; the data sheets' figures without sparsity.
-_PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "V100": 125.0,
+# Dense 16-bit peak in TFLOP/s and gigabytes of memory by the name CUDA gives; the data sheets' figures without sparsity.
+_GPUS = {
+    "B200": (2250.0, 180),
+    "H200": (989.0, 141),
+    "H100 PCIe": (756.0, 80),
+    "H100": (989.0, 80),
+    "A100": (312.0, 40),
+    "L40S": (362.0, 48),
+    "L40": (181.0, 48),
+    "L4": (121.0, 24),
+    "V100": (125.0, 16),
 }
 _MEASURE_SIDE = 512
 _MEASURE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU. kind: its row in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9)."""
+
+    kind: str
+    tflops: float
+    memory: int
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The data sheet of a GPU by CUDA's name for it or a short one, as "NVIDIA A100-SXM4-80GB" or "A100-80GB"."""
+    name = name.replace("-", " ")
+    gigabytes = re.search(r"(\d+) ?GB\b", name)
+    for kind, (tflops, memory) in _GPUS.items():
+        if kind in name:
+            return Gpu(kind, tflops, int(gigabytes[1] if gigabytes else memory) * 10**9)
+    return None
+
+
+def known_gpus() -> str:
+    """The kinds that `find_gpu` knows, for a message."""
+    return ", ".join(kind.replace(" ", "-") for kind in _GPUS)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that training may count on: nominal, which leaves the CUDA context its room; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    there = torch.cuda.get_device_properties(device).total_memory
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return min(there, gpu.memory) if gpu else there
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:
@@ -28,10 +64,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: floa
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
     if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for key, tflops in _PEAK_TFLOPS.items():
-            if key in name:
-                return tflops * 1e12, f"data sheet of {key}"
+        gpu = find_gpu(torch.cuda.get_device_name(device))
+        if gpu:
+            return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
     return _measured_flops(device, dtype), "matrix product timed at start"
 
 

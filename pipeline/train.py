@@ -32,8 +32,8 @@ from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.model import VisionTransformer
-from pipeline.plan import Plan, make_plan
-from pipeline.profile import Meter, peak_flops
+from pipeline.plan import Plan, make_plan, model_config, refuse_too_large
+from pipeline.profile import Meter, device_memory, peak_flops
 from pipeline.schedule import learning_rate
 from pipeline.track import Tracker
 
@@ -67,6 +67,9 @@ def run(config: RunConfig) -> None:
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     resumed = ranks.agree(_find_checkpoint(checkpoints, facts, console) if ranks.is_main else None)
     model = _initial_model(config, dataset, resumed)
+    gpu_memory = device_memory(ranks.device)
+    if gpu_memory is not None:
+        refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
     engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed)
@@ -229,21 +232,7 @@ def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) ->
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
-    return models.create(
-        settings.name,
-        settings.image_size,
-        dataset.num_classes,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        head_bias=settings.head_bias,
-        seed=config.seed,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-    )
+    return VisionTransformer(model_config(settings, dataset.num_classes), config.seed)
 
 
 def _take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
