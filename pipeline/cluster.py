@@ -76,7 +76,7 @@ def choose(config: RunConfig, model: ViTConfig, cluster: Cluster) -> Choice:
             trial = lay_out(config, stage, checkpointing)
             micro_batch = largest_micro_batch(trial, model, share, world_size, limit)
             if micro_batch >= busy:
-                return _explain(trial, model, cluster, micro_batch, passed)
+                return _explain(trial, model, cluster, micro_batch, busy, passed)
             passed.append(_name(stage, checkpointing))
             if micro_batch and (fallback is None or micro_batch > fallback[0]):
                 fallback = micro_batch, trial
@@ -89,7 +89,7 @@ def choose(config: RunConfig, model: ViTConfig, cluster: Cluster) -> Choice:
             f"{limit / _GIB:.1f} ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a "
             "smaller model.image_size."
         )
-    return _explain(fallback[1], model, cluster, fallback[0], [])
+    return _explain(fallback[1], model, cluster, fallback[0], busy, passed)
 
 
 def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
@@ -98,16 +98,20 @@ def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
     return replace(config, engine=engine)
 
 
-def _explain(config: RunConfig, model: ViTConfig, cluster: Cluster, micro_batch: int, passed: list[str]) -> Choice:
+def _explain(
+    config: RunConfig, model: ViTConfig, cluster: Cluster, micro_batch: int, busy: int, passed: list[str]
+) -> Choice:
     world_size, stage = cluster.num_gpus, config.engine.zero_stage
     share = config.train.global_batch // world_size
     accumulation = share // micro_batch
     memory = rank_memory(model, config, micro_batch, accumulation, world_size)
     limit = HEADROOM * cluster.gpu.memory / _GIB
-    if stage == 1:
+    if stage == 1 and not passed:
         why_stage = "the lowest that shards the optimizer; it fits, and higher ones communicate more"
+    elif micro_batch >= busy:
+        why_stage = f"too full for micro_batch {busy}, which keeps a GPU busy: {', '.join(passed)}"
     else:
-        why_stage = f"passed over for want of memory at a micro-batch that keeps a GPU busy: {', '.join(passed)}"
+        why_stage = f"no layout holds micro_batch {busy}, which would keep a GPU busy; this one holds most"
     activations = moments(model, config, micro_batch, accumulation, world_size)[0].activations / _GIB
     if config.engine.activation_checkpointing:
         plain = lay_out(config, stage, False)

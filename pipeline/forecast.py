@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline import model as models
 from pipeline.cluster import HEADROOM, Choice, Cluster, choose, lay_out
-from pipeline.config import PlanConfig
+from pipeline.config import PlanConfig, RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.errors import UserError
 from pipeline.memory import Memory, checkpoint_bytes, rank_memory
@@ -146,7 +146,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned)
 
 
-def _most_images(config: PlanConfig, model: ViTConfig, world_size: int, limit: float) -> int:
+def _most_images(config: RunConfig, model: ViTConfig, world_size: int, limit: float) -> int:
     """The largest micro-batch, of any size, that fits `limit` bytes while gradients accumulate."""
 
     def too_many(images: int) -> bool:

@@ -1,7 +1,7 @@
 """Bytes that one rank holds while it trains, worked out from the settings: what fits a GPU, before there is one.
 
 Counted as DeepSpeed 0.19.8 allocates, read in its source and compared with the tensors of real runs
-(tests/multiprocess/test_memory.py). Three moments of a step can be the fullest: the backward pass while all activations
+(tests/multiprocess/test_rank_memory.py). Three moments of a step can be the fullest: the backward pass while all activations
 are there, the reduction of gradients over ranks, the optimizer step. The peak is the largest of them.
 
 Not counted: the CUDA context, NCCL's own buffers, the allocator's gaps, what a kernel takes inside itself.

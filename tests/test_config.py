@@ -47,12 +47,13 @@ def refused(*overrides: str) -> str:
 
 
 def leaves(cls: type) -> list[tuple[type, str]]:
-    """(class, field) of every setting that is no section, at every depth."""
+    """(class that declares it, field) of every setting that is no section, at every depth."""
     found = []
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
         is_section = dataclasses.is_dataclass(kind) and kind is not Length
-        found += leaves(kind) if is_section else [(cls, field.name)]
+        owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
+        found += leaves(kind) if is_section else [(owner, field.name)]
     return found
 
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import start
 
-from pipeline import schema, train
+from pipeline import schema
 from pipeline.cluster import HEADROOM, Cluster, choose
 from pipeline.config import PlanConfig
 from pipeline.errors import UserError
@@ -16,6 +17,17 @@ from pipeline.memory import rank_memory
 
 ROOT = Path(__file__).parents[1]
 L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"
+# A run whose device says that it has a gigabyte.
+_ON_A_SMALL_GPU = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from pipeline import schema, train
+from pipeline.command import mistakes_in_one_line
+from pipeline.config import RunConfig
+train.device_memory = lambda device: 10**9
+with mistakes_in_one_line():
+    train.run(schema.load(RunConfig, None, json.loads(sys.argv[2])[0]))
+"""
 BY_HAND = ["samples=14.2e6", "classes=21841"]
 SHIPPED = sorted([*(ROOT / "configs/pretrain").glob("*.yaml"), *(ROOT / "configs/finetune").glob("*.yaml")])
 
@@ -34,8 +46,14 @@ def test_the_paper_s_run() -> None:
     waiting = forecast.num_checkpoints * forecast.stall_seconds / 3600
     assert figures["hours"] == pytest.approx(training + waiting)
     assert figures["cost"] == pytest.approx(figures["hours"] * 64 * 2)
-    assert json.loads(json.dumps(figures)) == figures
+    assert json.loads(json.dumps(figures))["flops"] == forecast.flops
     assert any("312,012 steps" in line for line in describe(forecast))
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
+    page = (ROOT / "docs/plan.md").read_text()
+    printed = describe(make_forecast(load("cluster=8x8xH100-80GB", "price=2.5")))
+    assert "\n".join(f"    {line}".rstrip() for line in printed) in page
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -71,8 +89,9 @@ def test_what_fits_is_the_largest_that_does() -> None:
     ("cluster", "model", "expected"),
     [
         ("8x8xH100-80GB", "ViT-L/16", (1, False, 64)),  # much room: nothing is given up
-        ("1x8xL4", "ViT-H/14", (2, False, 32)),  # fp32 gradients of the whole model are too much: stage 2
-        ("1x8xV100-16GB", "ViT-G/14", (3, True, 64)),  # only with everything sharded, and recomputed
+        ("1x8xL4", "ViT-H/14", (1, False, 32)),  # 32 images keep 12 GiB of the 22: a smaller part of the 512
+        ("1x8xV100-16GB", "ViT-G/14", (2, True, 64)),  # stage 1 keeps all fp32 gradients, 4 x 1.9 GB
+        ("2x8xV100-16GB", "ViT-e/14", (3, True, 32)),  # the bf16 weights alone are 7.7 GB
     ],
 )
 def test_no_more_is_given_up_than_must_be(cluster: str, model: str, expected: tuple[int, bool, int]) -> None:
@@ -95,22 +114,20 @@ def test_a_model_that_fits_nowhere() -> None:
 
 
 def test_training_refuses_what_the_plan_refuses(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [
-        f"data.path={dataset}", f"out={tmp_path}", "samples=0", "classes=0", "train.micro_batch=512",
-        "train.global_batch=512", "engine.activation_checkpointing=true", "track.enabled=false",
-        "model.name=ViT-S/16", "schedule.warmup=1%",
+        f"data.path={dataset}", f"out={tmp_path}", "train.micro_batch=512", "train.global_batch=512", "name=large",
+        "model.name=ViT-S/16", "train.length=10 steps", "schedule.warmup=1%", "engine.activation_checkpointing=true",
+        "track.enabled=false",
     ]  # fmt: skip
-    config = load(*overrides, "cluster=1x1xV100-1GB")
     with pytest.raises(UserError) as planned:
-        run(load(*overrides, "cluster=1x1xV100-1GB"))
+        run(schema.load(PlanConfig, None, [*overrides, "cluster=1x1xV100-1GB"]))
     assert "Memory of a rank" in capsys.readouterr().out
     assert "a rank needs" in str(planned.value)
-    monkeypatch.setattr(train, "device_memory", lambda device: 10**9)
-    with pytest.raises(UserError) as trained:
-        train.run(config)
-    assert str(trained.value) == str(planned.value)
+    (rank,) = start(1, [overrides], _ON_A_SMALL_GPU)
+    assert rank.communicate(timeout=300)[0].splitlines()[-1] == f"error: {planned.value}"
+    assert rank.returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -71,5 +71,17 @@ def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) 
     assert source.startswith("data sheet")
 
 
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("NVIDIA H100 80GB HBM3", 80), ("A100-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80), ("H200", 141), ("L4", 24)],
+)
+def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabytes: int) -> None:
+    gpu = profile.find_gpu(name)
+    assert gpu
+    assert gpu.memory == gigabytes * 10**9
+    assert profile.find_gpu("TPU v5e") is None
+    assert profile.device_memory(CPU) is None
+
+
 def test_memory_is_in_bytes() -> None:
     assert 2**26 < peak_memory(CPU) < 2**36

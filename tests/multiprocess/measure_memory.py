@@ -1,4 +1,4 @@
-"""Bytes of live tensors in real steps of DeepSpeed engines, on every rank; rank 0 prints them. Started by test_memory.py."""
+"""Bytes of live tensors in real steps of DeepSpeed engines, on every rank; rank 0 prints them. Started by test_rank_memory.py."""
 
 import json
 from functools import partial
