@@ -96,12 +96,19 @@ class Forecast:
 
     @property
     def hours(self) -> float | None:
+        """Of training and of waiting for checkpoints; evaluation is not in it."""
         seconds = self.step_seconds
-        return (
-            None
-            if seconds is None
-            else ((self.plan.steps * seconds + self.num_checkpoints * self.stall_seconds) / 3600)
-        )
+        if seconds is None:
+            return None
+        return (self.plan.steps * seconds + self.num_checkpoints * self.stall_seconds) / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Of all GPUs for all hours; None without a price."""
+        hours = self.hours
+        if hours is None or self.cluster is None or not self.config.price:
+            return None
+        return hours * self.cluster.num_gpus * self.config.price
 
 
 def run(config: PlanConfig) -> Forecast:
@@ -256,13 +263,9 @@ def _describe_time(forecast: Forecast) -> list[str]:
     interval = plan.checkpoint_every * seconds
     stall = forecast.stall_seconds
     gpu_hours = hours * cluster.num_gpus
-    cost = (
-        f", {gpu_hours * config.price:,.0f} at {config.price:g} an hour"
-        if config.price
-        else " (price=... for the cost)"
-    )
+    cost = f", {forecast.cost:,.0f} at {config.price:g} an hour" if forecast.cost else " (price=... for the cost)"
     return [
-        f"Time and cost, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
+        f"Time and cost as advised below, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
         f"  speed        {seconds:.3f} s a step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} a GPU",
         *lines,
         f"  stall        {stall:.1f} s a checkpoint at {config.save_rate:g} GB/s: {stall / (interval + stall):.1%} of the time; "
@@ -332,7 +335,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 def to_dict(forecast: Forecast) -> dict[str, Any]:
     """All figures as plain data: bytes, seconds, FLOPs, hours."""
-    choice, hours = forecast.choice, forecast.hours
+    choice = forecast.choice
     return {
         "name": forecast.config.name,
         "cluster": asdict(forecast.cluster) if forecast.cluster else None,
@@ -348,7 +351,7 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,
         "stall_seconds": forecast.stall_seconds,
-        "hours": hours,
-        "cost": hours * forecast.cluster.num_gpus * forecast.config.price if hours and forecast.cluster else None,
+        "hours": forecast.hours,
+        "cost": forecast.cost,
         "readers": readers(forecast),
     }

@@ -41,7 +41,7 @@ def saved_bytes(model: VisionTransformer, micro_batch: int, dtype: torch.dtype, 
     ],
 )
 def test_saved_activations(name: str, size: int, precision: str, checkpointing: bool, dropout: float) -> None:
-    config = configure(name, size, 50, representation=True, dropout=dropout)
+    config = configure(name, size, 50, representation=True, dropout=dropout, depth=3)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = VisionTransformer(config).to(dtype)
     model.activation_checkpointing = checkpointing

@@ -98,6 +98,12 @@ class Reads(ast.NodeVisitor):
                 if kind is not None and dataclasses.is_dataclass(kind):
                     self.names[ast.unparse(name)] = kind
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        found = CLASSES.get(ast.unparse(node.annotation))
+        if found is not None:  # A dataclass's field.
+            self.names[f"self.{ast.unparse(node.target)}"] = found
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner = self.kind(node.value)
         if owner is not None and isinstance(node.ctx, ast.Load):
@@ -121,6 +127,11 @@ class C:
         self.config = config
     def g(self):
         return self.config.precision
+@dataclass
+class D:
+    config: OptimizerConfig
+    def h(self):
+        return self.config.lr
 """
     found = {(owner.__name__, name) for owner, name in reads_of(source)}
     expected = {
@@ -128,6 +139,7 @@ class C:
         ("ModelConfig", "name"),
         ("AugmentConfig", "flip"),
         ("EngineConfig", "precision"),
+        ("OptimizerConfig", "lr"),
     }
     assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
 
