@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.data.bucket import AnyPath, BucketPath, Patience, remove_tree, to_path
+from pipeline.data.bucket import AnyPath, BucketPath, Patience, to_path
 from pipeline.errors import UserError
 
 FORMAT = 1
@@ -134,6 +134,13 @@ class Checkpoints:
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
 
+    def discard(self, path: AnyPath) -> None:
+        """Remove what a save that failed has written."""
+        if isinstance(path, BucketPath):
+            self.remove(path)  # It may have become a checkpoint in that moment.
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
     # ---------------------------------------------------------------- reading
     def candidates(self) -> list[AnyPath]:
         """Committed checkpoints, newest first."""
@@ -163,7 +170,7 @@ class Checkpoints:
                     said = True
                 seen, since = now, time.monotonic()
         for path in self.unfinished():
-            remove_tree(path)
+            self.discard(path)
 
     def _progress(self) -> dict[str, list[str]]:
         """What the writers say of each save that is not finished."""

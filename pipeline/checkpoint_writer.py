@@ -13,7 +13,6 @@ import hashlib
 import json
 import mmap
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ from pipeline.checkpoint import (
     write_atomically,
     write_status,
 )
-from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, remove_tree, to_path
+from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
 from pipeline.fragments import BYTES, INDEX, Fragments
 
 # A writer that says nothing for so long is gone, with its host: its rank's part will not come.
@@ -112,13 +111,16 @@ def save(job: Job, memory: int) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
     checkpoints = Checkpoints(to_path(job.folder, Patience(job.patience)))
     path: AnyPath | None = None
+    committed = False
     try:
         path = checkpoints.begin(job.step, job.token)
         with _beating(path, job):
             part = _write_part(path, job, memory)
             if job.commit is not None:
                 parts = _await_parts(path, job, part)
-                _commit(checkpoints, path, job, job.commit, parts)
+                final = _commit(checkpoints, path, job, job.commit, parts)
+                committed = True
+                _retain(checkpoints, final, job.commit.retention)
         if job.commit is None:
             write_status(path, job.rank, job.token, {"part": part})
     except (OSError, StorageError, WriterError) as error:
@@ -127,8 +129,8 @@ def save(job: Job, memory: int) -> None:
             with contextlib.suppress(OSError, StorageError):
                 if job.commit is None:
                     write_status(path, job.rank, job.token, {"error": line})
-                elif path in checkpoints.unfinished():
-                    remove_tree(path)
+                elif not committed:
+                    checkpoints.discard(path)
         raise WriterError(line) from error
 
 
@@ -180,18 +182,21 @@ def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str,
     return [parts[rank] for rank in range(job.world_size)]
 
 
-def _commit(checkpoints: Checkpoints, path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> None:
-    """model.pt, index, state and checksums, the pointer; then what retention says."""
+def _commit(checkpoints: Checkpoints, path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> AnyPath:
+    """model.pt, index, state, and then checksums and the pointer."""
     index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
     write_atomically(path / INDEX, json.dumps(index))
     write_atomically(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
     checksums["model.pt"] = _write_model(path, Fragments(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
-    final = checkpoints.commit(path, checksums)
-    if commit.retention.always:
+    return checkpoints.commit(path, checksums)
+
+
+def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> None:
+    if retention.always:
         checkpoints.keep_always(final.name)
-    checkpoints.prune(final, commit.retention.keep, set(commit.retention.damaged) - {final.name})
+    checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
 
 
 def _write_model(path: AnyPath, fragments: Fragments, commit: Commit) -> dict[str, Any]:
@@ -266,12 +271,9 @@ def answer(line: str, memory: int) -> dict[str, Any]:
     return {"error": error, "seconds": time.perf_counter() - begin}
 
 
-def main(memory: int, rank: int) -> None:
-    """Serve one rank. memory: file descriptor of what it shares."""
-    if os.fork():
-        os._exit(0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def main() -> None:
+    """Serve one rank. Arguments: the file descriptor of the memory that they share, and its number."""
+    memory, rank = (int(text) for text in sys.argv[1:])
     os.nice(10)  # Training goes first.
     if rank == 0:
         import pipeline.model  # noqa: F401  Takes seconds: before anyone waits for them.
@@ -279,7 +281,3 @@ def main(memory: int, rank: int) -> None:
         reply = answer(line, memory)
         with contextlib.suppress(BrokenPipeError):  # Its rank is gone.
             print(json.dumps(reply), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -28,6 +28,16 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[1]
+# Deaf to signals and nobody's child before it does anything that takes time.
+_START = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork():
+    os._exit(0)
+from pipeline.checkpoint_writer import main
+main()
+"""
 # How long a run that ends with an error waits for the save in flight; the writer finishes it in any case.
 _LAST_WAIT_SECONDS = 10.0
 
@@ -55,13 +65,14 @@ class Saver:
         self._size = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         starter = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.checkpoint_writer", str(self._memory), str(ranks.rank)],
+            [sys.executable, "-c", _START, str(self._memory), str(ranks.rank)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
             bufsize=0, start_new_session=True, cwd="/",
             env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
+        starter.wait()
         # Answers are read unbuffered: what lay in a buffer, select would not see.
-        self._starter, self._from = starter, cast(io.RawIOBase, starter.stdout)
+        self._from = cast(io.RawIOBase, starter.stdout)
         self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
 
     def save(self, step: int, part: Part, commit: Commit | None) -> None:
@@ -106,7 +117,6 @@ class Saver:
         for stream in (self._to, self._from):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-        self._starter.wait()
         os.close(self._memory)
         self._errors.close()
 
