@@ -59,8 +59,8 @@ class Checkpoints:
     def begin(self, step: int, token: str) -> AnyPath:
         """Where the files of a save go: a hidden folder, which is made, or in a bucket the place where they stay."""
         if isinstance(self.folder, BucketPath):
-            return self.folder / f"step-{step:08d}"
-        path = self.folder / f"{_WRITING}step-{step:08d}.{token}"
+            return self.folder / step_name(step)
+        path = self.folder / f"{_WRITING}{step_name(step)}.{token}"
         path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -273,6 +273,11 @@ def write_atomically(path: AnyPath, text: str, durable: bool = True) -> None:
 
 def _inside(folder: AnyPath) -> list[AnyPath]:
     return list(folder.iterdir()) if isinstance(folder, BucketPath) or folder.is_dir() else []
+
+
+def step_name(step: int) -> str:
+    """Of the checkpoint made after so many steps."""
+    return f"step-{step:08d}"
 
 
 def _step(path: AnyPath) -> int:

@@ -28,6 +28,7 @@ from pipeline.checkpoint import (
     Checkpoints,
     checksum,
     read_status,
+    step_name,
     write_atomically,
     write_status,
 )
@@ -251,7 +252,7 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
 def mark_best(best: Best) -> None:
     """As Checkpoints.keep_if_best."""
     checkpoints = Checkpoints(to_path(best.folder, Patience(best.patience)))
-    checkpoints.keep_if_best(f"step-{best.step:08d}", best.metric, best.value)
+    checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
 
 
 def answer(line: str, memory: int) -> dict[str, Any]:

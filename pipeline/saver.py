@@ -62,7 +62,7 @@ class Saver:
         self.blocked = self.written = 0.0
         self._in_flight = 0
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
-        self._size = 0
+        self._host = torch.empty(0)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         starter = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory), str(ranks.rank)],
@@ -125,13 +125,8 @@ class Saver:
         count = len(part.tensors) * sum(length for _, _, length in part.ranges)
         if not count:
             return
-        if 4 * count != self._size:
-            os.ftruncate(self._memory, 4 * count)
-            self._size = 4 * count
-            self._host = torch.frombuffer(mmap.mmap(self._memory, self._size), dtype=torch.float32)
-            if self.ranks.device.type == "cuda":
-                # Page-locked, so that the device copies at the speed of the bus.
-                torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._size, 0)
+        if count != len(self._host):
+            self._map(count)
         at = 0
         for tensors in part.tensors.values():
             for tensor in tensors:
@@ -140,6 +135,17 @@ class Saver:
         assert at == count, (at, count)
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
+
+    def _map(self, count: int) -> None:
+        """Make room for `count` elements: at the first save, and when the optimizer has begun to keep its states."""
+        on_gpu = self.ranks.device.type == "cuda"
+        if on_gpu and len(self._host):
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        os.ftruncate(self._memory, 4 * count)
+        self._host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
+        if on_gpu:
+            # Page-locked, so that the device copies at the speed of the bus.
+            torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0)
 
     def _send(self, line: str) -> None:
         self._in_flight += 1

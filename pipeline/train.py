@@ -18,7 +18,7 @@ import torch
 
 from pipeline import model as models
 from pipeline import objective, optim, schema
-from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, verify, write_atomically
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name, verify, write_atomically
 from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
@@ -137,7 +137,8 @@ def run(config: RunConfig) -> None:
             begin = time.perf_counter()
             if saving:  # Before evaluation: what was trained is safe first.
                 _refuse_broken(ranks.mean(result.loss), engine, config, done)
-                retention = Retention(config.checkpoint.keep, damaged, kept)
+                damaged.discard(step_name(done))  # It is written anew.
+                retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
                 saver.save(done, engine.part(), _commit(engine, model, config, dataset, facts, done, retention))
             if evaluating:
                 split_name = config.data.eval_split
@@ -174,12 +175,12 @@ def run(config: RunConfig) -> None:
 
 def _find_checkpoint(
     checkpoints: Checkpoints, now: dict[str, Any], ranks: Ranks, console: Console
-) -> tuple[AnyPath | None, list[str]]:
+) -> tuple[AnyPath | None, set[str]]:
     """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
 
     Raises UserError when there are some, but none that can be continued.
     """
-    damaged: list[str] = []
+    damaged: set[str] = set()
     ranks.on_main(lambda: checkpoints.settle(console.say))
     for path in ranks.on_main(checkpoints.candidates):
         problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
@@ -188,10 +189,10 @@ def _find_checkpoint(
                 console.say(f"changed since the checkpoint: {text}")
             return path, damaged
         console.say(f"{path} is damaged ({problems[0]}): not used.")
-        damaged.append(path.name)
+        damaged.add(path.name)
     if damaged:
         raise UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
-    return None, []
+    return None, set()
 
 
 def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:

@@ -332,7 +332,7 @@ def real_part(step: int) -> tuple[Part, checkpoint_writer.Commit]:
     work, memory = job(Path("/"), step)
     os.close(memory)
     arrays = tensors(step)
-    flat = {s: [torch.from_numpy(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
+    flat = {s: [torch.tensor(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
     assert work.commit is not None
     return Part(work.ranges, flat), work.commit
 
