@@ -184,7 +184,12 @@ class EvaluateConfig:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: Length = _length("2%", "Between checkpoints; one is always made at the end.")
-    keep: int = setting(2, "How many of the newest checkpoints stay on disk.")
+    keep: int = setting(2, "How many of the newest checkpoints stay.")
+    keep_every: Length = _length("0 steps", "Between checkpoints that stay for good, beside the newest; 0 is none.")
+    best: str = setting("", "Metric of the evaluation (val_top1, val_loss) whose best checkpoint stays; empty is none.")
+    folder: str = setting(
+        "", "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +244,7 @@ class RunConfig:
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
             "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
             "augment.randaugment_layers": self.augment.randaugment_layers,
+            "checkpoint.keep_every": self.checkpoint.keep_every.amount,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -289,6 +295,9 @@ class RunConfig:
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
             )
+        metrics = [f"{self.data.eval_split}_{name}" for name in ("top1", "top5", "loss")]
+        if self.checkpoint.best and self.checkpoint.best not in metrics:
+            raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
         if self.engine.precision == "bf16" and self.engine.zero_stage == 0:

@@ -2,11 +2,14 @@
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Ranks:
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns on rank 0, on every rank. A UserError there is raised everywhere."""
+        value = None
+        if self.is_main:
+            try:
+                value = function()
+            except UserError as error:
+                value = error
+        return self.agree(value)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order, on every rank."""

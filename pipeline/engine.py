@@ -16,15 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline import engine_state
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
 from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
+from pipeline.fragments import Fragments, Range
 from pipeline.plan import Plan
+from pipeline.saver import Part
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -36,7 +40,6 @@ warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 _DROPOUT = 5
 
@@ -77,6 +80,7 @@ class Engine:
         seed: int,
     ) -> None:
         self.ranks, self.seed = ranks, seed
+        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
@@ -120,27 +124,54 @@ class Engine:
         self.engine.eval()
         return self.engine(normalise(images, self.ranks.device, self.dtype)).float()
 
-    def save(self, folder: Path) -> None:
-        """Write every rank's part of weights and optimizer state below `folder`. Collective."""
-        with _quiet():
-            self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+    def part(self) -> Part:
+        """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        ranges, where = [], []
+        for i, shard in enumerate(shards):
+            for place in shard.places:
+                if self.engine.zero_optimization_stage() == 0:
+                    place = engine_state.owned(place, self.ranks.rank, self.ranks.world_size)
+                if place.length:
+                    ranges.append((place.name, place.start, place.length))
+                    where.append((i, place.offset, place.length))
+        states = engine_state.states(self.engine, shards)
+        return Part(
+            ranges,
+            {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
+             for name, flats in states.items()},
+        )  # fmt: skip
 
-    def load(self, folder: Path) -> None:
-        """Read back what `save` wrote, on the same number of ranks. Collective."""
-        with _quiet():
-            found, _ = self.engine.load_checkpoint(str(folder), tag="state")
-        assert found is not None, folder
+    def counters(self) -> dict[str, Any]:
+        """What else is to be restored: plain numbers, the same on every rank."""
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        return {
+            "optimizer_steps": engine_state.optimizer_steps(self.engine, shards),
+            "global_steps": int(self.engine.global_steps),
+            "skipped_steps": self.skipped_steps,
+        }
 
-    def weights(self) -> dict[str, Tensor]:
-        """fp32 master weights on the host, whole, on rank 0 (empty elsewhere). Collective."""
-        state = {}
-        for name, parameter in self.engine.module.named_parameters():
-            full = safe_get_full_fp32_param(parameter)
-            if full is None:  # Stage 0 keeps no copies: the parameters are the master weights.
-                full = parameter.detach()
-            if self.ranks.is_main:
-                state[name] = full.detach().to("cpu", torch.float32, copy=True)
-        return state
+    @torch.no_grad()
+    def load(self, fragments: Fragments, counters: dict[str, Any]) -> None:
+        """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
+
+        Raises UserError for another model's.
+        """
+        fragments.check(self.shapes)
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        engine_state.begin_states(self.engine, shards, fragments.states, counters["optimizer_steps"])
+        for name, flats in engine_state.states(self.engine, shards).items():
+            wanted = []
+            for flat, shard in zip(flats, shards, strict=True):
+                for place in shard.places:
+                    target = flat.narrow(0, place.offset, place.length)
+                    wanted.append((target, Range(name, place.name, place.start, np.empty(place.length, np.float32))))
+            fragments.read(part for _, part in wanted)
+            for target, part in wanted:
+                target.copy_(torch.from_numpy(part.out))
+        engine_state.publish(self.engine)
+        self.engine.global_steps = counters["global_steps"]
+        self.engine.skipped_steps = counters["skipped_steps"]
 
     @property
     def skipped_steps(self) -> int:

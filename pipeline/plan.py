@@ -8,12 +8,13 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps."""
+    """All lengths in optimizer steps. keep_every: 0 is never."""
 
     steps: int
     warmup: int
     eval_every: int
     checkpoint_every: int
+    keep_every: int
     accumulation: int
     micro_batch: int
     num_samples: int
@@ -23,6 +24,14 @@ class Plan:
     @property
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """What of the settings was changed to fit, a line each."""
+        share = self.global_batch // self.world_size
+        if self.micro_batch == min(config.train.micro_batch, share):
+            return []
+        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
+                f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
         """One line for a person."""
@@ -39,9 +48,10 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
     """
     train = config.train
-    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size)
+    paired = bool(config.augment.mixup or config.augment.cutmix)
+    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
     micro_batch = train.global_batch // (world_size * accumulation)
-    if (config.augment.mixup or config.augment.cutmix) and micro_batch % 2:
+    if paired and micro_batch % 2:
         raise UserError(
             f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
             f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
@@ -64,6 +74,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         warmup=warmup,
         eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
+        keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
         accumulation=accumulation,
         micro_batch=micro_batch,
         num_samples=num_samples,
@@ -72,8 +83,11 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     )
 
 
-def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches a rank accumulates. A rank's share smaller than micro_batch is one micro-batch."""
+def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:
+    """Micro-batches a rank accumulates: of the largest size up to micro_batch that divides its share of the batch.
+
+    even: of an even size, if there is one.
+    """
     if global_batch % world_size:
         lower = global_batch // world_size * world_size
         near = f"{lower} and {lower + world_size}" if lower else str(world_size)
@@ -84,11 +98,5 @@ def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
     share = global_batch // world_size
     if share <= micro_batch:
         return 1
-    if share % micro_batch:
-        fitting = max(m for m in range(1, micro_batch + 1) if share % m == 0)
-        raise UserError(
-            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks x train.micro_batch "
-            f"{micro_batch} = {world_size * micro_batch}: a rank's {share} samples make {share / micro_batch:.2f} "
-            f"micro-batches. Use train.micro_batch={fitting}."
-        )
-    return share // micro_batch
+    fitting = [size for size in range(1, micro_batch + 1) if share % size == 0]
+    return share // max([size for size in fitting if size % 2 == 0 or not even], default=max(fitting))

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pipeline import schema
-from pipeline.checkpoint import Checkpoints, read_state
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state
 from pipeline.config import RunConfig, SamplesConfig
-from pipeline.data.bucket import to_path
+from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
 from pipeline.data.order import SampleOrder
 from pipeline.data.split import NOTHING_EXCLUDED, Split
@@ -62,8 +62,18 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
 
 def _newest_state(path: Path) -> dict[str, Any] | None:
     """state.json of a checkpoint, or of a run's newest one."""
-    folders = [path] if (path / "state.json").exists() else Checkpoints(path / "checkpoints", keep=1).candidates()
-    return read_state(folders[0]) if folders else None
+    if (path / "state.json").exists():
+        return read_state(path)
+    folder: AnyPath = path / "checkpoints"
+    if (path / "config.json").exists() and (config := _planned(path)).checkpoint.folder:
+        folder = checkpoint_folder(config)
+    committed = Checkpoints(folder).candidates()
+    return read_state(committed[0]) if committed else None
+
+
+def _planned(path: Path) -> RunConfig:
+    """The settings that a run folder began with."""
+    return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
 
 
 def _settings(path: Path, state: dict[str, Any] | None) -> RunConfig:
@@ -80,7 +90,7 @@ def _settings(path: Path, state: dict[str, Any] | None) -> RunConfig:
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:
-            return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
+            return _planned(path)
         except FileNotFoundError:
             raise UserError(f"{path} is no run folder: it has neither checkpoints nor config.json.") from None
     return schema.load(RunConfig, path)

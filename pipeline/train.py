@@ -18,32 +18,33 @@ import torch
 
 from pipeline import model as models
 from pipeline import objective, optim, schema
-from pipeline.checkpoint import Checkpoints, free_bytes, read_state, write_atomically
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name, verify, write_atomically
+from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
+from pipeline.data.bucket import AnyPath
 from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder
 from pipeline.data.split import NOTHING_EXCLUDED, Split
-from pipeline.distributed import from_environment
+from pipeline.distributed import Ranks, from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import predict, score
-from pipeline.model import VisionTransformer
+from pipeline.fragments import Fragments
+from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, peak_flops
+from pipeline.saver import Saver
 from pipeline.schedule import learning_rate
 from pipeline.track import Tracker
 
-# What must be as it was for a checkpoint to continue: its tensors, its engine's files, the order of its samples.
+# What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
+# and micro-batch may change: the same samples make up the same batches.
 _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
-          "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes", "excluded")  # fmt: skip
-# fp32 master weights, two moments and the 16-bit copy, and model.pt, with a margin.
-_CHECKPOINT_BYTES_PER_PARAMETER = 20
-_FULL_BYTES = 2**20
-_SPACE_ADVICE = "Free some, or lower checkpoint.keep; the same command goes on from the last checkpoint."
+          "fingerprint", "classes", "excluded")  # fmt: skip
 
 
 def run(config: RunConfig) -> None:
@@ -58,22 +59,23 @@ def run(config: RunConfig) -> None:
     folder = Path(config.out) / config.name
     console = Console(folder / "log.txt", ranks.is_main)
     console.say(f"{config.name}: {plan.describe()}")
-    for line in split.notes() + evaluation.notes():
+    for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes)
     _refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    resumed = ranks.agree(_find_checkpoint(checkpoints, facts, console) if ranks.is_main else None)
+    checkpoints = Checkpoints(checkpoint_folder(config))
+    resumed, damaged = _find_checkpoint(checkpoints, facts, ranks, console)
     model = _initial_model(config, dataset, resumed)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
     engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed)
     start = 0
     if resumed is not None:
-        engine.load(resumed / "engine")
-        start = read_state(resumed)["step"]
+        state = read_state(resumed)
+        engine.load(Fragments.open(resumed), state["engine"])
+        start = state["step"]
         console.say(f"resumed from {resumed} at step {start:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
@@ -94,6 +96,7 @@ def run(config: RunConfig) -> None:
     )  # fmt: skip
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
     tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
+    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
     status = "FAILED"
     try:
         # -------------------------------------------------------------- the loop
@@ -114,11 +117,12 @@ def run(config: RunConfig) -> None:
                     "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
                     "epoch": done * plan.global_batch / plan.num_samples, "skipped_steps": engine.skipped_steps,
                     "bad_samples": ranks.sum(len(loader.bad))[0],
-                    "storage_retries": ranks.sum(dataset.storage.patience.retries)[0],
+                    "storage_retries": ranks.sum(dataset.storage.patience.retries)[0], **saver.read(),
                 }  # fmt: skip
                 console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
                 if tracker:
                     tracker.log(done, metrics)
+                saver.check()
                 # Each rank has seen its own; here they are counted together.
                 if metrics["bad_samples"] > loader.max_bad:
                     raise UserError(
@@ -128,13 +132,14 @@ def run(config: RunConfig) -> None:
                     )
 
             evaluating = done % plan.eval_every == 0 or last
-            saving = done % plan.checkpoint_every == 0 or last
+            kept = plan.keep_every > 0 and done % plan.keep_every == 0
+            saving = done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
             begin = time.perf_counter()
             if saving:  # Before evaluation: what was trained is safe first.
                 _refuse_broken(ranks.mean(result.loss), engine, config, done)
-                _save(checkpoints, engine, model, config, dataset, facts, done)
-                if tracker:
-                    tracker.log(done, {"checkpoint_seconds": time.perf_counter() - begin})
+                damaged.discard(step_name(done))  # It is written anew.
+                retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
+                saver.save(done, engine.part(), _commit(engine, model, config, dataset, facts, done, retention))
             if evaluating:
                 split_name = config.data.eval_split
                 scores = score(
@@ -143,10 +148,14 @@ def run(config: RunConfig) -> None:
                     evaluation,
                 )  # fmt: skip
                 console.say(f"step {done:,}: {split_name} {scores}")
+                named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
+                if config.checkpoint.best:
+                    saver.mark_best(done, config.checkpoint.best, named[config.checkpoint.best])
                 if tracker:
-                    tracker.log(done, {f"{split_name}_{name}": value for name, value in asdict(scores).items()})
+                    tracker.log(done, named)
                     write_atomically(folder / "scores.json", json.dumps({"step": done, **asdict(scores)}))
             meter.exclude(time.perf_counter() - begin)
+        saver.wait()
         bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
         for row, key in zip(sorted(bad), split.keys(sorted(bad)), strict=True):
             console.say(f"left out {key}: {bad[row]}")
@@ -155,6 +164,7 @@ def run(config: RunConfig) -> None:
         # -------------------------------------------------------------- stop
         console.close_bar()
         loader.close()
+        saver.close()
         if tracker:
             tracker.finish(status)
     if start >= plan.steps:
@@ -163,29 +173,38 @@ def run(config: RunConfig) -> None:
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
 
 
-def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Console) -> Path | UserError | None:
-    """The newest whole checkpoint of this run, None to start afresh, or why it cannot be continued."""
-    checkpoints.sweep()
-    path, refused = checkpoints.newest_whole()
-    for line in refused:
-        console.say(line)
-    if path is None:
-        if refused:
-            return UserError(
-                f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh."
-            )
-        return None
+def _find_checkpoint(
+    checkpoints: Checkpoints, now: dict[str, Any], ranks: Ranks, console: Console
+) -> tuple[AnyPath | None, set[str]]:
+    """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
+
+    Raises UserError when there are some, but none that can be continued.
+    """
+    damaged: set[str] = set()
+    ranks.on_main(lambda: checkpoints.settle(console.say))
+    for path in ranks.on_main(checkpoints.candidates):
+        problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
+        if not problems:
+            for text in ranks.on_main(partial(_compare, path, now)):
+                console.say(f"changed since the checkpoint: {text}")
+            return path, damaged
+        console.say(f"{path} is damaged ({problems[0]}): not used.")
+        damaged.add(path.name)
+    if damaged:
+        raise UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
+    return None, set()
+
+
+def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
+    """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
     # Checkpoints of before there were lists of samples to leave out do not say that none were.
     then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
-    fixed = [text for text in changed if text.startswith(_FIXED)]
-    if fixed:
-        return UserError(
+    if fixed := [text for text in changed if text.startswith(_FIXED)]:
+        raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
         )
-    for text in changed:
-        console.say(f"changed since the checkpoint: {text}")
-    return path
+    return changed
 
 
 def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
@@ -209,11 +228,11 @@ def _refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: i
         raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
 
 
-def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) -> VisionTransformer:
+def _initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) -> VisionTransformer:
     """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
     settings = config.model
     if resumed is not None:
-        return VisionTransformer(models.read_weights(resumed / "model.pt")[0])
+        return VisionTransformer(ViTConfig.from_dict(read_state(resumed)["model"]))
     if config.init.weights:
         model = models.load(
             config.init.weights,
@@ -266,48 +285,26 @@ def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) ->
         )
 
 
-def _save(
-    checkpoints: Checkpoints,
-    engine: Engine,
-    model: VisionTransformer,
-    config: RunConfig,
-    dataset: Dataset,
-    facts: dict[str, Any],
-    step: int,
-) -> None:
-    """Commit a checkpoint. Collective; nothing half-written stays when the disk is full."""
-    ranks = engine.ranks
-    needed = _CHECKPOINT_BYTES_PER_PARAMETER * models.num_parameters(model.config)
-    problem = None
-    if ranks.is_main and free_bytes(checkpoints.folder) < needed:
-        problem = UserError(
-            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. {_SPACE_ADVICE}"
-        )
-    ranks.agree(problem)
-    path = ranks.agree(checkpoints.begin(step) if ranks.is_main else None)
-    try:
-        engine.save(path / "engine")
-        weights = engine.weights()
-        if ranks.is_main:
-            preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
-            extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
-                     "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
-            models.save_state(weights, model.config, path / "model.pt", extra)
-        ranks.barrier()  # Every rank's files are there.
-        if ranks.is_main:
-            versions = {"python": platform.python_version(), "torch": torch.__version__}
-            state = {"step": step, "samples_seen": step * config.train.global_batch, "versions": versions,
-                     "identity": facts}  # fmt: skip
-            checkpoints.commit(path, state)
-        ranks.barrier()
-    except (OSError, RuntimeError) as error:
-        # torch.save turns a full disk into a RuntimeError that does not say so.
-        full = free_bytes(checkpoints.folder) < _FULL_BYTES
-        if ranks.is_main:
-            checkpoints.sweep()
-        if full:
-            raise OneRankError(f"no space left in {checkpoints.folder}: {_SPACE_ADVICE}") from None
-        raise error
+def _commit(
+    engine: Engine, model: VisionTransformer, config: RunConfig, dataset: Dataset, facts: dict[str, Any], step: int,
+    retention: Retention,
+) -> Commit | None:  # fmt: skip
+    """What a checkpoint holds beside the tensors, on rank 0."""
+    if not engine.ranks.is_main:
+        return None
+    architecture = model.config.to_dict()
+    state = {
+        "step": step,
+        "samples_seen": step * config.train.global_batch,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "engine": engine.counters(),
+        "model": architecture,
+        "identity": facts,
+    }
+    preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
+    extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
+             "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
+    return Commit(state, engine.shapes, architecture, extra, retention)
 
 
 def _start_tracker(

@@ -344,6 +344,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["init.weights=x.npz"], "model.name = ViT-Ti/16, init.weights = x.npz"),
         (["model.name=null"], "model.name = None, init.weights = None"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
     ],
 )

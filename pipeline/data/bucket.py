@@ -205,9 +205,9 @@ class BucketPath:
         with tempfile.NamedTemporaryFile(prefix="upload-") as file:
             yield file  # type: ignore[misc]
             file.flush()
-            self._upload(file.name)
+            self.upload(file.name)
 
-    def _upload(self, local: str) -> None:
+    def upload(self, local: str) -> None:
         """Send a file; the object is there when all of it is.
 
         pyarrow has no way to abort an upload: a stream that is closed, or dropped, after an error in our code makes an

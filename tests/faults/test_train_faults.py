@@ -4,14 +4,20 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import faulty_s3
 import numpy as np
 import pytest
+import torch
 from ranks import finish, metrics, settings, start
+from saving import save_all
 
 from pipeline import model as models
-from pipeline import schema, train
-from pipeline.config import RunConfig
+from pipeline import samples, schema, train
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import RunConfig, SamplesConfig
+from pipeline.console import Console
 from pipeline.data.manifest import open_dataset
+from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 
 
@@ -105,3 +111,49 @@ def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, da
     lock.touch()
     finish(start(2, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]))
     assert not lock.exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    alone, said = Ranks(0, 0, 1, torch.device("cpu")), tmp_path / "log.txt"
+    checkpoints, console = Checkpoints(tmp_path / "checkpoints"), Console(said, True)
+    facts = {"seed": 0, "ranks": 2, "excluded": "none", "evaluation_excluded": "none"}
+    assert train._find_checkpoint(checkpoints, facts, alone, console) == (None, set())
+    for step in (10, 20):
+        save_all(checkpoints.folder, step, identity={"seed": 0, "ranks": 3})
+    newest = checkpoints.folder / "step-00000020"
+    assert train._find_checkpoint(checkpoints, facts, alone, console) == (newest, set())
+    assert "changed since the checkpoint: ranks was 3, is 2" in said.read_text()
+    with pytest.raises(UserError, match=r"step-00000020 cannot be continued: seed was 0, is 1. Set it back"):
+        train._find_checkpoint(checkpoints, {**facts, "seed": 1}, alone, console)
+
+    (newest / "index.json").unlink()
+    before = checkpoints.folder / "step-00000010"
+    assert train._find_checkpoint(checkpoints, facts, alone, console) == (before, {"step-00000020"})
+    assert f"{newest} is damaged (index.json is missing): not used." in said.read_text()
+    (before / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole. Remove that folder"):
+        train._find_checkpoint(checkpoints, facts, alone, console)
+
+
+def test_a_run_keeps_its_checkpoints_in_a_bucket(dataset: Path, tmp_path: Path, s3: tuple[faulty_s3.S3, str]) -> None:
+    """Two lives; the best and the newest stay, and what was trained is known from there."""
+    more = [
+        f"checkpoint.folder={s3[1]}/all",
+        "checkpoint.best=val_loss",
+        "checkpoint.keep=1",
+        "checkpoint.keep_every=1 steps",
+    ]
+    lives = [settings(dataset, tmp_path, "far", *more, f"train.length={steps} steps") for steps in (4, 6)]
+    lives[1][-2] = "checkpoint.keep_every=0 steps"
+    output = finish(start(1, lives))[0]
+    assert "resumed from s3://" in output
+    assert not (tmp_path / "far" / "checkpoints").exists()
+    checkpoints = Checkpoints(faulty_s3.bucket_path(f"{s3[1]}/all/far"))
+    # 1 to 4 were to be kept; the best of 3, 4 and 6 is 6.
+    assert [path.name[-1] for path in checkpoints.candidates()] == ["6", "4", "3", "2", "1"]
+    kept = checkpoints.kept()
+    assert (kept.best, kept.metric) == ("step-00000006", "val_loss")
+    assert (
+        samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path / 'far'}", "sample=train00007"]))[0]["trained"]
+        == "yes"
+    )
