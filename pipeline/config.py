@@ -143,6 +143,9 @@ class TrainConfig:
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.")
     max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
+    stop_after_minutes: float = setting(
+        0.0, "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +245,8 @@ class RunConfig:
         not_negative = {
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
-            "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
+            "train.max_skipped_steps": self.train.max_skipped_steps,
+            "train.stop_after_minutes": self.train.stop_after_minutes, "data.retry_minutes": self.data.retry_minutes,
             "augment.randaugment_layers": self.augment.randaugment_layers,
             "checkpoint.keep_every": self.checkpoint.keep_every.amount,
         }  # fmt: skip

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,7 +61,10 @@ class Saver:
         self.folder, self.ranks, self.patience = folder, ranks, patience
         # Seconds that this rank waited for saving, and that its writer worked, since they were last asked for.
         self.blocked = self.written = 0.0
-        self._in_flight = 0
+        # What is certainly on disk, and the longest that writing took: 0 before the first.
+        self.committed_step, self.longest = 0, 0.0
+        # What the writer was given and has not answered: a step to save, or None for a word on the best.
+        self._in_flight: deque[int | None] = deque()
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
@@ -84,13 +88,13 @@ class Saver:
             self.folder, self.patience, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit,
         )  # fmt: skip
-        self._send(job.to_json())
+        self._send(job.to_json(), step)
         self.blocked += time.perf_counter() - begin
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """The checkpoint of `step` stays while no other is better by `metric`; after the save that was given before."""
         if self.ranks.is_main:
-            self._send(json.dumps(asdict(Best(self.folder, self.patience, step, metric, value))))
+            self._send(json.dumps(asdict(Best(self.folder, self.patience, step, metric, value))), None)
 
     def read(self) -> dict[str, float]:
         """Seconds since the last one: training waited for saving (the slowest rank), and writers worked beside it."""
@@ -147,8 +151,8 @@ class Saver:
             # Page-locked, so that the device copies at the speed of the bus.
             torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0)
 
-    def _send(self, line: str) -> None:
-        self._in_flight += 1
+    def _send(self, line: str, step: int | None) -> None:
+        self._in_flight.append(step)
         with contextlib.suppress(BrokenPipeError):  # It died; the next look at its answers says so.
             self._to.write(line.encode() + b"\n")
             self._to.flush()
@@ -166,12 +170,14 @@ class Saver:
             seconds = 0.0
             line = self._from.readline()
             if not line:
-                self._in_flight = 0
+                self._in_flight.clear()
                 return f"the checkpoint writer of rank {self.ranks.rank} died: {self._last_words()}"
-            self._in_flight -= 1
-            reply = json.loads(line)
+            step, reply = self._in_flight.popleft(), json.loads(line)
             self.written += reply["seconds"]
+            self.longest = max(self.longest, reply["seconds"])
             error = error or reply["error"]
+            if step is not None and error is None:
+                self.committed_step = step
         return error
 
     def _last_words(self) -> str:

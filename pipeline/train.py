@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder
 from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.distributed import Ranks, from_environment
-from pipeline.engine import Engine, start_ranks
-from pipeline.errors import OneRankError, UserError
+from pipeline.engine import Engine, StepResult, start_ranks
+from pipeline.errors import OneRankError, Stopped, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.fragments import Fragments
 from pipeline.model import VisionTransformer, ViTConfig
@@ -39,6 +40,7 @@ from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, peak_flops
 from pipeline.saver import Saver
 from pipeline.schedule import learning_rate
+from pipeline.stop import Stop
 from pipeline.track import Tracker
 
 # What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
@@ -47,8 +49,16 @@ _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "
           "fingerprint", "classes", "excluded")  # fmt: skip
 
 
-def run(config: RunConfig) -> None:
-    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake."""
+def run(config: RunConfig, stop: Stop | None = None) -> None:
+    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake.
+
+    stop: made before the imports, if the command did. A run that is stopped ends the process with exit code 75.
+    """
+    with stop or Stop(config) as stop:
+        _run(config, stop)
+
+
+def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
@@ -56,12 +66,15 @@ def run(config: RunConfig) -> None:
     evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
     facts = identity(config, dataset, plan, split, evaluation)
-    folder = Path(config.out) / config.name
-    console = Console(folder / "log.txt", ranks.is_main)
+    folder = stop.folder.path
+    in_use = stop.folder.lock() if ranks.is_main else None
+    console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     console.say(f"{config.name}: {plan.describe()}")
     for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes)
+    ranks.agree(in_use)
+    stop.connect(ranks)
     _refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
@@ -92,18 +105,43 @@ def run(config: RunConfig) -> None:
     loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
     loader = Loader(
         split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
-        config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda",
+        config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
     )  # fmt: skip
+
+    def evaluate(step: int) -> None:
+        split_name = config.data.eval_split
+        scores = score(
+            predict(engine.forward, evaluation, config.model.image_size, config.augment, config.train.loss,
+                    config.evaluate.batch, config.data.threads, ranks, stop=stop),
+            evaluation,
+        )  # fmt: skip
+        console.say(f"step {step:,}: {split_name} {scores}")
+        named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
+        if config.checkpoint.best:
+            saver.mark_best(step, config.checkpoint.best, named[config.checkpoint.best])
+        if tracker:
+            tracker.log(step, named)
+            write_atomically(folder / "scores.json", json.dumps({"step": step, **asdict(scores)}))
+
+    def commit(step: int, result: StepResult, kept: bool = False) -> None:
+        _refuse_broken(ranks.mean(result.loss), engine, config, step)
+        damaged.discard(step_name(step))  # It is written anew.
+        retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
+        saver.save(step, engine.part(), _commit(engine, model, config, dataset, facts, step, retention))
+
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
     tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
-    status = "FAILED"
+    status, reason = "FAILED", ""
+    done = saved = start
     try:
+        stop.begin_training(start)
+        if ranks.agree(_evaluation_is_owed(folder, start, plan)):
+            evaluate(start)
         # -------------------------------------------------------------- the loop
         batches = loader.batches(requests)
         console.open_bar(start, plan.steps)
-        for step in range(start, plan.steps):
-            micro_batches, waited = _take(batches, plan.accumulation)
+        for step, (micro_batches, waited) in enumerate(stop.together(_steps(batches, plan.accumulation)), start):
             lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
             result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
@@ -123,6 +161,7 @@ def run(config: RunConfig) -> None:
                 if tracker:
                     tracker.log(done, metrics)
                 saver.check()
+                stop.committed(saver.committed_step, saver.longest)
                 # Each rank has seen its own; here they are counted together.
                 if metrics["bad_samples"] > loader.max_bad:
                     raise UserError(
@@ -136,37 +175,34 @@ def run(config: RunConfig) -> None:
             saving = done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
             begin = time.perf_counter()
             if saving:  # Before evaluation: what was trained is safe first.
-                _refuse_broken(ranks.mean(result.loss), engine, config, done)
-                damaged.discard(step_name(done))  # It is written anew.
-                retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
-                saver.save(done, engine.part(), _commit(engine, model, config, dataset, facts, done, retention))
+                commit(done, result, kept)
+                saved = done
             if evaluating:
-                split_name = config.data.eval_split
-                scores = score(
-                    predict(engine.forward, evaluation, config.model.image_size, config.augment, config.train.loss,
-                            config.evaluate.batch, config.data.threads, ranks),
-                    evaluation,
-                )  # fmt: skip
-                console.say(f"step {done:,}: {split_name} {scores}")
-                named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
-                if config.checkpoint.best:
-                    saver.mark_best(done, config.checkpoint.best, named[config.checkpoint.best])
-                if tracker:
-                    tracker.log(done, named)
-                    write_atomically(folder / "scores.json", json.dumps({"step": done, **asdict(scores)}))
+                evaluate(done)
             meter.exclude(time.perf_counter() - begin)
         saver.wait()
+        stop.committed(done)
         bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
         for row, key in zip(sorted(bad), split.keys(sorted(bad)), strict=True):
             console.say(f"left out {key}: {bad[row]}")
         status = "FINISHED"
+    except Stopped:
+        # -------------------------------------------------------------- asked to stop, in training or in evaluation
+        if done > saved:
+            commit(done, result)
+        saver.wait()
+        status, reason = "KILLED", stop.agreed_reason()
     finally:
-        # -------------------------------------------------------------- stop
         console.close_bar()
         loader.close()
         saver.close()
         if tracker:
-            tracker.finish(status)
+            tracker.finish(status, in_a_hurry=bool(reason))
+    if reason:
+        console.say(
+            f"stopped by {reason} at step {done:,}, which is committed: the same command goes on (exit code 75)"
+        )
+        stop.leave(done, reason)
     if start >= plan.steps:
         console.say("nothing left to do: the run is finished")
         return
@@ -265,10 +301,24 @@ def _initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None)
     )
 
 
-def _take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
-    """The next micro-batches, and the seconds waited for them."""
-    begin = time.perf_counter()
-    return [next(batches) for _ in range(count)], time.perf_counter() - begin
+def _steps(batches: Iterator[Batch], accumulation: int) -> Iterator[tuple[list[Batch], float]]:
+    """The micro-batches of each step, and the seconds waited for them."""
+    while True:
+        begin = time.perf_counter()
+        micro_batches = list(islice(batches, accumulation))
+        if not micro_batches:
+            return
+        yield micro_batches, time.perf_counter() - begin
+
+
+def _evaluation_is_owed(folder: Path, start: int, plan: Plan) -> bool:
+    """Whether the run left `start` before it was evaluated: stopped or killed after its checkpoint."""
+    if not start or (start % plan.eval_every and start < plan.steps):
+        return False
+    try:
+        return int(json.loads((folder / "scores.json").read_text())["step"]) < start
+    except (OSError, ValueError, KeyError):
+        return True
 
 
 def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) -> None:
