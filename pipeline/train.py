@@ -161,7 +161,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 if tracker:
                     tracker.log(done, metrics)
                 saver.check()
-                stop.committed(saver.committed_step, saver.longest)
+                stop.committed(max(start, saver.committed_step), saver.longest)
                 # Each rank has seen its own; here they are counted together.
                 if metrics["bad_samples"] > loader.max_bad:
                     raise UserError(
