@@ -91,7 +91,7 @@ class Checkpoints:
         damaged: names of checkpoints that do not count among the newest, and go.
         """
         kept = self.kept()
-        older = [path for path in self.candidates() if _step(path) <= _step(newest)]
+        older = [path for path in self.candidates() if step_of(path) <= step_of(newest)]
         whole = [path.name for path in older if path.name not in damaged]
         stay = {*whole[:keep], *kept.always, kept.best} - damaged
         for path in older:
@@ -141,13 +141,19 @@ class Checkpoints:
         else:
             shutil.rmtree(path, ignore_errors=True)
 
+    def remove_after(self, step: int) -> None:
+        """Remove all checkpoints of later steps."""
+        for path in self.candidates():
+            if step_of(path) > step:
+                self.remove(path)
+
     # ---------------------------------------------------------------- reading
     def candidates(self) -> list[AnyPath]:
         """Committed checkpoints, newest first."""
         found = [path for path in _inside(self.folder) if _NAME.fullmatch(path.name)]
         if isinstance(self.folder, BucketPath):
             found = [path for path in found if (path / _CHECKSUMS).exists()]
-        return sorted(found, key=_step, reverse=True)
+        return sorted(found, key=step_of, reverse=True)
 
     # ---------------------------------------------------------------- what an earlier life left
     def unfinished(self) -> list[AnyPath]:
@@ -280,7 +286,8 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step(path: AnyPath) -> int:
+def step_of(path: AnyPath) -> int:
+    """Of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 

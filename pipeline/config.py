@@ -196,6 +196,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    on_spike: Literal["say", "skip", "rollback"] = setting(
+        "say",
+        "A loss far above those before it: say so; or do not take that step (ranks then agree on each step's loss before "
+        "its backward pass); or go back to the checkpoint before it and leave out the data up to where it was noticed.",
+    )
+    spike_sigma: float = setting(6.0, "Standard deviations above the mean of the last losses that make a spike.")
+    spike_window: int = setting(128, "How many steps' losses a loss is held against.")
+    max_rollbacks: int = setting(3, "With on_spike=rollback: how often, before the run stops.")
+    hang_minutes: float = setting(
+        5.0,
+        "A run that stands still so long says which rank, host and line of code it waits for, and ends; 0 is never.",
+    )
+    straggler_ratio: float = setting(
+        1.5, "A rank whose data and forward passes take so many times the median rank's is named; 0 names none."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    trace_step: int = setting(
+        0, "Record a torch.profiler trace from this step on (rank 0), into the run and MLflow; 0 is none."
+    )
+    trace_steps: int = setting(3, "How many steps the trace covers.")
+    communication: bool = setting(
+        False, "Time collectives, too; each then waits for its end, which costs their overlap."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitConfig:
     weights: str | None = setting(None, "Start from these weights: an official .npz, our .pt, a checkpoint or a run.")
     new_head: bool = setting(True, "With init.weights: replace the head by one zero-initialised linear layer.")
@@ -224,6 +254,8 @@ class RunConfig:
     engine: EngineConfig = setting(EngineConfig, "")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
+    health: HealthConfig = setting(HealthConfig, "")
+    profile: ProfileConfig = setting(ProfileConfig, "")
     init: InitConfig = setting(InitConfig, "")
     track: TrackConfig = setting(TrackConfig, "")
 
@@ -234,10 +266,10 @@ class RunConfig:
             "data.window": self.data.window, "data.threads": self.data.threads, "data.prefetch": self.data.prefetch,
             "train.global_batch": self.train.global_batch, "train.micro_batch": self.train.micro_batch,
             "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
-            "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
+            "profile.trace_steps": self.profile.trace_steps, "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
             "train.length": self.train.length.amount, "engine.timeout_minutes": self.engine.timeout_minutes,
             "evaluate.every": self.evaluate.every.amount, "checkpoint.every": self.checkpoint.every.amount,
-            "optimizer.eps": self.optimizer.eps, "data.cache_gb": self.data.cache_gb,
+            "health.spike_sigma": self.health.spike_sigma, "optimizer.eps": self.optimizer.eps, "data.cache_gb": self.data.cache_gb,
         }  # fmt: skip
         for name, value in positive.items():
             if value <= 0:
@@ -249,6 +281,8 @@ class RunConfig:
             "train.stop_after_minutes": self.train.stop_after_minutes, "data.retry_minutes": self.data.retry_minutes,
             "augment.randaugment_layers": self.augment.randaugment_layers,
             "checkpoint.keep_every": self.checkpoint.keep_every.amount,
+            "profile.trace_step": self.profile.trace_step, "health.max_rollbacks": self.health.max_rollbacks, "health.hang_minutes": self.health.hang_minutes,
+            "health.straggler_ratio": self.health.straggler_ratio,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -302,6 +336,15 @@ class RunConfig:
         metrics = [f"{self.data.eval_split}_{name}" for name in ("top1", "top5", "loss")]
         if self.checkpoint.best and self.checkpoint.best not in metrics:
             raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
+        if self.health.spike_window < 8:
+            raise UserError(
+                f"health.spike_window = {self.health.spike_window} must be at least 8 to tell a spike from noise."
+            )
+        if self.health.hang_minutes >= self.engine.timeout_minutes:
+            raise UserError(
+                f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
+                f"{self.engine.timeout_minutes}, after which the waiting ranks die without saying whom they wait for."
+            )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
         if self.engine.precision == "bf16" and self.engine.zero_stage == 0:

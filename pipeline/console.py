@@ -56,13 +56,15 @@ def _silence_broken_output() -> None:
 
 
 def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
-    """One line of training: step, loss, lr, gradient norm, images/s, MFU, data wait, memory, skips, time left."""
-    retries = metrics["storage_retries"]
+    """One line of training: step, loss, lr, gradient norm, images/s, MFU, where time goes, memory, skips, time left."""
+    retries, communication = metrics["storage_retries"], metrics["time_communication"]
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
         f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
         f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
-        f"data wait {metrics['data_wait']:.1%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
+        f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
+        f"opt {metrics['time_optimizer']:.0%}{f' comm {communication:.0%}' if communication else ''} "
+        f"save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
         f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
         f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
     )

@@ -7,6 +7,7 @@ configurations that train wrongly (refused in config.py).
 import atexit
 import datetime
 import fcntl
+import math
 import os
 import sys
 import warnings
@@ -28,6 +29,7 @@ from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
 from pipeline.fragments import Fragments, Range
 from pipeline.plan import Plan
+from pipeline.profile import StepClock
 from pipeline.saver import Part
 
 if not torch.cuda.is_available():
@@ -78,9 +80,10 @@ class Engine:
         plan: Plan,
         ranks: Ranks,
         seed: int,
+        clock: StepClock,
     ) -> None:
-        self.ranks, self.seed = ranks, seed
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
@@ -95,15 +98,20 @@ class Engine:
         lr: float,
         loss_of: Callable[..., Tensor],
         mixing: Mixing | None = None,
+        accept: Callable[[Tensor], bool] | None = None,
     ) -> StepResult:
         """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
 
         loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        accept: told this rank's mean loss before the last backward pass, on every rank; False there skips the step.
+        A gradient that is not finite on any rank skips the step, too. Weights and moments stay as they are, and
+        `skipped_steps` counts.
         """
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), device=self.ranks.device)
+        norm = None
         for i, batch in enumerate(batches):
             # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
             torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
@@ -111,12 +119,34 @@ class Engine:
             images, own = normalise(batch.images, self.ranks.device, torch.float32), None
             if mixing is not None:
                 images, own = mix_images(images, valid, mixing)
-            loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
-            self.engine.backward(loss)
+            with self.clock.device("forward"):
+                loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
             total += loss.detach()
-            self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return StepResult(total / len(batches), float("nan") if norm is None else float(norm))
+            last = i == len(batches) - 1
+            if last and accept is not None and not accept(total / len(batches)):
+                loss = loss * float("nan")  # The one way to skip a step that all ZeRO stages know.
+            with self.clock.device("backward"):
+                self.engine.backward(loss)
+            if last and self.stage == 0:
+                norm = self._guard_gradient()
+            with self.clock.device("optimizer"):
+                self.engine.step()
+        if norm is None:
+            norm = self.engine.get_global_grad_norm()
+        return StepResult(total / len(batches), math.nan if norm is None else float(norm))
+
+    def _guard_gradient(self) -> float:
+        """Stage 0: the norm of the gradient, reduced over ranks; one that is no number is taken away before the step.
+
+        DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
+        """
+        parameters = list(self.engine.module.parameters())
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if not math.isfinite(norm):
+            for parameter in parameters:
+                parameter.grad = None
+            self.engine.skipped_steps += 1
+        return norm
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -130,7 +160,7 @@ class Engine:
         ranges, where = [], []
         for i, shard in enumerate(shards):
             for place in shard.places:
-                if self.engine.zero_optimization_stage() == 0:
+                if self.stage == 0:
                     place = engine_state.owned(place, self.ranks.rank, self.ranks.world_size)
                 if place.length:
                     ranges.append((place.name, place.start, place.length))
@@ -172,6 +202,17 @@ class Engine:
         engine_state.publish(self.engine)
         self.engine.global_steps = counters["global_steps"]
         self.engine.skipped_steps = counters["skipped_steps"]
+
+    def count_communication(self) -> None:
+        """Time every collective of DeepSpeed from now on; each then waits for its end, which costs overlap."""
+        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
+
+    def communication_seconds(self) -> float:
+        """What collectives took since the last call; 0 when they are not counted."""
+        record = deepspeed.comm.comm.comms_logger.comms_dict
+        milliseconds = sum(sum(entry[1]) for sizes in record.values() for entry in sizes.values())
+        record.clear()
+        return milliseconds / 1e3
 
     @property
     def skipped_steps(self) -> int:

@@ -5,8 +5,8 @@ has `init.weights`.
 """
 
 import json
-import math
 import platform
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,37 +16,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline import model as models
-from pipeline import objective, optim, schema
-from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name, verify, write_atomically
+from pipeline import objective, optim, resume, schema
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name, write_atomically
 from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
-from pipeline.data.bucket import AnyPath
 from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.mix import draw_mixing
-from pipeline.data.order import SampleOrder
-from pipeline.data.split import NOTHING_EXCLUDED, Split
-from pipeline.distributed import Ranks, from_environment
-from pipeline.engine import Engine, StepResult, start_ranks
-from pipeline.errors import OneRankError, Stopped, UserError
+from pipeline.data.order import SampleOrder, batch_of_step, leave_out
+from pipeline.distributed import from_environment
+from pipeline.engine import Engine, start_ranks
+from pipeline.errors import Stopped, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.fragments import Fragments
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.health import LossWatch, SlowRanks, Watchdog
+from pipeline.model import VisionTransformer
 from pipeline.plan import Plan, make_plan
-from pipeline.profile import Meter, peak_flops
+from pipeline.profile import Meter, StepClock, Trace, peak_flops
 from pipeline.saver import Saver
 from pipeline.schedule import learning_rate
 from pipeline.stop import Stop
 from pipeline.track import Tracker
-
-# What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
-# and micro-batch may change: the same samples make up the same batches.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
-          "fingerprint", "classes", "excluded")  # fmt: skip
 
 
 def run(config: RunConfig, stop: Stop | None = None) -> None:
@@ -65,7 +60,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
     split = dataset.split(config.data.train_split, config.data.exclude)
     evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
-    facts = identity(config, dataset, plan, split, evaluation)
+    facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
@@ -75,43 +70,74 @@ def _run(config: RunConfig, stop: Stop) -> None:
     start_ranks(ranks, config.engine.timeout_minutes)
     ranks.agree(in_use)
     stop.connect(ranks)
-    _refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
+    resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = _find_checkpoint(checkpoints, facts, ranks, console)
-    model = _initial_model(config, dataset, resumed)
+    resumed, damaged = resume.find_checkpoint(checkpoints, facts, ranks, console)
+    model = resume.initial_model(config, dataset, resumed)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
-    engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed)
-    start = 0
+    clock = StepClock(ranks.device)
+    engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+    state: dict[str, Any] = {}
     if resumed is not None:
         state = read_state(resumed)
         engine.load(Fragments.open(resumed), state["engine"])
-        start = state["step"]
-        console.say(f"resumed from {resumed} at step {start:,} of {plan.steps:,}")
+        console.say(f"resumed from {resumed} at step {state['step']:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
-    # ------------------------------------------------------------------ what feeds it and what watches it
-    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    flops = models.training_flops_per_image(model.config)
-    console.say(
-        f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{dataset.num_classes} classes, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
-    )
-    meter = Meter(ranks, flops, peak)
+    start: int = state.get("step", 0)
+
+    # ------------------------------------------------------------------ what feeds it
     order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
-    requests = train_requests(order, start, plan.steps, plan.micro_batch, ranks.rank, ranks.world_size)
+    left_out: list[tuple[int, int]] = [(at, number) for at, number in state.get("left_out", [])]
     loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
     loader = Loader(
         split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
         config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
     )  # fmt: skip
 
+    # ------------------------------------------------------------------ what watches it
+    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
+    flops = models.training_flops_per_image(model.config)
+    console.say(
+        f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
+        f"{dataset.num_classes} classes, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+    )
+    meter = Meter(ranks, clock, flops, peak)
+    trace = Trace(
+        config.profile.trace_step if ranks.is_main else 0,
+        config.profile.trace_steps,
+        folder / "trace.json",
+        ranks.device,
+    )
+    if config.profile.communication:
+        engine.count_communication()
+    losses = LossWatch(config.health, ranks, state.get("losses", []))
+    hosts = ranks.gather(socket.gethostname())
+    slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
+    # Also when nothing is left to train: what MLflow has not been told yet goes now.
+    tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
+    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+
+    def commit(step: int, kept: bool = False) -> None:
+        watchdog.at(step, "checkpoint")
+        damaged.discard(step_name(step))  # It is written anew.
+        retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
+        health = {"losses": list(losses.scores.recent), "left_out": left_out}
+        with clock.host("checkpoint"):
+            saver.save(step, engine.part(), _commit(engine, model, config, dataset, facts, step, health, retention))
+
     def evaluate(step: int) -> None:
+        def forward(images: Tensor) -> Tensor:
+            watchdog.at(step, "evaluation")
+            return engine.forward(images)
+
         split_name = config.data.eval_split
         scores = score(
-            predict(engine.forward, evaluation, config.model.image_size, config.augment, config.train.loss,
+            predict(forward, evaluation, config.model.image_size, config.augment, config.train.loss,
                     config.evaluate.batch, config.data.threads, ranks, stop=stop),
             evaluation,
         )  # fmt: skip
@@ -123,15 +149,6 @@ def _run(config: RunConfig, stop: Stop) -> None:
             tracker.log(step, named)
             write_atomically(folder / "scores.json", json.dumps({"step": step, **asdict(scores)}))
 
-    def commit(step: int, result: StepResult, kept: bool = False) -> None:
-        _refuse_broken(ranks.mean(result.loss), engine, config, step)
-        damaged.discard(step_name(step))  # It is written anew.
-        retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
-        saver.save(step, engine.part(), _commit(engine, model, config, dataset, facts, step, retention))
-
-    # Also when nothing is left to train: what MLflow has not been told yet goes now.
-    tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
-    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
     status, reason = "FAILED", ""
     done = saved = start
     try:
@@ -139,47 +156,79 @@ def _run(config: RunConfig, stop: Stop) -> None:
         if ranks.agree(_evaluation_is_owed(folder, start, plan)):
             evaluate(start)
         # -------------------------------------------------------------- the loop
-        batches = loader.batches(requests)
         console.open_bar(start, plan.steps)
-        for step, (micro_batches, waited) in enumerate(stop.together(_steps(batches, plan.accumulation)), start):
-            lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
-            mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
-            result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
-            meter.step(plan.global_batch, waited)
-            console.advance()
-            done = step + 1
-            last = done == plan.steps
+        while done < plan.steps:
+            # Once, and again from where the run goes back to after a spike.
+            first, last_batch = batch_of_step(done, left_out), batch_of_step(plan.steps - 1, left_out)
+            requests = train_requests(order, first, last_batch + 1, plan.micro_batch, ranks.rank, ranks.world_size)
+            steps = _steps(loader.batches(requests), plan.accumulation, clock)
+            for step, micro_batches in enumerate(stop.together(steps), done):
+                done = step + 1
+                watchdog.at(done, "step")
+                trace.before(done)
+                lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
+                mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
+                accept = partial(losses.accept, done) if config.health.on_spike == "skip" else None
+                result = engine.train_step(step, micro_batches, lr, loss_of, mixing, accept)
+                if accept is None:
+                    losses.add(done, result.loss)
+                meter.step(plan.global_batch)
+                console.advance()
+                if (trace_file := trace.after(done)) and tracker:
+                    tracker.artifact(trace_file)
+                    console.say(f"step {done:,}: trace in {trace_file}")
 
-            if done % config.train.log_every == 0 or last:
-                metrics = {
-                    "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
-                    "epoch": done * plan.global_batch / plan.num_samples, "skipped_steps": engine.skipped_steps,
-                    "bad_samples": ranks.sum(len(loader.bad))[0],
-                    "storage_retries": ranks.sum(dataset.storage.patience.retries)[0], **saver.read(),
-                }  # fmt: skip
-                console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
-                if tracker:
-                    tracker.log(done, metrics)
-                saver.check()
-                stop.committed(max(start, saver.committed_step), saver.longest)
-                # Each rank has seen its own; here they are counted together.
-                if metrics["bad_samples"] > loader.max_bad:
-                    raise UserError(
-                        f"{metrics['bad_samples']:.0f} samples of {len(split)} cannot be read, more than "
-                        f"data.max_bad_share = {config.data.max_bad_share} allows ({loader.max_bad}). Check the shards, "
-                        "or raise data.max_bad_share."
-                    )
+                # ---------------------------------------------------- is it well?
+                last = done == plan.steps
+                logging = done % config.train.log_every == 0 or last
+                evaluating = done % plan.eval_every == 0 or last
+                kept = plan.keep_every > 0 and done % plan.keep_every == 0
+                saving = (
+                    done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
+                )
+                if logging or saving:
+                    spikes = losses.catch_up()
+                    for spike in spikes:
+                        console.say(f"{spike}{' (not taken)' if accept else ''}")
+                    _refuse_too_many_skips(engine.skipped_steps, config, done)
+                    if spikes and config.health.on_spike == "rollback":
+                        saver.wait()
+                        back = resume.go_back(checkpoints, engine, spikes[0].step, ranks, console)
+                        if back is not None:
+                            left_out = leave_out(left_out, back["step"], done)
+                            _refuse_too_many_rollbacks(left_out, config)
+                            losses.forget(back["losses"])
+                            done = saved = back["step"]
+                            break
 
-            evaluating = done % plan.eval_every == 0 or last
-            kept = plan.keep_every > 0 and done % plan.keep_every == 0
-            saving = done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
-            begin = time.perf_counter()
-            if saving:  # Before evaluation: what was trained is safe first.
-                commit(done, result, kept)
-                saved = done
-            if evaluating:
-                evaluate(done)
-            meter.exclude(time.perf_counter() - begin)
+                # ---------------------------------------------------- say so
+                if logging:
+                    clock.add("communication", engine.communication_seconds())
+                    metrics = {
+                        "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
+                        "epoch": (batch_of_step(step, left_out) + 1) * plan.global_batch / plan.num_samples,
+                        "skipped_steps": engine.skipped_steps, "loss_spikes": losses.num_spikes,
+                        "bad_samples": ranks.sum(len(loader.bad))[0],
+                        "storage_retries": ranks.sum(dataset.storage.patience.retries)[0], **saver.read(),
+                    }  # fmt: skip
+                    console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
+                    for line in slow_ranks.changed(meter.own_seconds):
+                        console.say(line)
+                    if tracker:
+                        tracker.log(done, metrics)
+                    saver.check()
+                    stop.committed(max(start, saver.committed_step), saver.longest)
+                    _refuse_too_many_bad(metrics["bad_samples"], loader, len(split))
+
+                # ---------------------------------------------------- keep it, then score it
+                begin = time.perf_counter()
+                if saving:
+                    commit(done, kept)
+                    saved = done
+                if evaluating:
+                    evaluate(done)
+                meter.exclude(time.perf_counter() - begin)
+                watchdog.at(done, "data")
         saver.wait()
         stop.committed(done)
         bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
@@ -189,10 +238,12 @@ def _run(config: RunConfig, stop: Stop) -> None:
     except Stopped:
         # -------------------------------------------------------------- asked to stop, in training or in evaluation
         if done > saved:
-            commit(done, result)
+            losses.catch_up()
+            commit(done)
         saver.wait()
         status, reason = "KILLED", stop.agreed_reason()
     finally:
+        watchdog.close()
         console.close_bar()
         loader.close()
         saver.close()
@@ -209,106 +260,14 @@ def _run(config: RunConfig, stop: Stop) -> None:
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
 
 
-def _find_checkpoint(
-    checkpoints: Checkpoints, now: dict[str, Any], ranks: Ranks, console: Console
-) -> tuple[AnyPath | None, set[str]]:
-    """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
-
-    Raises UserError when there are some, but none that can be continued.
-    """
-    damaged: set[str] = set()
-    ranks.on_main(lambda: checkpoints.settle(console.say))
-    for path in ranks.on_main(checkpoints.candidates):
-        problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
-        if not problems:
-            for text in ranks.on_main(partial(_compare, path, now)):
-                console.say(f"changed since the checkpoint: {text}")
-            return path, damaged
-        console.say(f"{path} is damaged ({problems[0]}): not used.")
-        damaged.add(path.name)
-    if damaged:
-        raise UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
-    return None, set()
-
-
-def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
-    """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
-    # Checkpoints of before there were lists of samples to leave out do not say that none were.
-    then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
-    if fixed := [text for text in changed if text.startswith(_FIXED)]:
-        raise UserError(
-            f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
-        )
-    return changed
-
-
-def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
-    """What a run is: its settings by dotted name, its data and its ranks. Saved with each checkpoint."""
-    return {
-        **schema.flatten(schema.to_dict(config)),
-        "fingerprint": dataset.fingerprint,
-        "classes": dataset.num_classes,
-        "ranks": plan.world_size,
-        "excluded": split.excluded,
-        "evaluation_excluded": evaluation.excluded,
-        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.left_out_by.items()},
-    }
-
-
-def _refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
-    """Stop a rank whose data or settings are not those of rank 0: its batches would be of another order."""
-    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
-    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
-    if other:
-        raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
-
-
-def _initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) -> VisionTransformer:
-    """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
-    settings = config.model
-    if resumed is not None:
-        return VisionTransformer(ViTConfig.from_dict(read_state(resumed)["model"]))
-    if config.init.weights:
-        model = models.load(
-            config.init.weights,
-            image_size=settings.image_size,
-            num_classes=dataset.num_classes if config.init.new_head else None,
-            new_head=config.init.new_head,
-            dropout=settings.dropout,
-            seed=config.seed,
-        )
-        if model.config.num_classes != dataset.num_classes:
-            raise UserError(
-                f"{config.init.weights} has {model.config.num_classes} classes, {config.data.path} has "
-                f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
-            )
-        return model
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
-    return models.create(
-        settings.name,
-        settings.image_size,
-        dataset.num_classes,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        head_bias=settings.head_bias,
-        seed=config.seed,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-    )
-
-
-def _steps(batches: Iterator[Batch], accumulation: int) -> Iterator[tuple[list[Batch], float]]:
-    """The micro-batches of each step, and the seconds waited for them."""
+def _steps(batches: Iterator[Batch], accumulation: int, clock: StepClock) -> Iterator[list[Batch]]:
+    """The micro-batches of each step; the wait for them is counted."""
     while True:
-        begin = time.perf_counter()
-        micro_batches = list(islice(batches, accumulation))
+        with clock.host("data"):
+            micro_batches = list(islice(batches, accumulation))
         if not micro_batches:
             return
-        yield micro_batches, time.perf_counter() - begin
+        yield micro_batches
 
 
 def _evaluation_is_owed(folder: Path, start: int, plan: Plan) -> bool:
@@ -321,23 +280,35 @@ def _evaluation_is_owed(folder: Path, start: int, plan: Plan) -> bool:
         return True
 
 
-def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) -> None:
-    """Stop before a checkpoint is made of weights that went wrong. Raises UserError."""
-    if not math.isfinite(loss):
+def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
+    if skipped > config.train.max_skipped_steps:
         raise UserError(
-            f"the loss is {loss} at step {step:,}: no checkpoint is made of this. Start again from the last one with a "
-            "lower optimizer.lr, a longer schedule.warmup or engine.precision=fp32."
+            f"{skipped} steps were skipped by step {step:,}, for a gradient that is no number or a loss that jumped, more than "
+            f"train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use a longer schedule.warmup "
+            "or engine.precision=fp32, or raise the budget."
         )
-    if engine.skipped_steps > config.train.max_skipped_steps:
+
+
+def _refuse_too_many_rollbacks(left_out: list[tuple[int, int]], config: RunConfig) -> None:
+    if len(left_out) > config.health.max_rollbacks:
         raise UserError(
-            f"{engine.skipped_steps} steps were skipped for a non-finite gradient by step {step:,}, more than "
-            f"train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, or raise the budget."
+            f"the loss has jumped {len(left_out)} times, more than health.max_rollbacks = {config.health.max_rollbacks} "
+            "allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
+        )
+
+
+def _refuse_too_many_bad(bad: float, loader: Loader, num_samples: int) -> None:
+    # Each rank has seen its own; here they are counted together.
+    if bad > loader.max_bad:
+        raise UserError(
+            f"{bad:.0f} samples of {num_samples} cannot be read, more than data.max_bad_share = {loader.max_bad_share} "
+            f"allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
         )
 
 
 def _commit(
     engine: Engine, model: VisionTransformer, config: RunConfig, dataset: Dataset, facts: dict[str, Any], step: int,
-    retention: Retention,
+    health: dict[str, Any], retention: Retention,
 ) -> Commit | None:  # fmt: skip
     """What a checkpoint holds beside the tensors, on rank 0."""
     if not engine.ranks.is_main:
@@ -350,6 +321,7 @@ def _commit(
         "engine": engine.counters(),
         "model": architecture,
         "identity": facts,
+        **health,
     }
     preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
     extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
