@@ -171,6 +171,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
             if saving:  # Before evaluation: what was trained is safe first.
                 commit(done, result)
                 committed = done
+                stop.leave_if_wanted()  # Else the next step would want a commit of its own.
             if evaluating:
                 evaluate(done)
             meter.exclude(time.perf_counter() - begin)
