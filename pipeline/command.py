@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,6 +22,12 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
     Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
     """
+    with mistakes_in_one_line():
+        function(read_settings(cls, sys.argv[1:], about, subject))
+
+
+def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "") -> T:
+    """The settings that a command line, without the command's own name, comes to. Raises UserError."""
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(about).strip(),
         epilog=fields_help(cls),
@@ -31,11 +37,10 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that win over the file")
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_intermixed_args()  # Settings may stand before --config, too.
-    if subject and arguments.overrides and "=" not in arguments.overrides[0]:
-        arguments.overrides[0] = f"{subject}={arguments.overrides[0]}"
-    with mistakes_in_one_line():
-        function(schema.load(cls, arguments.config, arguments.overrides))
+    given = parser.parse_intermixed_args(arguments)  # Settings may stand before --config, too.
+    if subject and given.overrides and "=" not in given.overrides[0]:
+        given.overrides[0] = f"{subject}={given.overrides[0]}"
+    return schema.load(cls, given.config, given.overrides)
 
 
 @contextmanager

@@ -430,3 +430,20 @@ class ScoreConfig:
                 f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
                 "Use another train_split, or shots=0."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperviseConfig:
+    """Restarts of a run."""
+
+    restarts: int = setting(10, "Restarts in a row that commit nothing new, after which it gives up.")
+    pause_seconds: float = setting(10.0, "Before a restart; doubled after each that commits nothing, up to 10 minutes.")
+    host_failures: int = setting(2, "Failures of a host of the hostfile after which the run goes on without it.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name, value in {"restarts": self.restarts, "pause_seconds": self.pause_seconds}.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        if self.host_failures < 1:
+            raise UserError(f"host_failures = {self.host_failures} must be greater than 0.")

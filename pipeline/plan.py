@@ -48,15 +48,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
     """
     train = config.train
-    paired = bool(config.augment.mixup or config.augment.cutmix)
-    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
-    micro_batch = train.global_batch // (world_size * accumulation)
-    if paired and micro_batch % 2:
-        raise UserError(
-            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
-            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
-            "train.global_batch that gives each rank an even number of samples."
-        )
+    accumulation, micro_batch = cut_batch(config, world_size)
     steps = train.length.steps(num_samples, train.global_batch)
     if steps < 1:
         raise UserError(
@@ -81,6 +73,21 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         global_batch=train.global_batch,
         world_size=world_size,
     )
+
+
+def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """(accumulation, samples of a micro-batch) on `world_size` ranks. Raises UserError, with the arithmetic."""
+    train = config.train
+    paired = bool(config.augment.mixup or config.augment.cutmix)
+    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
+    micro_batch = train.global_batch // (world_size * accumulation)
+    if paired and micro_batch % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
+            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            "train.global_batch that gives each rank an even number of samples."
+        )
+    return accumulation, micro_batch
 
 
 def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:

@@ -33,6 +33,8 @@ BY_FILE = "the stop file"
 BY_LIMIT = "train.stop_after_minutes"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
+# How long rank 0 stays for the others to hear of it, when it leaves before training begins.
+_SPREAD_SECONDS = 3.0
 # One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
 _ONE_INTERRUPT_SECONDS = 1.0
 # The deepspeed launcher kills what is left 30 s after SIGTERM.
@@ -97,13 +99,14 @@ class Stop:
         self.folder.unlock()
 
     def connect(self, ranks: "Ranks") -> None:
-        """Hear what other ranks are asked, from now on. The process group is there."""
-        self._ranks, self.folder.ours = ranks, True
+        """Hear what other ranks are asked, from now on. The process group is there. Collective."""
         if ranks.world_size > 1:
             from torch.distributed import TCPStore
 
             # A connection of its own: the process group's is held while it waits.
             self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        ranks.barrier()
+        self._ranks, self.folder.ours = ranks, True
 
     def begin_training(self, step: int) -> None:
         """From now on there is something to commit, and the ranks leave together. Collective."""
@@ -153,6 +156,12 @@ class Stop:
             yield item
             item = following
 
+    def leave_if_wanted(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
+        assert self._ranks is not None
+        if self._ranks.sum(float(self.is_wanted()))[0]:
+            raise Stopped
+
     def agreed_reason(self) -> str:
         """Why the ranks stop, once they do. Collective."""
         assert self._ranks is not None
@@ -197,7 +206,9 @@ class Stop:
 
     def _asked_elsewhere(self) -> str:
         """What asks this rank to stop, besides signals; empty when nothing does."""
-        if self.folder.is_locked:
+        if self._ranks is None:  # The others could not hear of it.
+            return ""
+        if self._ranks.is_main:
             if stop_file(self.folder.path).exists():
                 return BY_FILE
             reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
@@ -216,6 +227,8 @@ class Stop:
                     self._store.set(_key(), self.reason)
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
+                if self._store is not None and self.folder.is_locked:
+                    time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
                 _exit(RESUME)
 
     def _say_stopped(self, code: int, reason: str) -> None:

@@ -225,6 +225,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 if saving:
                     commit(done, kept)
                     saved = done
+                    stop.leave_if_wanted()  # Else the next step would want a commit of its own.
                 if evaluating:
                     evaluate(done)
                 meter.exclude(time.perf_counter() - begin)
