@@ -67,15 +67,30 @@ def _length(text: str, doc: str) -> Length:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    name: str | None = setting(None, "Variant and patch side, as 'ViT-L/16' (Ti, S, B, L, H); weights bring their own.")
+    name: str | None = setting(
+        None,
+        "ViT-L/16: a size (Ti, S, M, B, L, H, g, G) and a patch side; Axial-ViT-B/16; R50+ViT-B/16; BiT-R50x1. Weights "
+        "bring their own.",
+    )
     image_size: int = setting(224, "Side in pixels of the square images the model sees.")
-    width: int | None = setting(None, "Overrides the variant's width D.")
+    width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
     depth: int | None = setting(None, "Overrides the variant's number of blocks.")
     mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
     num_heads: int | None = setting(None, "Overrides the variant's number of heads.")
+    patch_stride: int | None = setting(None, "Pixels from patch to patch; less than the patch side, and they overlap.")
+    positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
+        "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem", "Positions are added once, or before every block: to each a table of its own, or shared the same one."
+    )
+    pool: Literal["token", "gap", "map"] | None = setting(
+        None, "The head reads a class token, the mean of all tokens, or attention pooling; null is token (axial: gap)."
+    )
     representation: bool = setting(True, "Dense + tanh layer before the head (pre-training; fine-tuning drops it).")
     gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
     dropout: float = setting(0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).")
+    drop_path: float = setting(0.0, "Stochastic depth: probability of skipping the last block; the first one's is 0.")
     head_bias: float = setting(0.0, "First value of the head's bias; -10 suits the sigmoid loss on 21k classes.")
 
 
@@ -250,7 +265,8 @@ class RunConfig:
                 raise UserError(f"{name} = {value} must be at least 0 and below 1.")
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
-        shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
+        shares = {"model.dropout": self.model.dropout, "model.drop_path": self.model.drop_path,
+                  "train.label_smoothing": self.train.label_smoothing,
                   "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
                   "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
                   "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip

@@ -31,7 +31,7 @@ from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import predict, score
-from pipeline.model import VisionTransformer
+from pipeline.model import Model
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, peak_flops
 from pipeline.schedule import learning_rate
@@ -209,11 +209,11 @@ def _refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: i
         raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
 
 
-def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) -> VisionTransformer:
+def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) -> Model:
     """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
     settings = config.model
     if resumed is not None:
-        return VisionTransformer(models.read_weights(resumed / "model.pt")[0])
+        return models.build(models.read_weights(resumed / "model.pt")[0])
     if config.init.weights:
         model = models.load(
             config.init.weights,
@@ -221,6 +221,7 @@ def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) ->
             num_classes=dataset.num_classes if config.init.new_head else None,
             new_head=config.init.new_head,
             dropout=settings.dropout,
+            drop_path=settings.drop_path,
             seed=config.seed,
         )
         if model.config.num_classes != dataset.num_classes:
@@ -234,15 +235,20 @@ def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) ->
         settings.name,
         settings.image_size,
         dataset.num_classes,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        head_bias=settings.head_bias,
         seed=config.seed,
         width=settings.width,
         depth=settings.depth,
         mlp_width=settings.mlp_width,
         num_heads=settings.num_heads,
+        patch_stride=settings.patch_stride,
+        positions=settings.positions,
+        positions_at=settings.positions_at,
+        pool=settings.pool,
+        representation=settings.representation,
+        gelu=settings.gelu,
+        dropout=settings.dropout,
+        drop_path=settings.drop_path,
+        head_bias=settings.head_bias,
     )
 
 
@@ -269,7 +275,7 @@ def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) ->
 def _save(
     checkpoints: Checkpoints,
     engine: Engine,
-    model: VisionTransformer,
+    model: Model,
     config: RunConfig,
     dataset: Dataset,
     facts: dict[str, Any],
@@ -311,7 +317,7 @@ def _save(
 
 
 def _start_tracker(
-    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: VisionTransformer
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model
 ) -> Tracker:
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
