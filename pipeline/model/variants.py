@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import UserError
@@ -212,17 +212,17 @@ def configure(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *
         may be given with the value that means nothing.
     Raises UserError for an unknown name or field, and for numbers that do not fit together.
     """
-    size = as_pair(image_size)
-    config = _resnet(name, size, num_classes) if name.startswith("BiT-") else _vit(name, size, num_classes)
-    own = {field.name for field in fields(config)}
+    cls, values = _resnet(name) if name.startswith("BiT-") else _vit(name)
+    own = {field.name for field in fields(cls)}
     neutral = {field.name: field.default for field in fields(ViTConfig)}
-    given = {field: value for field, value in changes.items() if value is not None}
-    for field in given.keys() - own:
-        if field not in neutral:
+    for field, value in changes.items():
+        if field in own and value is not None:
+            values[field] = value
+        elif field not in own and field not in neutral:
             raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
-        if given.pop(field) != neutral[field]:
+        elif field not in own and value not in (None, neutral[field]):
             raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(neutral[field])}.")
-    return replace(config, **given)
+    return cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
 
 
 def parse_name(name: str) -> tuple[Variant, int]:
@@ -246,20 +246,22 @@ def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
 _RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
 
 
-def _vit(name: str, image_size: tuple[int, int], num_classes: int) -> ViTConfig:
+def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
+    """The class and the fields that a name stands for."""
     if name in HYBRIDS:
         letter, stem, patch_size = HYBRIDS[name]
-        return ViTConfig(*VARIANTS[letter], patch_size, image_size, num_classes, stem=stem)
+        return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}
     axial = name.startswith("Axial-ViT-")
     variant, patch_size = parse_name(name.removeprefix("Axial-") if axial else name)
-    return ViTConfig(*variant, patch_size, image_size, num_classes, axial=axial, pool="gap" if axial else "token")
+    kind = {"axial": True, "pool": "gap"} if axial else {}
+    return ViTConfig, {**variant._asdict(), "patch_size": patch_size, **kind}
 
 
-def _resnet(name: str, image_size: tuple[int, int], num_classes: int) -> ResNetConfig:
+def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
     match = re.fullmatch(r"BiT-R(\d+)x([1-9]\d*)", name)
     if match is None or int(match[1]) not in RESNET_UNITS:
         raise UserError(f'model: "{name}" is no model that we know{_did_you_mean(name, _RESNETS)}')
-    return ResNetConfig(RESNET_UNITS[int(match[1])], 64 * int(match[2]), image_size, num_classes)
+    return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
 
 
 def _plain(config: Config) -> dict[str, Any]:

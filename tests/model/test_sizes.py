@@ -36,8 +36,8 @@ GMACS = {
     "ViT-g/14": (267.0, None, 1595),
     "ViT-G/14": (483.7, None, 2822),
 }
-# ExaFLOPs of pre-training on JFT, 303 M images: epochs, ViT paper's Table 6. How it counts a ViT is known exactly; its
-# convolutions come out 1 to 4 % below the multiply-adds that are there (ViT-B/32, at 55, is 2 % below too).
+# ExaFLOPs of pre-training on JFT, 303 M images: epochs, ViT paper's Table 6. How it counts a ViT is known exactly; what
+# it has for ResNets and hybrids is within 4 % of the multiply-adds that are there.
 EXAFLOPS = {
     "ViT-B/16": (7, 224), "ViT-L/32": (7, 196), "ViT-L/16": (14, 1567), "ViT-H/14": (14, 4262),
     "BiT-R50x1": (7, 50), "BiT-R50x2": (7, 199), "BiT-R101x1": (7, 96), "BiT-R152x1": (7, 141), "BiT-R152x2": (7, 563),
@@ -59,10 +59,8 @@ BIT_MILLIONS = {
     "BiT-R50x1": 25.55, "BiT-R50x3": 217.32, "BiT-R101x1": 44.54, "BiT-R101x3": 387.93, "BiT-R152x2": 236.34,
     "BiT-R152x4": 936.53,
 }  # fmt: skip
-EVERY = [
-    "ViT-B/16", "Axial-ViT-B/32", "Axial-ViT-B/16", *[name for name in EXACT if "+" in name], "R50+ViT-B/32",
-    "R50+ViT-L/16", *BIT_MILLIONS, "BiT-R200x3",
-]  # fmt: skip
+COUNTED = ["ViT-B/16", "Axial-ViT-B/32", "R+Ti/16", "R26+S/32", "R50+ViT-B/16", "BiT-R50x3", "BiT-R101x3", "BiT-R152x4",
+           "BiT-R200x3"]  # fmt: skip
 
 
 def shown_as(value, published):
@@ -133,7 +131,7 @@ def test_training_flops_are_those_of_the_paper(name):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *((name, {}) for name in EVERY),
+        *((name, {}) for name in COUNTED),
         ("ViT-S/16", {"positions": "relative", "pool": "gap", "patch_stride": 8}),
         ("Axial-ViT-B/16", {"positions": "relative"}),
     ],

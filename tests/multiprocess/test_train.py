@@ -21,6 +21,10 @@ from pipeline.schedule import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
+NO_SIZES = ("model.width=32", "model.depth=null", "model.mlp_width=null", "model.num_heads=null")
+BIT = ("model.name=BiT-R50x1", *NO_SIZES, "model.representation=false", "optimizer.name=sgd", "engine.zero_stage=3")
+HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d",
+          "engine.zero_stage=3")  # fmt: skip
 
 
 def plain_losses(overrides: list[str]) -> list[float]:
@@ -30,7 +34,8 @@ def plain_losses(overrides: list[str]) -> list[float]:
     split = data.split("train")
     m = config.model
     model = models.create(m.name, m.image_size, data.num_classes, representation=m.representation, seed=config.seed,
-                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads)  # fmt: skip
+                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads, pool=m.pool,
+                          positions=m.positions)  # fmt: skip
     decayed = model.weight_decay_mask()
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
               for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
@@ -78,6 +83,7 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     ]
     runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
+    runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
     finish(start(2, runs))
     return out
 
@@ -106,6 +112,17 @@ def test_mixed_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     unmixed = plain_losses(settings(dataset, matrix, "plain", *MIXED[2:]))
     assert expected != pytest.approx(unmixed, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("bit", BIT), ("hybrid", HYBRID)])
+def test_other_models_train_as_in_plain_pytorch(
+    dataset: Path, matrix: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """Standardised kernels, GroupNorm, constant positions and attention pooling under ZeRO-3."""
+    expected = plain_losses(settings(dataset, matrix, "plain", *overrides))
+    found = metrics(matrix / name)
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=1e-4)
+    assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
