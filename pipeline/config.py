@@ -164,6 +164,9 @@ class TrainConfig:
 class OptimizerConfig:
     name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
     lr: float = setting(1e-3, "Peak learning rate.")
+    lr_batch: int = setting(
+        0, "Batch that lr is for: it is scaled by train.global_batch / lr_batch; 0 takes it as it is."
+    )
     beta1: float = setting(0.9, "Adam: decay of the first moment.")
     beta2: float = setting(0.999, "Adam: decay of the second moment.")
     eps: float = setting(1e-8, "Adam: added to the denominator.")
@@ -176,7 +179,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    decay: Literal["linear", "cosine", "constant"] = setting("linear", "Shape of the learning rate after warm-up.")
+    decay: Literal["linear", "cosine", "constant", "drops"] = setting(
+        "linear", "Shape of the learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
+    )
+    drops: list[float] = setting(list, "Shares of the run, as [0.3, 0.6, 0.9], for decay=drops.")
     warmup: Length = _length("10000 steps", "Linear warm-up from 0.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
 
@@ -253,7 +259,7 @@ class RunConfig:
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
             "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
-            "augment.randaugment_layers": self.augment.randaugment_layers,
+            "augment.randaugment_layers": self.augment.randaugment_layers, "optimizer.lr_batch": self.optimizer.lr_batch,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -304,6 +310,12 @@ class RunConfig:
             raise UserError(
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
+            )
+        drops = self.schedule.drops
+        if (self.schedule.decay == "drops") != bool(drops) or not all(0 < drop < 1 for drop in drops):
+            raise UserError(
+                f"schedule.decay = {self.schedule.decay} with schedule.drops = {drops}: decay=drops needs shares of the "
+                "run between 0 and 1, as schedule.drops=[0.3,0.6,0.9], and no other decay takes any."
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")

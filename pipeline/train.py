@@ -32,9 +32,9 @@ from pipeline.engine import Engine, start_ranks
 from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.model import Model
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan, make_plan, new_model_config
 from pipeline.profile import Meter, peak_flops
-from pipeline.schedule import learning_rate
+from pipeline.schedule import learning_rate, peak_rate
 from pipeline.track import Tracker
 
 # What must be as it was for a checkpoint to continue: its tensors, its engine's files, the order of its samples.
@@ -77,6 +77,7 @@ def run(config: RunConfig) -> None:
         console.say(f"resumed from {resumed} at step {start:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
+    highest_lr = peak_rate(config.optimizer, plan.global_batch)
     # ------------------------------------------------------------------ what feeds it and what watches it
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     flops = models.training_flops_per_image(model.config)
@@ -101,7 +102,7 @@ def run(config: RunConfig) -> None:
         console.open_bar(start, plan.steps)
         for step in range(start, plan.steps):
             micro_batches, waited = _take(batches, plan.accumulation)
-            lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
+            lr = learning_rate(config.schedule, highest_lr, step, plan.steps, plan.warmup)
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
             result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
             meter.step(plan.global_batch, waited)
@@ -230,26 +231,7 @@ def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) ->
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
-    return models.create(
-        settings.name,
-        settings.image_size,
-        dataset.num_classes,
-        seed=config.seed,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-        patch_stride=settings.patch_stride,
-        positions=settings.positions,
-        positions_at=settings.positions_at,
-        pool=settings.pool,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        drop_path=settings.drop_path,
-        head_bias=settings.head_bias,
-    )
+    return models.build(new_model_config(settings, dataset.num_classes), config.seed)
 
 
 def _take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
