@@ -61,6 +61,32 @@ class Length:
         return math.floor(exact + Fraction(1, 2))
 
 
+@dataclass(frozen=True)
+class Limit:
+    """How many samples of a split: a number, or '10%' of them."""
+
+    amount: float
+    unit: Literal["samples", "%"]
+
+    @classmethod
+    def parse(cls, value: object) -> "Limit":
+        if isinstance(value, Limit):
+            return value
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", str(value))
+        if not match or (match[2] == "%" and float(match[1]) > 100):
+            raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
+        return cls(float(match[1]), "%" if match[2] == "%" else "samples")
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
+        return f"{amount}%" if self.unit == "%" else amount
+
+    def count(self, num_samples: int) -> int:
+        """Of so many samples, to the nearest."""
+        exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
+        return math.floor(exact + Fraction(1, 2))
+
+
 def _length(text: str, doc: str) -> Length:
     return setting(Length.parse(text), doc)
 
@@ -105,6 +131,10 @@ class DataConfig:
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
+    limit: Limit = setting(
+        Limit.parse("100%"),
+        "Random subset of the training split: a number of samples or a share; smaller lie in larger.",
+    )
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")

@@ -19,7 +19,7 @@ import torch
 from pipeline import model as models
 from pipeline import objective, optim, schema
 from pipeline.checkpoint import Checkpoints, free_bytes, read_state, write_atomically
-from pipeline.config import RunConfig
+from pipeline.config import DataConfig, Length, RunConfig, TrainConfig
 from pipeline.console import Console, progress_line
 from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
@@ -38,7 +38,7 @@ from pipeline.schedule import learning_rate, peak_rate
 from pipeline.track import Tracker
 
 # What must be as it was for a checkpoint to continue: its tensors, its engine's files, the order of its samples.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
+_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "optimizer.name",
           "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes", "excluded")  # fmt: skip
 # fp32 master weights, two moments and the 16-bit copy, and model.pt, with a margin.
 _CHECKPOINT_BYTES_PER_PARAMETER = 20
@@ -51,7 +51,7 @@ def run(config: RunConfig) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split = dataset.split(config.data.train_split, config.data.exclude)
+    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
     evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
     facts = identity(config, dataset, plan, split, evaluation)
@@ -176,8 +176,9 @@ def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Con
                 f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh."
             )
         return None
-    # Checkpoints of before there were lists of samples to leave out do not say that none were.
-    then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
+    # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
+    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
+    then = {**_default_settings(), **nothing, **read_state(path)["identity"]}
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
     fixed = [text for text in changed if text.startswith(_FIXED)]
     if fixed:
@@ -187,6 +188,12 @@ def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Con
     for text in changed:
         console.say(f"changed since the checkpoint: {text}")
     return path
+
+
+def _default_settings() -> dict[str, Any]:
+    """Of a run, by dotted name; the required ones hold nothing that means anything."""
+    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length(1, "steps")))
+    return schema.flatten(schema.to_dict(config))
 
 
 def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
