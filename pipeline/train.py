@@ -192,7 +192,7 @@ def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Con
 
 def _default_settings() -> dict[str, Any]:
     """Of a run, by dotted name; the required ones hold nothing that means anything."""
-    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length(1, "steps")))
+    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
     return schema.flatten(schema.to_dict(config))
 
 

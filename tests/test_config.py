@@ -54,7 +54,7 @@ def leaves(cls: type) -> list[tuple[type, str]]:
     found = []
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
-        is_section = dataclasses.is_dataclass(kind) and kind is not Length
+        is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
         found += leaves(kind) if is_section else [(cls, field.name)]
     return found
 

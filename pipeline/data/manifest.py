@@ -33,7 +33,7 @@ from pipeline.data.subset import beyond_limit
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
-WHOLE = Limit(100, "%")
+WHOLE = Limit.parse("100%")
 INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
 
 _NAME = pa.dictionary(pa.int32(), pa.string())

@@ -23,12 +23,14 @@ Kernel = Literal["zoom", "bicubic"]
 Grid = tuple[int, int]
 
 
-def table_shape(config: ViTConfig, num_blocks: int) -> tuple[int, int, int]:
-    """Of a learned table."""
-    num_tables = num_blocks if config.positions_at == "blocks" else 1
+def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
+    """What a new model stores: a table yet to be filled, the fixed one (in no weights file), or nothing."""
+    num_tables = config.num_blocks if config.positions_at == "blocks" else 1
+    if config.positions == "learned":
+        return nn.Parameter(torch.empty(num_tables, config.num_tokens, config.width))
     if config.positions == "learned2d":
-        return num_tables, sum(config.grid), config.width // 2
-    return num_tables, config.num_tokens, config.width
+        return nn.Parameter(torch.empty(num_tables, sum(config.grid), config.width // 2))
+    return nn.Buffer(sincos2d(config), persistent=False) if config.positions == "sincos2d" else None
 
 
 def per_token(table: Tensor, config: ViTConfig) -> Tensor:

@@ -149,6 +149,11 @@ class ViTConfig:
         return (self.pool == "token") + self.grid[0] * self.grid[1]
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks as the model runs them: `depth`, and twice that of an axial ViT, by rows and by columns."""
+        return self.depth * 2 if self.axial else self.depth
+
+    @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
 

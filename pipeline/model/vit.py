@@ -177,8 +177,6 @@ class VisionTransformer(nn.Module):
     `activation_checkpointing = True` recomputes each block in the backward pass: less memory, a third more work.
     """
 
-    positions: Tensor | None
-
     def __init__(self, config: ViTConfig, seed: int = 0):
         super().__init__()
         self.config = config
@@ -188,17 +186,9 @@ class VisionTransformer(nn.Module):
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
         has_token = config.pool == "token"
         self.class_token = nn.Parameter(torch.empty(1, 1, config.width)) if has_token else None
-        num_blocks = config.depth * (2 if config.axial else 1)
-        if config.positions == "sincos2d":
-            self.register_buffer(
-                "positions", position.sincos2d(config), persistent=False
-            )  # fixed: not in weights files
-        else:
-            has_table = config.positions in ("learned", "learned2d")
-            shape = position.table_shape(config, num_blocks)
-            self.positions = nn.Parameter(torch.empty(shape)) if has_table else None
+        self.positions = position.new_table(config)  # a parameter; fixed positions are a buffer
         self.dropout = nn.Dropout(config.dropout)
-        rates = [config.drop_path * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
+        rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
         self.pool = AttentionPooling(config) if config.pool == "map" else None
@@ -224,10 +214,10 @@ class VisionTransformer(nn.Module):
         Without a class token: the mean of all tokens ("gap"), or what attention pooling makes of them ("map").
         """
         tokens = self.encode(self.embed(images))
-        if self.config.pool == "token":
-            pooled = tokens[:, 0]
+        if self.pool is not None:
+            pooled = self.pool(tokens)
         else:
-            pooled = tokens.mean(1) if self.pool is None else self.pool(tokens)
+            pooled = tokens.mean(1) if self.class_token is None else tokens[:, 0]
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor) -> Tensor:
@@ -237,19 +227,28 @@ class VisionTransformer(nn.Module):
 
     def encode(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and its LayerNorm."""
-        x = patches
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)
-        tables = None if self.positions is None else position.per_token(self.positions, self.config)  # (1 or L, N, D)
-        x = self.dropout(x if tables is None else x + tables[0])
+        x = self.dropout(self.add_positions(self.add_class_token(patches), block=0))
         for i, block in enumerate(self.blocks):
-            if i > 0 and tables is not None and self.config.positions_at != "stem":
-                x = x + tables[i % len(tables)]
+            if i > 0:
+                x = self.add_positions(x, block=i)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         return self.norm(x)
+
+    def add_class_token(self, patches: Tensor) -> Tensor:
+        """(B, rows*columns, D) -> (B, N, D): the class token in front, where the model has one."""
+        if self.class_token is None:
+            return patches
+        return torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)
+
+    def add_positions(self, x: Tensor, block: int) -> Tensor:
+        """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""
+        if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
+            return x
+        tables = position.per_token(self.positions, self.config)  # one, or one for each block
+        return x + tables[block % len(tables)]
 
     def weight_decay_mask(self) -> set[str]:
         """Names of the parameters that decay: the kernels of dense layers and of convolutions.
