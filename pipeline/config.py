@@ -5,7 +5,7 @@ the number of ranks are in `plan.py`. The settings of work on data are in `data_
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
@@ -264,6 +264,12 @@ class RunConfig:
                 "set model.name for a new model, or init.weights to go on from weights, which bring their architecture: "
                 f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
             )
+        if self.init.weights is not None:
+            # What starts from weights may change its size and how it is regularised; the rest would be ignored.
+            free = ("name", "image_size", "dropout", "drop_path")
+            given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in free}
+            if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:
+                raise UserError(f"init.weights brings its architecture: leave out {', '.join(other)}.")
         if self.train.global_batch % self.data.streams:
             raise UserError(
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "

@@ -362,6 +362,12 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.erase=-0.1"], "augment.erase = -0.1 must be between 0 and 1"),
         (["init.weights=x.npz"], "model.name = ViT-Ti/16, init.weights = x.npz"),
         (["model.name=null"], "model.name = None, init.weights = None"),
+        (
+            ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
+            "init.weights brings its architecture: leave out model.width, model.pool.",
+        ),
+        (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
+        (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
     ],
