@@ -205,10 +205,10 @@ def _write_model(path: AnyPath, fragments: Fragments, commit: Commit) -> dict[st
     # Rank 0's writer alone needs torch.
     import torch
 
-    from pipeline.model import ViTConfig, save_state
+    from pipeline.model import config_from_dict, save_state
 
     weights = {name: torch.from_numpy(array) for name, array in fragments.whole("weights").items()}
-    config = ViTConfig.from_dict(commit.model)
+    config = config_from_dict(commit.model)
     if not isinstance(path, BucketPath):
         save_state(weights, config, path / "model.pt", commit.extra)
         return checksum(path / "model.pt")

@@ -5,60 +5,14 @@ the number of ranks are in `plan.py`. The settings of work on data are in `data_
 """
 
 import math
-import re
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
+from pipeline.length import Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True)
-class Length:
-    """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
-
-    amount: float
-    unit: Literal["epochs", "steps", "samples", "%"]
-
-    @classmethod
-    def parse(cls, value: object) -> "Length":
-        if isinstance(value, Length):
-            return value
-        match = re.fullmatch(
-            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value)
-        )
-        if not match:
-            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
-        unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-        amount = float(match[1])
-        if not math.isfinite(amount):
-            raise ValueError("that is no finite number.")
-        return cls(amount, unit)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        # Exact, so that what a checkpoint keeps is read back as the same length.
-        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
-        return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
-
-    def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
-        """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
-
-        num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
-        """
-        if self.unit == "steps":
-            exact = Fraction(self.amount)
-        elif self.unit == "samples":
-            exact = Fraction(self.amount) / global_batch
-        elif self.unit == "epochs":
-            exact = Fraction(self.amount) * num_samples / global_batch
-        else:
-            if total_steps is None:
-                raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
-            exact = Fraction(self.amount) * total_steps / 100
-        return math.floor(exact + Fraction(1, 2))
 
 
 def _length(text: str, doc: str) -> Length:
@@ -67,15 +21,30 @@ def _length(text: str, doc: str) -> Length:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    name: str | None = setting(None, "Variant and patch side, as 'ViT-L/16' (Ti, S, B, L, H); weights bring their own.")
+    name: str | None = setting(
+        None,
+        "ViT-L/16: a size (Ti, S, M, B, L, H, g, G) and a patch side; Axial-ViT-B/16; R50+ViT-B/16; BiT-R50x1. Weights "
+        "bring their own.",
+    )
     image_size: int = setting(224, "Side in pixels of the square images the model sees.")
-    width: int | None = setting(None, "Overrides the variant's width D.")
+    width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
     depth: int | None = setting(None, "Overrides the variant's number of blocks.")
     mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
     num_heads: int | None = setting(None, "Overrides the variant's number of heads.")
+    patch_stride: int | None = setting(None, "Pixels from patch to patch; less than the patch side, and they overlap.")
+    positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
+        "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem", "Positions are added once, or before every block: to each a table of its own, or shared the same one."
+    )
+    pool: Literal["token", "gap", "map"] | None = setting(
+        None, "The head reads a class token, the mean of all tokens, or attention pooling; null is token (axial: gap)."
+    )
     representation: bool = setting(True, "Dense + tanh layer before the head (pre-training; fine-tuning drops it).")
     gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
     dropout: float = setting(0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).")
+    drop_path: float = setting(0.0, "Stochastic depth: probability of skipping the last block; the first one's is 0.")
     head_bias: float = setting(0.0, "First value of the head's bias; -10 suits the sigmoid loss on 21k classes.")
 
 
@@ -90,6 +59,10 @@ class DataConfig:
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
+    limit: Limit = setting(
+        Limit.parse("100%"),
+        "Random subset of the training split: a number of samples or a share; smaller lie in larger.",
+    )
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")
@@ -152,6 +125,9 @@ class TrainConfig:
 class OptimizerConfig:
     name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
     lr: float = setting(1e-3, "Peak learning rate.")
+    lr_batch: int = setting(
+        0, "Batch that lr is for: it is scaled by train.global_batch / lr_batch; 0 takes it as it is."
+    )
     beta1: float = setting(0.9, "Adam: decay of the first moment.")
     beta2: float = setting(0.999, "Adam: decay of the second moment.")
     eps: float = setting(1e-8, "Adam: added to the denominator.")
@@ -164,7 +140,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    decay: Literal["linear", "cosine", "constant"] = setting("linear", "Shape of the learning rate after warm-up.")
+    decay: Literal["linear", "cosine", "constant", "drops"] = setting(
+        "linear", "Shape of the learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
+    )
+    drops: list[float] = setting(list, "Shares of the run, as [0.3, 0.6, 0.9], for decay=drops.")
     warmup: Length = _length("10000 steps", "Linear warm-up from 0.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
 
@@ -282,7 +261,7 @@ class RunConfig:
             "augment.randaugment_layers": self.augment.randaugment_layers,
             "checkpoint.keep_every": self.checkpoint.keep_every.amount,
             "profile.trace_step": self.profile.trace_step, "health.max_rollbacks": self.health.max_rollbacks, "health.hang_minutes": self.health.hang_minutes,
-            "health.straggler_ratio": self.health.straggler_ratio,
+            "health.straggler_ratio": self.health.straggler_ratio, "optimizer.lr_batch": self.optimizer.lr_batch,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -294,7 +273,8 @@ class RunConfig:
                 raise UserError(f"{name} = {value} must be at least 0 and below 1.")
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
-        shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
+        shares = {"model.dropout": self.model.dropout, "model.drop_path": self.model.drop_path,
+                  "train.label_smoothing": self.train.label_smoothing,
                   "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
                   "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
                   "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip
@@ -328,6 +308,12 @@ class RunConfig:
                 "set model.name for a new model, or init.weights to go on from weights, which bring their architecture: "
                 f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
             )
+        if self.init.weights is not None:
+            # What starts from weights may change its size and how it is regularised; the rest would be ignored.
+            free = ("name", "image_size", "dropout", "drop_path")
+            given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in free}
+            if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:
+                raise UserError(f"init.weights brings its architecture: leave out {', '.join(other)}.")
         if self.train.global_batch % self.data.streams:
             raise UserError(
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
@@ -344,6 +330,12 @@ class RunConfig:
             raise UserError(
                 f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
                 f"{self.engine.timeout_minutes}, after which the waiting ranks die without saying whom they wait for."
+            )
+        drops = self.schedule.drops
+        if (self.schedule.decay == "drops") != bool(drops) or not all(0 < drop < 1 for drop in drops):
+            raise UserError(
+                f"schedule.decay = {self.schedule.decay} with schedule.drops = {drops}: decay=drops needs shares of the "
+                "run between 0 and 1, as schedule.drops=[0.3,0.6,0.9], and no other decay takes any."
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")

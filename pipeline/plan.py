@@ -1,9 +1,13 @@
 """What a run will do, worked out before it starts: batch arithmetic and lengths in steps."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.model import Config
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,31 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         num_samples=num_samples,
         global_batch=train.global_batch,
         world_size=world_size,
+    )
+
+
+def new_model_config(settings: ModelConfig, num_classes: int) -> "Config":
+    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built."""
+    from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
+
+    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
+    return configure(
+        settings.name,
+        settings.image_size,
+        num_classes,
+        width=settings.width,
+        depth=settings.depth,
+        mlp_width=settings.mlp_width,
+        num_heads=settings.num_heads,
+        patch_stride=settings.patch_stride,
+        positions=settings.positions,
+        positions_at=settings.positions_at,
+        pool=settings.pool,
+        representation=settings.representation,
+        gelu=settings.gelu,
+        dropout=settings.dropout,
+        drop_path=settings.drop_path,
+        head_bias=settings.head_bias,
     )
 
 

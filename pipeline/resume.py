@@ -6,7 +6,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import schema
 from pipeline.checkpoint import Checkpoints, read_state, step_of, verify
-from pipeline.config import RunConfig
+from pipeline.config import DataConfig, Length, RunConfig, TrainConfig
 from pipeline.console import Console
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import Dataset
@@ -15,12 +15,12 @@ from pipeline.distributed import Ranks
 from pipeline.engine import Engine
 from pipeline.errors import OneRankError, UserError
 from pipeline.fragments import Fragments
-from pipeline.model import VisionTransformer, ViTConfig
-from pipeline.plan import Plan
+from pipeline.model import Model
+from pipeline.plan import Plan, new_model_config
 
 # What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
 # and micro-batch may change: the same samples make up the same batches.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
+_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "optimizer.name",
           "fingerprint", "classes", "excluded")  # fmt: skip
 
 
@@ -48,14 +48,21 @@ def find_checkpoint(
 
 def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
     """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
-    # Checkpoints of before there were lists of samples to leave out do not say that none were.
-    then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
+    # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
+    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
+    then = {**_default_settings(), **nothing, **read_state(path)["identity"]}
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
         )
     return changed
+
+
+def _default_settings() -> dict[str, Any]:
+    """Of a run, by dotted name; the required ones hold nothing that means anything."""
+    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
+    return schema.flatten(schema.to_dict(config))
 
 
 def go_back(
@@ -100,11 +107,11 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: in
         raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
 
 
-def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) -> VisionTransformer:
+def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) -> Model:
     """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
     settings = config.model
     if resumed is not None:
-        return VisionTransformer(ViTConfig.from_dict(read_state(resumed)["model"]))
+        return models.build(models.config_from_dict(read_state(resumed)["model"]))
     if config.init.weights:
         model = models.load(
             config.init.weights,
@@ -112,6 +119,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) 
             num_classes=dataset.num_classes if config.init.new_head else None,
             new_head=config.init.new_head,
             dropout=settings.dropout,
+            drop_path=settings.drop_path,
             seed=config.seed,
         )
         if model.config.num_classes != dataset.num_classes:
@@ -120,18 +128,4 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) 
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
-    return models.create(
-        settings.name,
-        settings.image_size,
-        dataset.num_classes,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        head_bias=settings.head_bias,
-        seed=config.seed,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-    )
+    return models.build(new_model_config(settings, dataset.num_classes), config.seed)

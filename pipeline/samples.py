@@ -30,7 +30,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     left_out = state.get("left_out", []) if state else []
     of_run = _settings(path, state)
     dataset = open_dataset(config.data or of_run.data.path)
-    split = dataset.split(of_run.data.train_split, of_run.data.exclude)
+    split = dataset.split(of_run.data.train_split, of_run.data.exclude, of_run.data.limit, of_run.seed)
     if state:
         _refuse_other_data(state["identity"], dataset, split)
     batch = of_run.train.global_batch

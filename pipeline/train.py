@@ -35,11 +35,11 @@ from pipeline.errors import Stopped, UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.fragments import Fragments
 from pipeline.health import LossWatch, SlowRanks, Watchdog
-from pipeline.model import VisionTransformer
+from pipeline.model import Model
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, StepClock, Trace, peak_flops
 from pipeline.saver import Saver
-from pipeline.schedule import learning_rate
+from pipeline.schedule import learning_rate, peak_rate
 from pipeline.stop import Stop
 from pipeline.track import Tracker
 
@@ -57,7 +57,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split = dataset.split(config.data.train_split, config.data.exclude)
+    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
     evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
     facts = resume.identity(config, dataset, plan, split, evaluation)
@@ -88,6 +88,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
     start: int = state.get("step", 0)
+    highest_lr = peak_rate(config.optimizer, plan.global_batch)
 
     # ------------------------------------------------------------------ what feeds it
     order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
@@ -166,7 +167,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 done = step + 1
                 watchdog.at(done, "step")
                 trace.before(done)
-                lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
+                lr = learning_rate(config.schedule, highest_lr, step, plan.steps, plan.warmup)
                 mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
                 accept = partial(losses.accept, done) if config.health.on_spike == "skip" else None
                 result = engine.train_step(step, micro_batches, lr, loss_of, mixing, accept)
@@ -308,7 +309,7 @@ def _refuse_too_many_bad(bad: float, loader: Loader, num_samples: int) -> None:
 
 
 def _commit(
-    engine: Engine, model: VisionTransformer, config: RunConfig, dataset: Dataset, facts: dict[str, Any], step: int,
+    engine: Engine, model: Model, config: RunConfig, dataset: Dataset, facts: dict[str, Any], step: int,
     health: dict[str, Any], retention: Retention,
 ) -> Commit | None:  # fmt: skip
     """What a checkpoint holds beside the tensors, on rank 0."""
@@ -331,7 +332,7 @@ def _commit(
 
 
 def _start_tracker(
-    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: VisionTransformer
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model
 ) -> Tracker:
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))

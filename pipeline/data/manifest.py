@@ -24,13 +24,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.config import Limit
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.cache import Storage
 from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
 from pipeline.data.split import SampleTable, Split
+from pipeline.data.subset import beyond_limit
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
+WHOLE = Limit.parse("100%")
 INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -124,11 +127,12 @@ class Dataset:
         file = _open(self.path / SAMPLES_FILE)
         return SampleTable(file, self._row_groups(file, name))
 
-    def split(self, name: str, exclude: str = "all") -> Split:
+    def split(self, name: str, exclude: str = "all", limit: Limit = WHOLE, seed: int = 0) -> Split:
         """Open one split: map what training needs of it (offsets, sizes, labels), and look whether its tars are there.
 
-        exclude: which lists of samples to leave out ("all", "none", or names with commas between). Raises UserError for
-        an unknown split, a missing tar, one of another size, a damaged manifest, and a list that is not to be used.
+        exclude: which lists of samples to leave out ("all", "none", or names with commas between). limit: of the others,
+        a random part that `seed` decides. Raises UserError for an unknown split, a missing tar, one of another size, a
+        damaged manifest, a list that is not to be used, and a limit of more samples than there are.
         """
         from pipeline.data.exclude import excluded_rows  # Late: it builds on this file.
 
@@ -142,6 +146,9 @@ class Dataset:
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
             )
         left_out, left_out_by = excluded_rows(self, name, exclude)
+        if limit != WHOLE:
+            beyond = beyond_limit(len(index), left_out, limit, seed)
+            left_out, left_out_by = np.union1d(left_out, beyond), {**left_out_by, "data.limit": len(beyond)}
         kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
         if len(left_out) and not kept.any():
             raise UserError(

@@ -23,6 +23,11 @@ from pipeline.schedule import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
+NO_SIZES = ("model.width=32", "model.depth=null", "model.mlp_width=null", "model.num_heads=null")
+BIT = ("model.name=BiT-R50x1", *NO_SIZES, "model.representation=false", "train.length=2 steps",
+       "schedule.warmup=0 steps", "train.micro_batch=12")  # fmt: skip
+HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d",
+          "engine.zero_stage=3")  # fmt: skip
 
 
 def plain_losses(overrides: list[str], steps: int = STEPS) -> list[float]:
@@ -32,7 +37,8 @@ def plain_losses(overrides: list[str], steps: int = STEPS) -> list[float]:
     split = data.split("train")
     m = config.model
     model = models.create(m.name, m.image_size, data.num_classes, representation=m.representation, seed=config.seed,
-                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads)  # fmt: skip
+                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads, pool=m.pool,
+                          positions=m.positions)  # fmt: skip
     decayed = model.weight_decay_mask()
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
               for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
@@ -82,6 +88,7 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     ]
     runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
+    runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
     finish(start(2, runs))
     return out
 
@@ -110,6 +117,22 @@ def test_mixed_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     unmixed = plain_losses(settings(dataset, matrix, "plain", *MIXED[2:]))
     assert expected != pytest.approx(unmixed, rel=1e-3)
+
+
+def test_a_hybrid_trains_as_in_plain_pytorch(dataset: Path, matrix: Path) -> None:
+    """Standardised kernels, GroupNorm, constant positions and attention pooling under ZeRO-3."""
+    expected = plain_losses(settings(dataset, matrix, "plain", *HYBRID))
+    found = metrics(matrix / "hybrid")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=1e-4)
+    assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
+
+
+def test_bit_trains_in_the_same_pipeline(matrix: Path) -> None:
+    assert metrics(matrix / "bit")[1] == pytest.approx(np.log(4), abs=1e-5)
+    model, new = models.load(matrix / "bit"), models.create("BiT-R50x1", 16, 4, width=32)
+    assert model.config == new.config
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), new.parameters(), strict=True)]
+    assert sum(moved) > 0.9 * len(moved)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
