@@ -127,8 +127,9 @@ def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
     if not missing:
         return
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(make_thumbnails, missing, config.num_tasks or num_cpus)
-    with Progress(num_missing) as progress, contextlib.closing(tasks):
+    progress = Progress(num_missing)
+    tasks = cluster.run_tasks(make_thumbnails, missing, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, num_bytes in tasks:
             progress.add(len(missing[number].offsets), num_bytes)
 

@@ -169,8 +169,9 @@ def _run_jobs(jobs: list[IndexJob], config: IndexConfig) -> list[Done]:
     results: dict[int, Done] = {}
     num_bytes = [os.stat(job.path).st_size for job in jobs]
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(index_tar, jobs, config.num_tasks or num_cpus)
-    with Progress(None, done="indexed") as progress, contextlib.closing(tasks):
+    progress = Progress(None, done="indexed")
+    tasks = cluster.run_tasks(index_tar, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             progress.add(done.shard.samples, num_bytes[number])

@@ -25,7 +25,7 @@ class Progress:
     def __init__(self, total: int | None, shards: int = 0, file: Path | None = None, done: str = "") -> None:
         self.total, self.total_shards, self.file = total, shards, file
         self._done = f"{done} " if done else ""
-        self.images = self.bytes = self.shards = 0
+        self.images = self.bytes = self.shards = self.retries = 0
         self._start = self._shown = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
@@ -58,6 +58,12 @@ class Progress:
         if self._bar is None:
             print(self._line(self._seconds()), file=sys.stderr, flush=True)
 
+    def retried(self, reason: str) -> None:
+        """A task was lost with its worker or node, and is run again."""
+        self.retries += 1
+        tqdm.write(f"{reason} The task is run again; retries so far: {self.retries:,}", file=sys.stderr)
+        self._write()
+
     def _line(self, seconds: float) -> str:
         rate = f"{self.images / seconds:,.0f} images/s"
         if self.total is None:
@@ -76,6 +82,7 @@ class Progress:
             "shards": self.shards,
             "total_shards": self.total_shards,
             "bytes": self.bytes,
+            "retries": self.retries,
             "images_per_second": self.images / seconds,
             "bytes_per_second": self.bytes / seconds,
             "seconds": seconds,

@@ -87,6 +87,7 @@ def run(config: ShardConfig) -> Dataset:
             dataset = _finish(out, results, listing, names, copies, identity)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
+        _sweep(out)
     except StorageError:
         raise  # Out of reach, or not for us: nothing can be tidied there.
     except UserError:
@@ -142,9 +143,10 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     results: dict[int, Done] = {}
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
     file = out / PROGRESS_FILE if isinstance(out, Path) else None
-    with Progress(len(listing), len(plan.names), file) as progress, contextlib.closing(tasks):
+    progress = Progress(len(listing), len(plan.names), file)
+    tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
@@ -280,7 +282,7 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str,
 
 
 def _sweep(out: AnyPath) -> None:
-    """Remove what a killed run left half-written. (In a bucket, nothing is there before it is whole.)"""
+    """Remove what killed runs and workers left half-written. (In a bucket, nothing is there before it is whole.)"""
     if isinstance(out, BucketPath):
         return
     for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):

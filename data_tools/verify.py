@@ -59,9 +59,10 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     keys = _Keys()
     jobs = _jobs(dataset, tables, config.decode_share, keys)
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(check_shard, jobs, config.num_tasks or num_cpus)
     total = sum(shard.samples for shard in tables.shards)
-    with Progress(total, len(tables.shards)) as progress, contextlib.closing(tasks):
+    progress = Progress(total, len(tables.shards))
+    tasks = cluster.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, checked in tasks:
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
