@@ -12,10 +12,10 @@ from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, st
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data import bucket
-from pipeline.data.bucket import Patience, StorageError
 from pipeline.data.cache import ShardCache, Storage
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.patience import Patience, StorageError
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
 
