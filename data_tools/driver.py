@@ -29,7 +29,6 @@ def only_driver(folder: AnyPath) -> Iterator[None]:
     """
     local = folder if isinstance(folder, Path) else Path(tempfile.gettempdir(), f"vit-pipeline-{os.getuid()}")
     is_new = not local.exists()
-    local.mkdir(parents=True, exist_ok=True)
     name = LOCK_FILE if local == folder else f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
     try:
         file = _take(local / name, folder)
@@ -45,9 +44,13 @@ def only_driver(folder: AnyPath) -> Iterator[None]:
 
 
 def _take(place: Path, folder: AnyPath) -> int:
-    """The lock file, open and locked; it says who has it."""
+    """The lock file, open and locked; it says who has it. Makes its folder."""
     while True:
-        file = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue  # Whoever made the folder has just removed it, empty.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
