@@ -280,6 +280,8 @@ def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath
 
 def _way_out(dataset: Dataset) -> str:
     source = dataset.info["source"].get("path")
+    if dataset.info["source"].get("indexed"):
+        return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
     return (
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
         "shards again, and leaves whole ones as they are. Then verify once more. Or train without the listed images."
