@@ -186,3 +186,18 @@ def test_a_bucket_that_is_down_is_no_damaged_part(dataset: Dataset, s3: tuple[S3
     server.reset()
     put(part, b"PAR1 no more")
     assert read_part(part) is None
+
+
+def test_a_data_set_is_made_checked_and_indexed_on_gcs(dataset: Dataset, source: Path, gcs: str, capfd) -> None:
+    config = settings(source, f"gs://models/out{gcs}", val_share=0.25)
+    made = shard.run(config)
+    assert made.fingerprint == dataset.fingerprint
+    assert verify.run(VerifyConfig(data=config.out))["is_whole"]
+    parts = {"train": "train-", "val": "val-"}
+    indexed = index.run(IndexConfig(source=config.out, out=f"gs://models/index{gcs}", splits=parts))
+    assert indexed.info["samples"] == made.info["samples"]
+    (made.path / "val-000000.tar").unlink()
+    capfd.readouterr()
+    assert shard.run(config).fingerprint == dataset.fingerprint
+    assert "made 1 again" in capfd.readouterr().out
+    assert not [path for path, _ in made.path.walk() if "/." in path.key]

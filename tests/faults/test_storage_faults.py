@@ -12,6 +12,7 @@ from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, st
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data import bucket
+from pipeline.data.bucket import ObjectReader
 from pipeline.data.cache import ShardCache, Storage
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import Dataset, open_dataset
@@ -162,6 +163,19 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
     if with_cache or change != "replaced":
         # It is not asked for again with each of its samples.
         assert sum("train-000001.tar" in request for request in s3[0].requests) <= 16
+
+
+def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
+    """Known by its new size, and not asked for again and again."""
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, b"0123456789")
+    reader = ObjectReader(path)
+    assert reader.read_at(8, 2) == b"89"
+    put(path, b"0123")
+    with pytest.raises(OSError, match="file ends before byte 10"):
+        reader.read_at(8, 2)
+    assert path.patience.retries == 1
+    assert reader.read_at(2, 2) == b"23"
 
 
 def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
