@@ -280,7 +280,10 @@ class ObjectReader:
         size = self.size()
 
         def piece(start: int) -> None:
-            os.pwrite(file, self.read_at(start, min(_PIECE, size - start)), start)
+            left = memoryview(self.read_at(start, min(_PIECE, size - start)))
+            while left:  # A disk that is filling takes a part of it, and says so at the next.
+                written = os.pwrite(file, left, start)
+                left, start = left[written:], start + written
 
         with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="download") as pool:
             for done in [pool.submit(piece, start) for start in range(0, size, _PIECE)]:

@@ -12,7 +12,7 @@ from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, st
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data import bucket
-from pipeline.data.bucket import ObjectReader
+from pipeline.data.bucket import ObjectReader, fetched
 from pipeline.data.cache import ShardCache, Storage
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import Dataset, open_dataset
@@ -220,3 +220,24 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data.cache = .*file/cache cannot be made"):
         ShardCache(tmp_path / "file" / "cache", 10**9)
+
+
+def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """What goes to a bucket, or comes whole, lies there on its way. A real small file system; needs root to mount it."""
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, bytes(100_000))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    try:
+        for work in (lambda: put(path, bytes(100_001)), lambda: fetched(path).__enter__()):
+            with pytest.raises(SystemExit), mistakes_in_one_line():
+                work()
+            assert f"No space left for {folder} (TMPDIR)" in capsys.readouterr().err
+        assert not list(folder.iterdir())
+        assert path.stat().st_size == 100_000
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
