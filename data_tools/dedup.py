@@ -9,21 +9,20 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_tools import cluster
+from data_tools.driver import only_driver
 from data_tools.near_copies import TestImages
 from data_tools.pair_sheet import Picture, draw_pairs
 from data_tools.progress import Progress, duration
 from data_tools.thumbnails import BAD, FINE, PLAIN, Job, jobs, make_thumbnails, read_thumbnails
-from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data.bucket import AnyPath
 from pipeline.data.exclude import EXCLUDED, write_list
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, open_parquet, replacing
 from pipeline.data_config import DedupConfig
 from pipeline.errors import UserError
 
@@ -59,9 +58,14 @@ class Pairs:
 
 def run(config: DedupConfig) -> dict[str, Any]:
     """Search, report and mark; what report.json says. Raises UserError; then no list is written."""
-    started = time.monotonic()
     searched, tests = _open(config)
-    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(parents=True, exist_ok=True)
+    with only_driver(searched.dataset.path / FOLDER):
+        return _run(searched, tests, config)
+
+
+def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, Any]:
+    started = time.monotonic()
+    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(exist_ok=True)
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
@@ -88,13 +92,13 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
     """The split that is searched, and the parts of test images."""
-    data = open_dataset(_folder("data", config.data))
-    folder = _folder("data", config.data) / FOLDER / THUMBNAILS
+    data = open_dataset(cluster.shared_path("data", config.data))
+    folder = data.path / FOLDER / THUMBNAILS
     searched = _part(data, config.split, folder)
     tests: dict[tuple[AnyPath, str], Part] = {}
     for entry in config.against:
-        path, _, split = entry.rpartition(":") if ":" in Path(entry).name else (entry, "", "")
-        dataset = open_dataset(_folder("against", path))
+        path, split = _location_and_split(entry)
+        dataset = open_dataset(cluster.shared_path("against", path))
         splits = [split] if split else dataset.splits
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
             raise UserError(
@@ -107,11 +111,15 @@ def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
     return searched, list(tests.values())
 
 
-def _folder(setting: str, value: str) -> Path:
-    return local_path(cluster.shared_path(setting, value), "launch/dedup.py")
+def _location_and_split(entry: str) -> tuple[str, str]:
+    """'folder:split' or 'folder'; of a URL, options follow: 's3://bucket/set:split?region=...'."""
+    location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
+    folder, slash, name = location.rpartition("/")
+    name, _, split = name.rpartition(":") if ":" in name else (name, "", "")
+    return folder + slash + name + mark + options, split
 
 
-def _part(dataset: Dataset, split: str, folder: Path) -> Part:
+def _part(dataset: Dataset, split: str, folder: AnyPath) -> Part:
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
@@ -121,13 +129,15 @@ def _part(dataset: Dataset, split: str, folder: Path) -> Part:
 def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
     """Thumbnails of every shard that has none yet."""
     every = {job.out: job for part in parts for job in part.jobs}
-    missing = [job for job in every.values() if not Path(job.out).exists()]
+    folder = parts[0].dataset.path / FOLDER
+    there = {str(path) for path in (folder / THUMBNAILS).iterdir()}
+    missing = [job for job in every.values() if job.out not in there]
     num_images, num_missing = sum(map(len, parts)), sum(len(job.offsets) for job in missing)
     print(f"{num_images:,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before", flush=True)
     if not missing:
         return
     num_cpus = cluster.connect(config.num_tasks)
-    progress = Progress(num_missing)
+    progress = Progress(num_missing, len(missing), folder)
     tasks = cluster.run_tasks(make_thumbnails, missing, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, num_bytes in tasks:
@@ -236,7 +246,7 @@ def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
     """key, offset, size and shard of these rows of a split, in their order; reads the row groups that hold them."""
     samples = part.dataset.info["samples"]
     start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
-    file = pq.ParquetFile(part.dataset.path / SAMPLES_FILE, memory_map=True)
+    file = open_parquet(part.dataset.path / SAMPLES_FILE)
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
     groups = np.searchsorted(ends, start + rows, side="right")
     columns = ["key", "offset", "size", "shard"]

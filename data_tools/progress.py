@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import replacing
 
 PROGRESS_FILE = "progress.json"
@@ -17,13 +18,14 @@ class Progress:
     """Counts images and bytes of `total` images in `shards` shards; shows images/s, MB/s and time left on stderr.
 
     total: None while a source is being listed, and nobody knows. done: what is done to them, for the line.
-    file: replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is no file. One
-    that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job failed because
-    the bucket is out of reach would mean to wait for it once more.
+    folder: of progress.json, replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is
+    no file. One that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job
+    failed because the bucket is out of reach would mean to wait for it once more.
     """
 
-    def __init__(self, total: int | None, shards: int = 0, file: Path | None = None, done: str = "") -> None:
-        self.total, self.total_shards, self.file = total, shards, file
+    def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
+        self.total, self.total_shards = total, shards
+        self.file = folder / PROGRESS_FILE if isinstance(folder, Path) else None
         self._done = f"{done} " if done else ""
         self.images = self.bytes = self.shards = self.retries = 0
         self._start = self._shown = time.monotonic()

@@ -12,23 +12,23 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_tools import cluster
 from data_tools.classes import apply_rules, readable_names, small_classes
 from data_tools.copies import Copies, merge_copies
+from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
-from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.progress import Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
-from pipeline.data.bucket import AnyPath, BucketPath, StorageError, name_inside, remove_tree
-from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
+from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
+from pipeline.data.patience import StorageError
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -51,12 +51,15 @@ class Plan:
 
 def run(config: ShardConfig) -> Dataset:
     """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written."""
-    started = time.monotonic()
     source, out = _folders(config)
+    with only_driver(out):
+        return _run(source, out, config)
+
+
+def _run(source: AnyPath, out: AnyPath, config: ShardConfig) -> Dataset:
+    started = time.monotonic()
     held = _held(out)
     _refuse_other_settings(out, config, held)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
     try:
         _sweep(out)
         listing = apply_rules(list_source(source, config, out / STAGING), config)
@@ -95,11 +98,6 @@ def run(config: ShardConfig) -> Dataset:
         if not (out / PARTS / PLAN).exists():
             remove_tree(out / STAGING)
         raise
-    finally:
-        if is_new:
-            # A source that was refused leaves no empty folder behind.
-            with contextlib.suppress(OSError):
-                out.rmdir()
     _say_done(dataset, results, plan, time.monotonic() - started, verified=bool(known))
     return dataset
 
@@ -143,8 +141,7 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     results: dict[int, Done] = {}
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
-    file = out / PROGRESS_FILE if isinstance(out, Path) else None
-    progress = Progress(len(listing), len(plan.names), file)
+    progress = Progress(len(listing), len(plan.names), out)
     tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, done in tasks:
@@ -197,8 +194,7 @@ def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -
 
 
 def _read_rows(part: AnyPath) -> pa.Table:
-    with part.open("rb") as file:
-        return pq.read_table(file).replace_schema_metadata(None).cast(ROWS)
+    return open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
 
 
 def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
@@ -237,7 +233,7 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
     if (out / INFO).exists():
         info = open_dataset(out).info
         return {"settings": info["settings"], "source": info["source"]}
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return json.loads((out / PARTS / PLAN).read_text())
     if out.exists() and (strangers := [path.name for path in out.iterdir() if not path.name.startswith(".")]):
         raise UserError(

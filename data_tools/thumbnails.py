@@ -1,19 +1,19 @@
 """The task that reads a shard's images once, and keeps a thumbnail of each (1 KB) for every later comparison."""
 
-import os
+import io
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import cv2
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_tools.near_copies import SIDE, is_plain, thumbnail
+from pipeline.data.bucket import AnyPath, fetched, to_path
 from pipeline.data.decode import DecodeError, decode
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, replacing
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, open_parquet, replacing
+from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
@@ -43,7 +43,7 @@ class Thumbnails:
     sha256: np.ndarray
 
 
-def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
+def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
     """A job for each shard of a split, samples of every exclusion list included."""
     rows = _rows_of_shards(dataset)
     first_row = 0
@@ -52,7 +52,7 @@ def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
             continue
         digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
         yield Job(
-            tar=str(dataset.path / shard.name),
+            tar=str(dataset.shard_path(shard.name)),
             out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.npz"),
             first_row=first_row,
             offsets=table.column("offset").to_numpy(),
@@ -65,31 +65,30 @@ def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
 def make_thumbnails(job: Job) -> int:
     """Read one shard and write its thumbnails; returns bytes read.
 
-    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early.
+    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early; StorageError
+    for a bucket out of reach.
     """
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
     try:
-        file = os.open(job.tar, os.O_RDONLY)
+        with fetched(to_path(job.tar)) as file:
+            for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
+                file.seek(offset)
+                data = file.read(size)
+                if len(data) != size:
+                    raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
+                try:
+                    pixels = decode(data)
+                except DecodeError:
+                    continue
+                thumbs[i] = thumbnail(pixels)
+                states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
     except FileNotFoundError:
         raise UserError(
             f"A worker does not see {job.tar}: data sets must be on storage that all nodes share."
         ) from None
-    try:
-        for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-            data = os.pread(file, size, offset)
-            if len(data) != size:
-                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
-            try:
-                pixels = decode(data)
-            except DecodeError:
-                continue
-            thumbs[i] = thumbnail(pixels)
-            states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
-    finally:
-        os.close(file)
-    with replacing(Path(job.out)) as out:
+    with replacing(to_path(job.out)) as out:
         np.savez(out, thumbs=thumbs, states=states, sha256=job.sha256)
     return int(job.sizes.sum())
 
@@ -97,8 +96,10 @@ def make_thumbnails(job: Job) -> int:
 def read_thumbnails(job: Job) -> Thumbnails:
     """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
     try:
-        with np.load(job.out) as arrays:
+        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
             found = Thumbnails(arrays["thumbs"], arrays["states"], arrays["sha256"])
+    except StorageError:
+        raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
         raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
     if not len(found.thumbs) == len(found.states) == len(job.offsets):
@@ -108,9 +109,7 @@ def read_thumbnails(job: Job) -> Thumbnails:
 
 def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
     """Every shard with its rows of the manifest; few of them in memory."""
-    batches = pq.ParquetFile(dataset.path / SAMPLES_FILE, memory_map=True).iter_batches(
-        columns=["offset", "size", "sha256"]
-    )
+    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size", "sha256"])
     schema = pa.schema([("offset", pa.int64()), ("size", pa.int64()), ("sha256", pa.binary(32))])
     waiting = pa.Table.from_batches([], schema)
     for shard in dataset.shards():

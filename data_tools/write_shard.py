@@ -15,7 +15,8 @@ from data_tools.images import shrink
 from data_tools.sources import Reader
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.decode import inspect
-from pipeline.data.manifest import ROWS, Shard, replacing
+from pipeline.data.manifest import ROWS, Shard, open_parquet, replacing
+from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 PARTS = ".parts"
@@ -87,10 +88,11 @@ def part_path(out: AnyPath, shard_name: str) -> AnyPath:
 
 
 def read_part(path: AnyPath) -> Done | None:
-    """What a part file says, without its rows; None when it is damaged."""
+    """What a part file says, without its rows; None when it is damaged. Raises StorageError."""
     try:
-        with path.open("rb") as file:
-            about = json.loads(pq.read_schema(file).metadata[b"part"])
+        about = json.loads(open_parquet(path).schema_arrow.metadata[b"part"])
+    except StorageError:
+        raise  # Out of reach, which says nothing of the part.
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
         return None
     return Done(
@@ -191,7 +193,7 @@ def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:
 
 
 def _etag(path: AnyPath) -> str:
-    return path.etag() if isinstance(path, BucketPath) else ""
+    return path.version() if isinstance(path, BucketPath) else ""
 
 
 def _measure(path: AnyPath) -> tuple[int, str]:
