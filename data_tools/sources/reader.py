@@ -33,7 +33,8 @@ class Reader:
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
-            self._file = to_path(path).open("rb", buffering=0)
+            # Not through Path for a file of its own, which would cost as much again as opening and reading it.
+            self._file = to_path(path).open("rb", buffering=0) if "://" in path else open(path, "rb", buffering=0)
             self._path = path
         assert self._file is not None
         data = _zip_member(self._file, offset, packed) if packed > 0 else _exactly(self._file, offset, size)
