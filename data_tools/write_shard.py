@@ -6,7 +6,7 @@ import os
 import tarfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import cv2
 import pyarrow as pa
@@ -36,6 +36,7 @@ class Job:
     split: str
     rows: dict[str, list[Any]]
     resize_short: int
+    resize_filter: Literal["area", "antialias"]
     jpeg_quality: int
     whole: bool
     known: Shard | None
@@ -107,20 +108,19 @@ def _slow_header(name: str, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-_EMPTY_HEADER = _slow_header("", 0)
+_EMPTY = _slow_header("", 0)
+# Of all but name and size; the checksum itself counts as spaces.
+_EMPTY_SUM = sum(_EMPTY[100:124] + _EMPTY[135:148] + b" " * 8 + _EMPTY[156:])
 
 
 def _header(name: str, size: int) -> bytes:
-    """`_slow_header` in a tenth of the time: name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
+    """`_slow_header` in a twentieth of the time: name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
     encoded = name.encode("utf-8", "surrogateescape")
     if len(encoded) > tarfile.LENGTH_NAME or size >= 8**11:
         return _slow_header(name, size)
-    header = bytearray(_EMPTY_HEADER)
-    header[: len(encoded)] = encoded
-    header[124:136] = b"%011o\0" % size
-    header[148:156] = b" " * 8  # What the checksum is defined with.
-    header[148:155] = b"%06o\0" % sum(header)
-    return bytes(header)
+    digits = b"%011o" % size
+    checksum = b"%06o\0" % (_EMPTY_SUM + sum(encoded) + sum(digits))
+    return b"".join((encoded.ljust(100, b"\0"), _EMPTY[100:124], digits, _EMPTY[135:148], checksum, _EMPTY[155:]))
 
 
 class _Tar:
@@ -197,7 +197,7 @@ def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
     """(file, extension, width, height) as the shard has it, of a file of the source. Raises ValueError for a bad one."""
     ext, width, height = inspect(data, whole=False)
     if job.resize_short and min(width, height) > job.resize_short:
-        data, width, height = shrink(data, job.resize_short, job.jpeg_quality)
+        data, width, height = shrink(data, job.resize_short, job.resize_filter, job.jpeg_quality)
         return data, "jpg", width, height
     if job.whole:
         decode(data)

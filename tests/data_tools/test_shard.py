@@ -310,7 +310,7 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
 ) -> None:
     server, url = s3
     listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, 95, True, None)
+    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
     first = write_shard(job)
     server.reset()
     again = write_shard(job)

@@ -17,7 +17,10 @@ NAMES = ["a.jpg", "n01440764/n01440764_10026.jpg", "x" * 99, "x" * 100, "x" * 10
 def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
     theirs = io.BytesIO()
     begins = []
-    with open(tmp_path / "a.tar", "wb") as file, tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as tar:
+    with (
+        open(tmp_path / "a.tar", "wb") as file,
+        tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as tar,
+    ):
         ours = _Tar(file)
         for name in NAMES:
             data = name.encode("utf-8", "surrogateescape")[:1] * size
