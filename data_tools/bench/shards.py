@@ -67,7 +67,6 @@ def _empty(out: Path) -> None:
     """Before the clock starts; and so that nobody waits for the disk to write what another has left in memory."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    os.sync()
 
 
 def _ours(config: ShardConfig, cores: int) -> Iterator[int]:
