@@ -36,7 +36,7 @@ STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv",
 # Settings that decide what the bytes are; a folder made with others is left alone.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, but kept only where they are set. (Lists and maps of classes are not here: the listing's digest has them.)
-_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies")
+_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter")
 
 
 @dataclass(frozen=True)
@@ -120,29 +120,34 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
     return Plan(np.concatenate(orders), names, of_split, bounds)
 
 
+def make_jobs(
+    listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> Iterator[Job]:
+    """A job for each shard of the plan, one by one. known: by name, those of a finished data set in `out`."""
+    for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
+        yield Job(
+            source=str(listing.source),
+            out=str(out),
+            name=name,
+            split=split,
+            rows=listing.rows(plan.order[first:last]),
+            resize_short=config.resize_short,
+            resize_filter=config.resize_filter,
+            jpeg_quality=config.jpeg_quality,
+            whole=config.inspect == "decode",
+            known=known.get(name),
+        )
+
+
 def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
     """Every shard's result, in the plan's order. Stops when too many images are bad."""
-
-    def jobs() -> Iterator[Job]:
-        for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
-            yield Job(
-                source=str(listing.source),
-                out=str(out),
-                name=name,
-                split=split,
-                rows=listing.rows(plan.order[first:last]),
-                resize_short=config.resize_short,
-                jpeg_quality=config.jpeg_quality,
-                whole=config.inspect == "decode",
-                known=known.get(name),
-            )
-
     budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
     results: dict[int, Done] = {}
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
+    jobs = make_jobs(listing, plan, config, out, known)
     progress = Progress(len(listing), len(plan.names), out)
-    tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus, progress.retried)
+    tasks = cluster.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
@@ -243,7 +248,7 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
 
 
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
-    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name)]
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(ShardConfig, name)]
     return {
         "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {

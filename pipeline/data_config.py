@@ -53,6 +53,11 @@ class ShardConfig:
     seed: int = setting(0, "Mixes samples across classes.")
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
     resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
+    resize_filter: Literal["area", "antialias"] = setting(
+        "area",
+        "With resize_short: area is what evaluation does with full-size images; antialias is Pillow's bilinear, in less "
+        "time.",
+    )
     jpeg_quality: int = setting(95, "Of re-encoded images (only with resize_short).")
     inspect: Literal["decode", "header"] = setting(
         "decode", "Whether images are decoded whole or only their header is read."
@@ -149,7 +154,9 @@ class StatsConfig:
 class BenchConfig:
     """A measurement of reading or writing data, beside other projects that do it."""
 
-    what: Literal["data", "shard"] = setting(REQUIRED, "data: the loader; shard: sharding")
+    what: Literal["data", "shard", "augment"] = setting(
+        REQUIRED, "data: the loader; shard: sharding; augment: what augmentation costs"
+    )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs")
     images: int = setting(4000, "Number of images; those of the source are repeated.")
     batch: int = setting(64, "Images of a batch.")
@@ -169,6 +176,8 @@ class BenchConfig:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
         if self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
+        if self.what == "augment" and self.batch % 2:
+            raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")
 
 
 @dataclass(frozen=True, kw_only=True)

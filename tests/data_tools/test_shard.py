@@ -139,6 +139,8 @@ def test_other_settings_are_refused_and_all_of_them_named(dataset: Dataset, sour
     before = contents(dataset.path)
     with pytest.raises(UserError, match=r"made with seed = 0, not 1; resize_short = 0, not 8\. Choose another out"):
         shard.run(settings(source, dataset.path, val_share=0.25, seed=1, resize_short=8))
+    with pytest.raises(UserError, match=r"made with resize_filter = area, not antialias\."):
+        shard.run(settings(source, dataset.path, val_share=0.25, resize_filter="antialias"))
     assert contents(dataset.path) == before
 
 
@@ -250,8 +252,13 @@ def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_
         "cat/wide.png": encoded(noise(2, width=100, height=64), "PNG"),
         "cat/rotated.jpg": encoded(noise(4, width=100, height=64), "JPEG", exif=exif),
         "dog/small.jpg": small,
+        "dog/cut.jpg": jpeg(5, width=100, height=64)[:-50],
+        "dog/small_cut.jpg": small[:-50],
     }
-    dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", resize_short=32))
+    config = settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", resize_short=32, max_bad_share=0.4)
+    dataset = shard.run(config)
+    skipped = (dataset.path / "skipped.csv").read_text()
+    assert all(name in skipped for name in ("dog/cut.jpg", "dog/small_cut.jpg"))
     rows = {row["key"]: row for row in pq.read_table(dataset.path / "samples.parquet").to_pylist()}
     assert {key: (row["ext"], row["width"], row["height"]) for key, row in rows.items()} == {
         "cat/wide": ("jpg", 50, 32),
@@ -336,7 +343,7 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
 ) -> None:
     server, url = s3
     listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, 95, True, None)
+    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
     first = write_shard(job)
     server.reset()
     again = write_shard(job)
