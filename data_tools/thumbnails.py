@@ -17,6 +17,8 @@ from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, replacing
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
+# Of the files: with another rule of what is plain it is another.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
         digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
         yield Job(
             tar=str(dataset.path / shard.name),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.npz"),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=table.column("offset").to_numpy(),
             sizes=table.column("size").to_numpy(),
@@ -70,17 +72,10 @@ def make_thumbnails(job: Job) -> int:
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
-    try:
-        file = os.open(job.tar, os.O_RDONLY)
-    except FileNotFoundError:
-        raise UserError(
-            f"A worker does not see {job.tar}: data sets must be on storage that all nodes share."
-        ) from None
+    file = _open(job.tar)
     try:
         for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-            data = os.pread(file, size, offset)
-            if len(data) != size:
-                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
+            data = _read(file, job.tar, offset, size)
             try:
                 pixels = decode(data)
             except DecodeError:
@@ -96,12 +91,49 @@ def make_thumbnails(job: Job) -> int:
 
 def read_thumbnails(job: Job) -> Thumbnails:
     """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return Thumbnails(*_load(job, "thumbs", "states", "sha256"))
+
+
+def read_states(job: Job) -> np.ndarray:
+    """The states alone, (n,) uint8, of what `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return _load(job, "states")[0]
+
+
+def read_image(tar: str, offset: int, size: int) -> np.ndarray:
+    """(H, W, 3) uint8 RGB of an image that could be decoded when its thumbnail was made.
+
+    Raises UserError when it is not there any more: the shard is missing or damaged.
+    """
+    file = _open(tar)
+    try:
+        return decode(_read(file, tar, offset, size))
+    except DecodeError as error:
+        raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
+    finally:
+        os.close(file)
+
+
+def _open(tar: str) -> int:
+    try:
+        return os.open(tar, os.O_RDONLY)
+    except FileNotFoundError:
+        raise UserError(f"A worker does not see {tar}: data sets must be on storage that all nodes share.") from None
+
+
+def _read(file: int, tar: str, offset: int, size: int) -> bytes:
+    data = os.pread(file, size, offset)
+    if len(data) != size:
+        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
+    return data
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
     try:
         with np.load(job.out) as arrays:
-            found = Thumbnails(arrays["thumbs"], arrays["states"], arrays["sha256"])
+            found = [arrays[name] for name in names]
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
         raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
-    if not len(found.thumbs) == len(found.states) == len(job.offsets):
+    if any(len(array) != len(job.offsets) for array in found):
         raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
     return found
 
