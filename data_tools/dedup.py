@@ -158,7 +158,7 @@ def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs
     test_jobs = [job for part in tests for job in part.jobs]
     names = [f"{job.tar} {Path(job.out).name}" for job in test_jobs]
     choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
-    folder = searched.dataset.path / FOLDER / SEARCH / choice
+    folder = _folder("data", config.data) / FOLDER / SEARCH / choice
     folder.mkdir(parents=True, exist_ok=True)
     every = [SearchJob(job, str(folder / TESTS), str(folder / Path(job.out).name)) for job in searched.jobs]
     missing = [job for job in every if not Path(job.out).exists()]

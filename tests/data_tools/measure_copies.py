@@ -116,7 +116,10 @@ def compare(queries: Images, tests: Images, by_eye: bool, out: Path) -> None:
     shown = [pair for pair in found if pair[0] <= 1.25 * default] if by_eye else found[:PAIRS_OF_SHEET]
     for first in range(0, len(shown), PAIRS_OF_SHEET):
         pairs = [
-            (Picture(tests.pixels(t), f"test {t}"), Picture(queries.pixels(q), f"{d:.3f}  {q}"))
+            (
+                Picture(tests.pixels(t), f"test {tests.rows[t]}"),
+                Picture(queries.pixels(q), f"{d:.3f}  {queries.rows[q]}"),
+            )
             for d, q, t in shown[first : first + PAIRS_OF_SHEET]
         ]
         name = f"{queries.name}-{tests.name}-{first}.png".replace(" ", "_")
