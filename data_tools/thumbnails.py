@@ -4,6 +4,7 @@ import io
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import cv2
 import numpy as np
@@ -17,6 +18,8 @@ from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
+# Of the files: with another rule of what is plain it is another.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
         digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
         yield Job(
             tar=str(dataset.shard_path(shard.name)),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.npz"),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=table.column("offset").to_numpy(),
             sizes=table.column("size").to_numpy(),
@@ -74,10 +77,7 @@ def make_thumbnails(job: Job) -> int:
     try:
         with fetched(to_path(job.tar)) as file:
             for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-                file.seek(offset)
-                data = file.read(size)
-                if len(data) != size:
-                    raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
+                data = _read(file, job.tar, offset, size)
                 try:
                     pixels = decode(data)
                 except DecodeError:
@@ -85,9 +85,7 @@ def make_thumbnails(job: Job) -> int:
                 thumbs[i] = thumbnail(pixels)
                 states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
     except FileNotFoundError:
-        raise UserError(
-            f"A worker does not see {job.tar}: data sets must be on storage that all nodes share."
-        ) from None
+        raise _unseen(job.tar) from None
     with replacing(to_path(job.out)) as out:
         np.savez(out, thumbs=thumbs, states=states, sha256=job.sha256)
     return int(job.sizes.sum())
@@ -95,14 +93,49 @@ def make_thumbnails(job: Job) -> int:
 
 def read_thumbnails(job: Job) -> Thumbnails:
     """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return Thumbnails(*_load(job, "thumbs", "states", "sha256"))
+
+
+def read_states(job: Job) -> np.ndarray:
+    """The states alone, (n,) uint8, of what `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return _load(job, "states")[0]
+
+
+def read_image(tar: str, offset: int, size: int) -> np.ndarray:
+    """(H, W, 3) uint8 RGB of an image that could be decoded when its thumbnail was made.
+
+    Raises UserError when it is not there any more: the shard is missing or damaged.
+    """
+    try:
+        with to_path(tar).open("rb", buffering=0) as file:
+            return decode(_read(file, tar, offset, size))
+    except FileNotFoundError:
+        raise _unseen(tar) from None
+    except DecodeError as error:
+        raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
+
+
+def _unseen(tar: str) -> UserError:
+    return UserError(f"A worker does not see {tar}: data sets must be on storage that all nodes share.")
+
+
+def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
+    return data
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
     try:
         with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
-            found = Thumbnails(arrays["thumbs"], arrays["states"], arrays["sha256"])
+            found = [arrays[name] for name in names]
     except StorageError:
         raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
         raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
-    if not len(found.thumbs) == len(found.states) == len(job.offsets):
+    if any(len(array) != len(job.offsets) for array in found):
         raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
     return found
 

@@ -190,8 +190,8 @@ class DedupConfig:
         REQUIRED, "Data sets of test images: [folder, ...] for all splits, folder:split for one. They are only read."
     )
     max_distance: float = setting(
-        0.07,
-        "Pairs up to this are copies: 1 - correlation at the best crop, so 0 is equal. docs/data.md has the errors.",
+        0.14,
+        "Pairs up to this are copies: 1 - agreement of all small parts, so 0 is equal. docs/data.md has the errors.",
     )
     max_bad_share: float = setting(0.001, "Share of images that cannot be decoded above which the job stops.")
     num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
