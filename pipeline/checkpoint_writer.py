@@ -118,11 +118,12 @@ def save(job: Job, memory: int) -> None:
         with _beating(path, job):
             part = _write_part(path, job, memory)
             if job.commit is not None:
-                parts = _await_parts(path, job, part)
-                final = _commit(checkpoints, path, job, job.commit, parts)
-                committed = True
-                _retain(checkpoints, final, job.commit.retention)
-        if job.commit is None:
+                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part))
+        if job.commit is not None:
+            final = checkpoints.commit(path, checksums)
+            committed = True
+            _retain(checkpoints, final, job.commit.retention)
+        else:
             write_status(path, job.rank, job.token, {"part": part})
     except (OSError, StorageError, WriterError) as error:
         line = _one_line(error, checkpoints.folder)
@@ -183,15 +184,15 @@ def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str,
     return [parts[rank] for rank in range(job.world_size)]
 
 
-def _commit(checkpoints: Checkpoints, path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> AnyPath:
-    """model.pt, index, state, and then checksums and the pointer."""
+def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """index.json, state.json and model.pt; checksums of all there is."""
     index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
     write_atomically(path / INDEX, json.dumps(index))
     write_atomically(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
     checksums["model.pt"] = _write_model(path, Fragments(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
-    return checkpoints.commit(path, checksums)
+    return checksums
 
 
 def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> None:

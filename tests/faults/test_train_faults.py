@@ -6,6 +6,7 @@ from pathlib import Path
 
 import faulty_s3
 import numpy as np
+import psutil
 import pytest
 import torch
 from ranks import finish, metrics, settings, start
@@ -109,8 +110,12 @@ def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, da
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    finish(start(2, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]))
+    processes = start(2, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")])
+    port = psutil.Process(processes[0].pid).environ()["MASTER_PORT"]
+    finish(processes)
     assert not lock.exists()
+    # Nor does what DeepSpeed shares between the ranks of a machine stay in memory.
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
