@@ -273,6 +273,11 @@ class RunConfig:
                 raise UserError(f"{name} = {value} must be at least 0 and below 1.")
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
+        if 0 < self.train.stop_after_minutes <= 0.5:
+            raise UserError(
+                f"train.stop_after_minutes = {self.train.stop_after_minutes:g} leaves nothing to train: 30 s of it are for "
+                "the commit and the exit, and more where commits take longer."
+            )
         shares = {"model.dropout": self.model.dropout, "model.drop_path": self.model.drop_path,
                   "train.label_smoothing": self.train.label_smoothing,
                   "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,

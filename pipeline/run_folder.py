@@ -41,28 +41,29 @@ class RunFolder:
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.ours = False
-        self._lock: int | None = None
+        self.is_owner = self.is_locked = False
+        self._file: int | None = None
 
     def lock(self) -> UserError | None:
         """Take the folder until this process ends, or say who has it.
 
         A record lock: the kernel drops it when its process dies, however that dies, and the file server when its host
         does. Assumed: hosts that share the folder see each other's locks (NFS, GPFS, CephFS, BeeGFS; Lustre mounted
-        with `flock`). Where there are no locks at all, the run goes on without.
+        with `flock`). Where there are none at all, the run owns the folder without (`is_locked` stays False).
         """
         self.path.mkdir(parents=True, exist_ok=True)
         # Opened once and not closed: closing any descriptor of the file would drop the lock.
         file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_locked = True
         except (BlockingIOError, PermissionError):
             who = os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
             os.close(file)
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         except OSError:
-            os.close(file)
-            return None
-        self._lock = file
+            pass  # No locks here.
+        self._file, self.is_owner = file, True
         who = f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
         os.ftruncate(file, 0)
         os.pwrite(file, who.encode(), 0)
@@ -70,17 +71,13 @@ class RunFolder:
         return None
 
     def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
-    @property
-    def is_locked(self) -> bool:
-        return self._lock is not None
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self.is_owner, self.is_locked = None, False, False
 
     def say_status(self, status: Status) -> None:
         """Replace status.json; only by the run that has the folder, on its rank 0."""
-        if self.is_locked:
+        if self.is_owner:
             write_atomically(self.path / "status.json", json.dumps(asdict(status)))
 
     def say_failure(self, error: str, lost_others: bool) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -33,6 +34,8 @@ BY_FILE = "the stop file"
 BY_LIMIT = "train.stop_after_minutes"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
+# How long one word with the store may take: rank 0, which keeps it, may hang.
+_STORE_PATIENCE = timedelta(seconds=5)
 # How long rank 0 stays for the others to hear of it, when it leaves before training begins.
 _SPREAD_SECONDS = 3.0
 # One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
@@ -79,14 +82,16 @@ class Stop:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Say how the run ended, unless another one has the folder."""
-        if error is None:
-            self.folder.say_status(Status("finished", self.step, 0, ""))
-        elif isinstance(error, UserError):
-            self.folder.say_status(Status("refused", self.step, 2, str(error)))
-        else:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            self.folder.say_failure(text, bool(_LOST_OTHERS.search(text)))
-            self.folder.say_status(Status("failed", self.step, 1, text + (f" ({self.reason})" if self.reason else "")))
+        with contextlib.suppress(OSError):  # The disk is full, which the error says already.
+            if error is None:
+                self.folder.say_status(Status("finished", self.step, 0, ""))
+            elif isinstance(error, UserError):
+                self.folder.say_status(Status("refused", self.step, 2, str(error)))
+            else:
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                self.folder.say_failure(text, bool(_LOST_OTHERS.search(text)))
+                asked = f" ({self.reason})" if self.reason else ""
+                self.folder.say_status(Status("failed", self.step, 1, text + asked))
         self._closed = True
         os.write(self._wake, b"\0")
         self._thread.join()
@@ -105,6 +110,7 @@ class Stop:
 
             # A connection of its own: the process group's is held while it waits.
             self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            self._store.set_timeout(_STORE_PATIENCE)
         ranks.barrier()
         self._ranks, self.folder.ours = ranks, True
 
@@ -190,8 +196,9 @@ class Stop:
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
                 self._terminated = float("inf")
                 late = f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM"
-                self.folder.say_failure(late, lost_others=True)
-                self.folder.say_status(Status("failed", self.step, 1, late))
+                with contextlib.suppress(OSError):
+                    self.folder.say_failure(late, lost_others=True)
+                    self.folder.say_status(Status("failed", self.step, 1, late))
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -227,15 +234,16 @@ class Stop:
                     self._store.set(_key(), self.reason)
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
-                if self._store is not None and self.folder.is_locked:
+                if self._store is not None and self.folder.rank == 0:
                     time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
                 _exit(RESUME)
 
     def _say_stopped(self, code: int, reason: str) -> None:
-        self.folder.take_back_failure()
-        self.folder.say_status(Status("stopped", self.step, code, reason))
-        if self.folder.is_locked:
-            stop_file(self.folder.path).unlink(missing_ok=True)  # It has had its effect: the next start is not to stop.
+        with contextlib.suppress(OSError):
+            self.folder.take_back_failure()
+            self.folder.say_status(Status("stopped", self.step, code, reason))
+            if self.folder.is_owner:  # The stop file has had its effect: the next start is not to stop.
+                stop_file(self.folder.path).unlink(missing_ok=True)
 
 
 def _exit(code: int) -> NoReturn:

@@ -65,6 +65,8 @@ def _run(config: RunConfig, stop: Stop) -> None:
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     console.say(f"{config.name}: {plan.describe()}")
+    if not stop.folder.is_locked:
+        console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes)
@@ -84,6 +86,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
     if resumed is not None:
         state = read_state(resumed)
         engine.load(Fragments.open(resumed), state["engine"])
+        stop.step = state["step"]
         console.say(f"resumed from {resumed} at step {state['step']:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
