@@ -231,7 +231,14 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(port)]
+    launcher = [
+        sys.executable,
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(port),
+    ]
     overrides = settings(data, tmp_path, "cut", *LONG)
     supervisor = subprocess.Popen(
         [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],

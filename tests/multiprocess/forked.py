@@ -114,7 +114,7 @@ class ForkedRun:
         return path.read_text() if path.exists() else ""
 
 
-def until(is_so: Callable[[], object], seconds: float = 120) -> None:
+def until(is_so: Callable[[], object], seconds: float = 300) -> None:
     """Wait for it."""
     deadline = time.monotonic() + seconds
     while not is_so():
