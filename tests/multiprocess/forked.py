@@ -119,4 +119,4 @@ def until(is_so: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
+        time.sleep(0.02)
