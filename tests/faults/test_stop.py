@@ -6,6 +6,7 @@ One run is stopped over and over, each time in another way and at another moment
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -61,6 +62,12 @@ def ends(run: ForkedRun, begin: float) -> None:
     assert "Traceback" not in run.said(0) + run.said(1)
 
 
+def hears(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM, as ranks have from before their imports."""
+    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def at_step(run: ForkedRun, step: int) -> None:
     until(lambda: f"step {step}/" in run.said())
 
@@ -78,7 +85,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
     # Warm-up: before anything is trained, and by a signal to the rank that does not keep the books.
     run = forge.start(2, overrides)
-    until(lambda: (folder / "log.txt").exists())
+    until(lambda: (folder / "log.txt").exists() and all(map(hears, run.pids)))
     begin = time.monotonic()
     for rank in (0, 1):
         run.send(rank, signal.SIGTERM)
