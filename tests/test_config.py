@@ -349,6 +349,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1.0 must not be negative"),
         (["seed=-1"], "seed = -1 must not be negative"),
         (["seed=9223372036854775808"], "seed = 9223372036854775808 must be below"),
+        (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves nothing to train"),
         (["model.dropout=1.5"], "model.dropout = 1.5 must be between 0 and 1"),
         (["name=a/b"], "name = 'a/b' must be a plain folder name"),
         (["name=.."], "must be a plain folder name"),
@@ -446,7 +447,13 @@ def test_a_tree_is_read_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig), ("index.py", IndexConfig)]
+    ("script", "command"),
+    [
+        ("pretrain.py", RunConfig),
+        ("shard.py", ShardConfig),
+        ("index.py", IndexConfig),
+        ("supervise.py", settings.SuperviseConfig),
+    ],
 )
 def test_help_lists_every_field(script: str, command: type) -> None:
     done = subprocess.run(

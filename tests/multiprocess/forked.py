@@ -114,9 +114,9 @@ class ForkedRun:
         return path.read_text() if path.exists() else ""
 
 
-def until(is_so: Callable[[], object], seconds: float = 120) -> None:
+def until(is_so: Callable[[], object], seconds: float = 300) -> None:
     """Wait for it."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
+        time.sleep(0.02)
