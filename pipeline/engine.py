@@ -58,9 +58,21 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
         build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    if ranks.device.type == "cpu" and ranks.world_size > 1:
+        _unlink_shared_memory(ranks)
     if torch.distributed.get_backend() == "gloo":
         # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
         atexit.register(torch.distributed.destroy_process_group)
+
+
+def _unlink_shared_memory(ranks: Ranks) -> None:
+    """Take away the name of this rank's buffer of DeepSpeed's CPU collective; who has mapped it keeps it.
+
+    66 MiB of memory that would outlive the ranks under a name made of the master's address and port.
+    """
+    ranks.barrier()  # Every rank has mapped the others' buffers.
+    place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{ranks.rank}"
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 class Engine:
