@@ -16,24 +16,6 @@ from PIL import Image
 from pipeline.data.manifest import ROWS, Shard, write_dataset
 
 NUM_CLASSES = 4
-# Files that start several ranks, the longest first. Ranks wait for each other in busy loops, so two such tests side by side
-# on two cores take many times as long as one after the other.
-SEVERAL_RANKS = (
-    "test_whole_way.py", "multiprocess/test_train.py", "test_train_faults.py", "multiprocess/test_samples.py",
-)  # fmt: skip
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For two workers (`make test`): one of them does all that starts several ranks, and begins with it."""
-
-    def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(SEVERAL_RANKS) if str(item.path).endswith(name)), len(SEVERAL_RANKS))
-
-    items.sort(key=place)
-    for item in items:
-        name = "ranks" if place(item) < len(SEVERAL_RANKS) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0) -> Path:
