@@ -20,6 +20,7 @@ from pipeline.data.manifest import ROWS, Shard, replacing
 from pipeline.errors import UserError
 
 PARTS = ".parts"
+# Bytes after which the disk is told to begin, and of a page of memory.
 _WRITEBACK, _PAGE = 2**23, 2**12
 
 
