@@ -104,5 +104,7 @@ def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, da
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    finish(start(num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]))
+    finish(
+        start(num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")])
+    )
     assert not lock.exists()
