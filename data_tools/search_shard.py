@@ -119,7 +119,7 @@ class _Tests:
 
 @lru_cache(maxsize=1)
 def _load_tests(path: str) -> _Tests:
-    """Once in a worker's life, not for each of its shards: the index of 100,000 images takes a minute to build."""
+    """Once in a worker's life, not for each of its shards: the index of 100,000 images takes half a minute to build."""
     return _Tests(path)
 
 

@@ -21,7 +21,8 @@ from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 PARTS = ".parts"
-_LARGE, _WRITEBACK, _PAGE = 2**12, 2**23, 2**12
+# Bytes after which the disk is told to begin, and of a page of memory.
+_WRITEBACK, _PAGE = 2**23, 2**12
 
 
 @dataclass(frozen=True)
@@ -130,45 +131,32 @@ class _Tar:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
-        # Headers, labels and padding: not yet written, because each call costs as much as hashing 2 KB.
-        self._small = bytearray()
         self._started = 0
 
     def add(self, name: str, data: bytes) -> int:
         """Append a member; where its bytes begin."""
-        self._append(_header(name, len(data)))
+        self._write(_header(name, len(data)))
         begin = self.size
-        self._append(data)
-        self._append(bytes(-self.size % tarfile.BLOCKSIZE))
+        self._write(data)
+        self._write(bytes(-self.size % tarfile.BLOCKSIZE))
+        if self.size - self._started >= _WRITEBACK:
+            self._start_writeback()
         return begin
 
     def finish(self) -> None:
-        self._append(bytes(2 * tarfile.BLOCKSIZE))
-        self._append(bytes(-self.size % tarfile.RECORDSIZE))
-        self._write(self._small)
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write(bytes(-self.size % tarfile.RECORDSIZE))
 
-    def _append(self, part: bytes) -> None:
-        self.size += len(part)
-        is_large = len(part) >= _LARGE
-        if not is_large:
-            self._small += part
-        if is_large or len(self._small) >= _LARGE:
-            self._write(self._small)
-            self._small.clear()
-            self._start_writeback()
-        if is_large:
-            self._write(part)
-
-    def _write(self, part: bytes | bytearray) -> None:
+    def _write(self, part: bytes) -> None:
         self.file.write(part)
         self.sha256.update(part)
+        self.size += len(part)
 
     def _start_writeback(self) -> None:
         """Let the disk begin, or the fsync at the end waits for all of the shard. (Pages not yet on disk stay cached.)"""
         end = self.size // _PAGE * _PAGE
-        if end - self._started >= _WRITEBACK:
-            os.posix_fadvise(self.file.fileno(), self._started, end - self._started, os.POSIX_FADV_DONTNEED)
-            self._started = end
+        os.posix_fadvise(self.file.fileno(), self._started, end - self._started, os.POSIX_FADV_DONTNEED)
+        self._started = end
 
 
 def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:

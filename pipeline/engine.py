@@ -59,11 +59,11 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
     if torch.distributed.is_initialized():
         return
     deepspeed_logger.setLevel("WARNING")
-    if ranks.device.type == "cpu" and ranks.world_size > 1:
+    if ranks.device.type == "cpu":
         build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
-    if ranks.device.type == "cpu" and ranks.world_size > 1:
+    if ranks.device.type == "cpu":
         _unlink_shared_memory(ranks)
     if torch.distributed.get_backend() == "gloo":
         # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.

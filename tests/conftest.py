@@ -16,16 +16,6 @@ from PIL import Image
 from pipeline.data.manifest import ROWS, Shard, write_dataset
 
 NUM_CLASSES = 4
-LONGEST = ("test_whole_way.py", "multiprocess/test_train.py", "test_train_faults.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two workers (`make test`) end at about the same time."""
-
-    def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONGEST) if str(item.path).endswith(name)), len(LONGEST))
-
-    items.sort(key=place)
 
 
 def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0) -> Path:

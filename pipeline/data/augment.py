@@ -139,7 +139,7 @@ def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
 def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
     """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, or ANTIALIAS.
 
-    ANTIALIAS is Pillow's bilinear: a triangle that widens with the scale. Torch's uint8 kernel computes it in 0.2
+    ANTIALIAS is Pillow's bilinear: a triangle that widens with the scale. Torch's uint8 kernel computes it in 0.25
     times the time and to within one level; like OpenCV's it frees the GIL.
     """
     if method != ANTIALIAS:

@@ -12,6 +12,7 @@ CIFAR-10 may be: they are drawn on a sheet for people to judge.
 """
 
 import argparse
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools.dedup_eval import measure_recall
 from data_tools.near_copies import SIDE, TestImages, is_plain, thumbnail

@@ -29,7 +29,7 @@ keys = [f"class/{i}" for i in range(copies)]
 rows = {"key": keys, "name": keys, "labels": [[0]] * copies, "path": [str(image)] * copies, "offset": [0] * copies,
         "size": [size] * copies, "packed": [0] * copies}
 before = peak()
-done = write_shard(Job(str(image.parent), str(out), "train-000000.tar", "train", rows, 0, 95, False, None))
+done = write_shard(Job(str(image.parent), str(out), "train-000000.tar", "train", rows, 0, "area", 95, False, None))
 assert done.shard.bytes > copies * size
 rows = pq.read_table(part_path(out, done.shard.name)).to_pydict()
 assert len(check_shard(CheckJob(str(out), done.shard, rows, 0, 1, frozenset())).findings) == 0

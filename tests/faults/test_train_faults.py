@@ -104,13 +104,14 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_
         subprocess.run(["umount", str(out)], check=True)
 
 
-def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, dataset: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, dataset: Path, num_ranks: int) -> None:
     """A process that dies while torch compiles leaves a lock file, for which every later start would wait for ever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    processes = start(2, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")])
+    processes = start(num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")])
     port = psutil.Process(processes[0].pid).environ()["MASTER_PORT"]
     finish(processes)
     assert not lock.exists()
