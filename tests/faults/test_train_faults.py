@@ -111,7 +111,9 @@ def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, da
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    processes = start(num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")])
+    processes = start(
+        num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]
+    )
     port = psutil.Process(processes[0].pid).environ()["MASTER_PORT"]
     finish(processes)
     assert not lock.exists()
