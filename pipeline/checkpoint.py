@@ -29,6 +29,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, BucketPath, Patience, to_path
 from pipeline.errors import UserError
+from pipeline.run_folder import write_atomically
 
 FORMAT = 1
 # A writer at work changes its status file so often; one that has not for SILENCE is dead.
@@ -66,7 +67,7 @@ class Checkpoints:
 
     def commit(self, path: AnyPath, checksums: dict[str, Any]) -> AnyPath:
         """Make what was written and flushed in `path` a checkpoint, and point at it. checksums: of every file of it."""
-        write_atomically(path / _CHECKSUMS, json.dumps(checksums, indent=1))
+        write_whole(path / _CHECKSUMS, json.dumps(checksums, indent=1))
         if isinstance(path, BucketPath):
             final: AnyPath = path
             for name in path.sizes().keys() - checksums.keys() - {_CHECKSUMS}:  # Of a save that failed.
@@ -82,7 +83,7 @@ class Checkpoints:
                 self.remove(final)
             os.rename(path, final)
             _flush(self.folder)
-        write_atomically(self.folder / "latest", final.name)
+        write_whole(self.folder / "latest", final.name)
         return final
 
     def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
@@ -121,7 +122,7 @@ class Checkpoints:
         return True
 
     def _keep(self, kept: Kept) -> None:
-        write_atomically(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
+        write_whole(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
 
     def remove(self, path: AnyPath) -> None:
         """Remove a checkpoint so that a kill in the middle leaves no half of one."""
@@ -199,7 +200,7 @@ def checkpoint_folder(config: RunConfig) -> AnyPath:
 
 def write_status(path: AnyPath, rank: int, token: str, status: dict[str, Any]) -> None:
     """Say to rank 0's writer, and to a run that starts meanwhile, how far this rank's writer is."""
-    write_atomically(path / f"status-{rank:04d}.{token}.json", json.dumps(status), durable=False)
+    write_whole(path / f"status-{rank:04d}.{token}.json", json.dumps(status), durable=False)
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> dict[str, Any]:
@@ -252,29 +253,13 @@ def checksum(file: AnyPath) -> dict[str, Any]:
         return {"bytes": stream.tell(), "sha256": digest}
 
 
-def write_atomically(path: AnyPath, text: str, durable: bool = True) -> None:
-    """Replace a small file so that a reader sees the old text or the new, never a part.
-
-    durable: it is on the disk before it is seen, also if the power goes.
-    """
+def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
+    """Replace a small file of a checkpoint, as write_atomically does; objects of a bucket are replaced so anyway."""
     if isinstance(path, BucketPath):
         with path.replacing() as stream:
             stream.write(text.encode())
-        return
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        # A failed write() does not know its file, and "no space left" is of little use without.
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
+    else:
+        write_atomically(path, text, durable)
 
 
 def _inside(folder: AnyPath) -> list[AnyPath]:

@@ -29,8 +29,8 @@ from pipeline.checkpoint import (
     checksum,
     read_status,
     step_name,
-    write_atomically,
     write_status,
+    write_whole,
 )
 from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
 from pipeline.fragments import BYTES, INDEX, Fragments
@@ -187,8 +187,8 @@ def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str,
 def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """index.json, state.json and model.pt; checksums of all there is."""
     index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
-    write_atomically(path / INDEX, json.dumps(index))
-    write_atomically(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
+    write_whole(path / INDEX, json.dumps(index))
+    write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
     checksums["model.pt"] = _write_model(path, Fragments(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}

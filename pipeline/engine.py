@@ -96,6 +96,7 @@ class Engine:
     ) -> None:
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
+        self.clip = optimizer_config.clip
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
@@ -148,17 +149,19 @@ class Engine:
         return StepResult(total / len(batches), math.nan if norm is None else float(norm))
 
     def _guard_gradient(self) -> float:
-        """Stage 0: the norm of the gradient, reduced over ranks; one that is no number is taken away before the step.
+        """Stage 0: clip the gradient, reduced over ranks; one that is no number is taken away. Returns its norm before.
 
         DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
         """
-        parameters = list(self.engine.module.parameters())
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if not math.isfinite(norm):
+        parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if not norm.isfinite():
             for parameter in parameters:
                 parameter.grad = None
             self.engine.skipped_steps += 1
-        return norm
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        return float(norm)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -237,7 +240,7 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "gradient_clipping": optimizer.clip,
+        "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: ours, in _guard_gradient.
         "zero_optimization": {"stage": config.zero_stage},
         # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
         "zero_allow_untested_optimizer": True,

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.checkpoint import write_atomically
 from pipeline.errors import UserError
 
 # "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
@@ -135,3 +134,24 @@ def forget_last_start(path: Path) -> None:
 
 def stop_file(path: Path) -> Path:
     return path / "stop"
+
+
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a small file so that a reader sees the old text or the new, never a part.
+
+    durable: it is on the disk before it is seen, also if the power goes.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        # A failed write() does not know its file, and "no space left" is of little use without.
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

@@ -16,8 +16,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import write_atomically
 from pipeline.config import TrackConfig
+from pipeline.run_folder import write_atomically
 
 _BATCH = 500
 _RETRY_SECONDS = (1, 2, 5, 10, 30)

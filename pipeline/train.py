@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline import objective, optim, resume, schema
-from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name, write_atomically
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name
 from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
@@ -38,6 +38,7 @@ from pipeline.health import LossWatch, SlowRanks, Watchdog
 from pipeline.model import Model
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, StepClock, Trace, peak_flops
+from pipeline.run_folder import write_atomically
 from pipeline.saver import Saver
 from pipeline.schedule import learning_rate, peak_rate
 from pipeline.stop import Stop

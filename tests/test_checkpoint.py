@@ -23,11 +23,12 @@ from saving import CONFIG, STATES, job, save_all, tensors
 
 from pipeline import checkpoint, checkpoint_writer
 from pipeline import model as models
-from pipeline.checkpoint import Checkpoints, read_state, verify, write_atomically, write_status
+from pipeline.checkpoint import Checkpoints, read_state, verify, write_status
 from pipeline.checkpoint_writer import WriterError, save
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.fragments import Fragments, Range
+from pipeline.run_folder import write_atomically
 from pipeline.saver import Part, Saver
 
 ROOT = Path(__file__).parents[1]

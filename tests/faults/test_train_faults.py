@@ -13,7 +13,7 @@ from ranks import finish, metrics, settings, start
 from saving import save_all
 
 from pipeline import model as models
-from pipeline import samples, schema, train
+from pipeline import resume, samples, schema
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import RunConfig, SamplesConfig
 from pipeline.console import Console
@@ -59,13 +59,13 @@ def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Pat
     models.save(models.create("ViT-mu/8", 16, 7), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "init.new_head=false"])
     with pytest.raises(UserError, match=r"seven.pt has 7 classes, .* has 4.*init.new_head=true"):
-        train._initial_model(config, open_dataset(dataset), None)
+        resume.initial_model(config, open_dataset(dataset), None)
 
 
 def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_path: Path) -> None:
     models.save(models.create("ViT-mu/8", 16, 7, representation=True), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32"])
-    model = train._initial_model(config, open_dataset(dataset), None)
+    model = resume.initial_model(config, open_dataset(dataset), None)
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
@@ -125,22 +125,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     alone, said = Ranks(0, 0, 1, torch.device("cpu")), tmp_path / "log.txt"
     checkpoints, console = Checkpoints(tmp_path / "checkpoints"), Console(said, True)
     facts = {"seed": 0, "ranks": 2, "excluded": "none", "evaluation_excluded": "none"}
-    assert train._find_checkpoint(checkpoints, facts, alone, console) == (None, set())
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (None, set())
     for step in (10, 20):
         save_all(checkpoints.folder, step, identity={"seed": 0, "ranks": 3})
     newest = checkpoints.folder / "step-00000020"
-    assert train._find_checkpoint(checkpoints, facts, alone, console) == (newest, set())
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (newest, set())
     assert "changed since the checkpoint: ranks was 3, is 2" in said.read_text()
     with pytest.raises(UserError, match=r"step-00000020 cannot be continued: seed was 0, is 1. Set it back"):
-        train._find_checkpoint(checkpoints, {**facts, "seed": 1}, alone, console)
+        resume.find_checkpoint(checkpoints, {**facts, "seed": 1}, alone, console)
 
     (newest / "index.json").unlink()
     before = checkpoints.folder / "step-00000010"
-    assert train._find_checkpoint(checkpoints, facts, alone, console) == (before, {"step-00000020"})
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (before, {"step-00000020"})
     assert f"{newest} is damaged (index.json is missing): not used." in said.read_text()
     (before / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole. Remove that folder"):
-        train._find_checkpoint(checkpoints, facts, alone, console)
+        resume.find_checkpoint(checkpoints, facts, alone, console)
 
 
 def test_a_run_keeps_its_checkpoints_in_a_bucket(dataset: Path, tmp_path: Path, s3: tuple[faulty_s3.S3, str]) -> None:

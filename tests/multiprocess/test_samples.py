@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import yaml
 from PIL import Image
 from ranks import ROOT, settings, start
 
-from pipeline import samples, schema, train
+from pipeline import resume, samples, schema
 from pipeline.checkpoint import Checkpoints, checksum, read_state
 from pipeline.config import Limit, RunConfig, SamplesConfig
 from pipeline.console import Console
@@ -23,8 +24,10 @@ from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
+from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
 
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 LEFT_OUT = [3, 40, 41, 149]
 
 
@@ -98,19 +101,19 @@ def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data
     assert set(keys) == set(split.keys(np.arange(60)))
     assert len(set(keys[:60])) == 60, "each once in the first epoch"
 
-    checkpoints = Checkpoints(limited / "checkpoints", keep=2)
-    then = read_state(checkpoints.newest_whole()[0])["identity"]
-    console = Console(limited / "log.txt", False)
-    assert train._find_checkpoint(checkpoints, then, console) == checkpoints.newest_whole()[0]
-    refused = train._find_checkpoint(checkpoints, {**then, "data.limit": "70"}, console)
-    assert "data.limit was 60, is 70" in str(refused)
+    checkpoints, console = Checkpoints(limited / "checkpoints"), Console(limited / "log.txt", False)
+    newest = checkpoints.candidates()[0]
+    then = read_state(newest)["identity"]
+    assert resume.find_checkpoint(checkpoints, then, ALONE, console) == (newest, set())
+    with pytest.raises(UserError, match=r"data\.limit was 60, is 70"):
+        resume.find_checkpoint(checkpoints, {**then, "data.limit": "70"}, ALONE, console)
 
 
 def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path, tmp_path: Path) -> None:
     """It had the defaults of what came later."""
     copy = shutil.copytree(run.parent / "run" / "checkpoints", tmp_path / "checkpoints")
-    checkpoints = Checkpoints(copy, keep=2)
-    now = read_state(checkpoints.newest_whole()[0])["identity"]
+    checkpoints = Checkpoints(copy)
+    now = read_state(checkpoints.candidates()[0])["identity"]
     for folder in copy.glob("step-*"):
         state = read_state(folder)
         for name in ("model.positions", "model.drop_path", "data.limit", "schedule.drops"):
@@ -120,19 +123,17 @@ def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path
         sums["state.json"] = checksum(folder / "state.json")
         (folder / "checksums.json").write_text(json.dumps(sums))
     console = Console(tmp_path / "log.txt", False)
-    found = train._find_checkpoint(checkpoints, now, console)
-    assert isinstance(found, Path), found
-    assert "model.positions was learned, is none" in str(
-        train._find_checkpoint(checkpoints, {**now, "model.positions": "none"}, console)
-    )
+    assert resume.find_checkpoint(checkpoints, now, ALONE, console) == (checkpoints.candidates()[0], set())
+    with pytest.raises(UserError, match=r"model\.positions was learned, is none"):
+        resume.find_checkpoint(checkpoints, {**now, "model.positions": "none"}, ALONE, console)
 
 
 def test_ranks_that_see_other_lists_are_stopped() -> None:
     """Another node's copy of the data set, or a list that changed between the starts of two ranks."""
     facts = {"fingerprint": "f", "excluded": "none"}
-    train._refuse_other_facts(facts, dict(facts), 3)
+    resume.refuse_other_facts(facts, dict(facts), 3)
     with pytest.raises(OneRankError, match=r"rank 3 .* excluded is 1 samples \(ab\) here, none on rank 0; left_out"):
-        train._refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
+        resume.refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
 
 
 def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
