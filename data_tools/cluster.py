@@ -6,7 +6,9 @@ Ray reads its environment when it is imported, and that takes a second; so it is
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MAX_RETRIES = 3
+# Seconds before the first retry of a task, the second, ... and there are no more: a node that lacks memory needs time.
+_PAUSES = (1.0, 5.0, 25.0)
 _SECONDS_TO_TIDY_UP = 5.0
 
 
@@ -60,21 +63,30 @@ def connect(num_cpus: int = 0) -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
-def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) -> Generator[tuple[int, R]]:
+def run_tasks(
+    function: Callable[[A], R], arguments: Iterable[A], limit: int, on_retry: Callable[[str], None]
+) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
     limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run
-    again. An exception of a task is raised here as it was raised there, and the tasks still in flight are cancelled.
+    again, up to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised there, and the
+    tasks still in flight are cancelled.
     """
     import ray
 
-    remote = ray.remote(function).options(num_cpus=1, max_retries=_MAX_RETRIES)
+    def attempt(argument: A, pause: float) -> R:
+        time.sleep(pause)
+        return function(argument)
+
+    # Ray's own retries are not told to anyone.
+    remote = ray.remote(attempt).options(name=function.__name__, num_cpus=1, max_retries=0)
     waiting = enumerate(arguments)
-    flying: dict[Any, int] = {}
+    flying: dict[Any, _Task] = {}
 
     def launch() -> None:
         for number, argument in waiting:
-            flying[remote.remote(argument)] = number
+            task = _Task(number, ray.put(argument))
+            flying[remote.remote(task.argument, 0.0)] = task
             if len(flying) >= limit:
                 break
 
@@ -82,10 +94,16 @@ def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) ->
         launch()
         while flying:
             (reference,), _ = ray.wait(list(flying), num_returns=1)
-            number = flying.pop(reference)
-            result = _result(reference)
+            task = flying.pop(reference)
+            try:
+                result = _result(reference)
+            except _LostError as error:
+                pause = task.next_pause(str(error))
+                on_retry(str(error))
+                flying[remote.remote(task.argument, pause)] = task
+                continue
             launch()
-            yield number, result
+            yield task.number, result
     finally:
         # By an exception in the task, so that it removes what it has half-written; those that do not hear it are killed.
         for reference in flying:
@@ -95,19 +113,47 @@ def run_tasks(function: Callable[[A], R], arguments: Iterable[A], limit: int) ->
             ray.cancel(reference, force=True)
 
 
+@dataclass
+class _Task:
+    """A task in flight. argument: where Ray keeps it, so that a retry does not need it held here."""
+
+    number: int
+    argument: Any
+    retries: int = 0
+
+    def next_pause(self, reason: str) -> float:
+        """Count a retry; seconds to wait before it. Raises UserError when there were too many."""
+        if self.retries == len(_PAUSES):
+            raise UserError(
+                f"Ray gave up on a task after {self.retries} retries: {reason} If memory ran out, use fewer tasks at a "
+                "time (num_tasks=...); run the same command again to go on."
+            )
+        self.retries += 1
+        return _PAUSES[self.retries - 1]
+
+
+class _LostError(Exception):
+    """A task ended with its worker, for no reason of its own."""
+
+
 def _result(reference: Any) -> Any:
+    """Raises what the task raised, _LostError when its worker died, UserError when Ray cannot run it."""
     import ray
 
+    errors = ray.exceptions
     try:
         return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
+    except errors.RayTaskError as error:
         # Ray's own copy of the exception has the worker's traceback for a message.
         raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise UserError(
-            f"Ray gave up on a task after {_MAX_RETRIES} retries: {str(error).splitlines()[0]} "
-            "If memory ran out, use fewer tasks at a time (num_tasks=...); run the same command again to go on."
-        ) from None
+    except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
+        raise _LostError(_first_line(error)) from None
+    except errors.RayError as error:
+        raise UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _prepare_environment() -> None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import RunConfig
 from pipeline.errors import UserError
-from pipeline.memory import Memory, moments, rank_memory
-from pipeline.model import ViTConfig
-from pipeline.plan import largest_micro_batch
+from pipeline.memory import Memory, largest_micro_batch, moments, rank_memory
+from pipeline.model import Config, ViTConfig
 from pipeline.profile import Gpu, find_gpu, known_gpus
 
 # What is chosen fills no more than this share of a GPU's nominal memory: the prediction may be 10 % off.
@@ -58,7 +57,7 @@ class Choice:
         return [override for override, _ in self.reasons]
 
 
-def choose(config: RunConfig, model: ViTConfig, cluster: Cluster) -> Choice:
+def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     """The layout that should train fastest: no recomputation if that can be, then the lowest stage, then the largest
     micro-batch. Raises UserError when nothing fits.
 
@@ -68,7 +67,7 @@ def choose(config: RunConfig, model: ViTConfig, cluster: Cluster) -> Choice:
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
     limit = HEADROOM * cluster.gpu.memory
-    busy = min(share, math.ceil(_BUSY_TOKENS / model.num_tokens))
+    busy = min(share, math.ceil(_BUSY_TOKENS / _places(model)))
     passed: list[str] = []
     fallback: tuple[int, RunConfig] | None = None
     for checkpointing in (False, True):
@@ -99,7 +98,7 @@ def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
 
 
 def _explain(
-    config: RunConfig, model: ViTConfig, cluster: Cluster, micro_batch: int, busy: int, passed: list[str]
+    config: RunConfig, model: Config, cluster: Cluster, micro_batch: int, busy: int, passed: list[str]
 ) -> Choice:
     world_size, stage = cluster.num_gpus, config.engine.zero_stage
     share = config.train.global_batch // world_size
@@ -134,6 +133,11 @@ def _explain(
         (f"train.micro_batch={micro_batch}", why_micro_batch),
     ]
     return Choice(stage, config.engine.activation_checkpointing, micro_batch, accumulation, memory, reasons)
+
+
+def _places(model: Config) -> int:
+    """What is computed side by side for an image: a ViT's tokens, a ResNet's places after its root and first stages."""
+    return model.num_tokens if isinstance(model, ViTConfig) else model.image_size[0] * model.image_size[1] // 16**2
 
 
 def _name(stage: int, checkpointing: bool) -> str:

@@ -18,9 +18,9 @@ from pipeline.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.config import PlanConfig, RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.errors import UserError
-from pipeline.memory import Memory, checkpoint_bytes, rank_memory
-from pipeline.model import ViTConfig
-from pipeline.plan import Plan, make_plan, model_config, refuse_too_large
+from pipeline.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
+from pipeline.model import Config, ViTConfig
+from pipeline.plan import Plan, make_plan, new_model_config
 
 _GIB = 2**30
 # A block's forward pass is computed again in its backward pass: 4 passes for 3.
@@ -58,7 +58,7 @@ class Forecast:
     config: PlanConfig
     cluster: Cluster | None
     data: Data
-    model: ViTConfig
+    model: Config
     plan: Plan
     layouts: list[Layout]
     choice: Choice | None
@@ -90,9 +90,16 @@ class Forecast:
         return math.ceil(self.plan.steps / self.plan.checkpoint_every)
 
     @property
-    def stall_seconds(self) -> float:
-        """Training waits while a checkpoint is written."""
+    def write_seconds(self) -> float:
+        """Of writing a checkpoint, beside the training."""
         return self.checkpoint_bytes / (self.config.save_rate * 1e9)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Training waits while a rank's part is copied to host memory, and for a checkpoint before that is still written."""
+        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / (self.config.copy_rate * 1e9)
+        interval = self.plan.checkpoint_every * (self.step_seconds or math.inf)
+        return copying + max(0.0, self.write_seconds - interval)
 
     @property
     def hours(self) -> float | None:
@@ -153,7 +160,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned)
 
 
-def _most_images(config: RunConfig, model: ViTConfig, world_size: int, limit: float) -> int:
+def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
     """The largest micro-batch, of any size, that fits `limit` bytes while gradients accumulate."""
 
     def too_many(images: int) -> bool:
@@ -169,26 +176,29 @@ def _data(config: PlanConfig) -> Data:
         dataset = open_dataset(config.data.path)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
-    split = dataset.split(config.data.train_split, config.data.exclude)
+    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
     used = int(np.count_nonzero(split.shard_sizes))
     return Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
 
 
-def _model(config: PlanConfig, num_classes: int) -> ViTConfig:
+def _model(config: PlanConfig, num_classes: int) -> Config:
     """The architecture: of the settings, of `variant`, or of the weights that the run starts from."""
     if not config.init.weights:
-        return model_config(config.model, num_classes)
+        return new_model_config(config.model, num_classes)
     if config.variant:
         named = replace(config.model, name=config.variant, representation=False)
-        return model_config(named, num_classes)
+        return new_model_config(named, num_classes)
     try:
         found = models.read_weights(config.init.weights)[0]
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
-    size, dropout = config.model.image_size, config.model.dropout
-    if not config.init.new_head:
-        return replace(found, image_size=(size, size), dropout=dropout)
-    return replace(found, image_size=(size, size), dropout=dropout, num_classes=num_classes, representation=False)
+    changes: dict[str, Any] = {"image_size": (config.model.image_size,) * 2}
+    if config.init.new_head:
+        changes["num_classes"] = num_classes
+    if isinstance(found, ViTConfig):
+        changes |= {"dropout": config.model.dropout, "drop_path": config.model.drop_path}
+        changes |= {"representation": False} if config.init.new_head else {}
+    return replace(found, **changes)
 
 
 def describe(forecast: Forecast) -> list[str]:
@@ -205,9 +215,10 @@ def describe(forecast: Forecast) -> list[str]:
 def _describe_run(forecast: Forecast) -> list[str]:
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
+    tokens = f"{model.num_tokens} tokens, " if isinstance(model, ViTConfig) else ""
     return [
         f"{config.name}: {name} at {model.image_size[0]} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
-        f"{model.num_tokens} tokens, {config.engine.precision}",
+        f"{tokens}{config.engine.precision}",
         "",
         f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",
         f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
@@ -268,8 +279,9 @@ def _describe_time(forecast: Forecast) -> list[str]:
         f"Time and cost as advised below, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
         f"  speed        {seconds:.3f} s a step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} a GPU",
         *lines,
-        f"  stall        {stall:.1f} s a checkpoint at {config.save_rate:g} GB/s: {stall / (interval + stall):.1%} of the time; "
-        f"a crash loses {interval / 60:.1f} minutes at most",
+        f"  stall        {stall:.2f} s a checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
+        f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
+        f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
         f"  in all       {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not counted",
         "",
     ]
@@ -351,6 +363,7 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,
         "stall_seconds": forecast.stall_seconds,
+        "write_seconds": forecast.write_seconds,
         "hours": forecast.hours,
         "cost": forecast.cost,
         "readers": readers(forecast),

@@ -11,9 +11,15 @@ Letters: P parameters of the model, p = P / ranks, e bytes of a parameter (fp32 
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
+import torch
+
+from pipeline.activations import saved_bytes
 from pipeline.config import EngineConfig, OptimizerConfig, Precision, RunConfig
-from pipeline.model import ViTConfig, num_parameters
+from pipeline.errors import UserError
+from pipeline.model import Config, Model, build, num_parameters
+from pipeline.plan import Plan
 
 # Of DeepSpeed's buffers, in elements; its defaults, which engine.py writes into its settings.
 REDUCE_BUCKET = 500_000_000
@@ -38,12 +44,44 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.activations + self.inputs + self.buffers
 
 
-def rank_memory(model: ViTConfig, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
+def rank_memory(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
     """The fullest moment of a step."""
     return max(moments(model, config, micro_batch, accumulation, world_size), key=lambda moment: moment.total)
 
 
-def moments(model: ViTConfig, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
+def refuse_too_large(config: RunConfig, plan: Plan, model: Config, gpu_memory: int) -> None:
+    """Raise UserError when a rank needs more than `gpu_memory` bytes at its fullest moment, with the way out."""
+    peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    if peak.total <= gpu_memory:
+        return
+    share = plan.global_batch // plan.world_size
+    micro_batch = largest_micro_batch(config, model, share, plan.world_size, gpu_memory)
+    way_out = (
+        f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
+    )
+    others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
+    others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
+    others.append("more or larger GPUs")
+    raise UserError(
+        f"a rank needs {peak.total / 2**30:.1f} GiB ({peak.when}: {peak.activations / 2**30:.1f} of it activations of "
+        f"train.micro_batch {plan.micro_batch}), and its GPU has {gpu_memory / 2**30:.1f}. {way_out}"
+        f"{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
+    )
+
+
+def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
+    """The largest part of a rank's `share` of the batch that divides it and fits `limit` bytes; 0 when none does."""
+    pairs = 2 if config.augment.mixup or config.augment.cutmix else 1
+    for accumulation in range(1, share + 1):
+        micro_batch, rest = divmod(share, accumulation)
+        if rest or micro_batch % pairs:
+            continue
+        if rank_memory(model, config, micro_batch, accumulation, world_size).total <= limit:
+            return micro_batch
+    return 0
+
+
+def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
     """A rank's bytes in the backward pass, the reduction of gradients and the optimizer step."""
     engine = config.engine
     e = _element(engine.precision)
@@ -69,7 +107,7 @@ def moments(model: ViTConfig, config: RunConfig, micro_batch: int, accumulation:
 
 
 def _gradients_and_buffers(
-    model: ViTConfig, config: RunConfig, accumulates: bool, world_size: int
+    model: Config, config: RunConfig, accumulates: bool, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Bytes of gradients, and of buffers, in the backward pass, the reduction and the optimizer step."""
     stage, e = config.engine.zero_stage, _element(config.engine.precision)
@@ -98,65 +136,44 @@ def _gradients_and_buffers(
     return (4 * p, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, fixed + 4 * group + work)
 
 
-def _backward_activations(model: ViTConfig, micro_batch: int, engine: EngineConfig) -> int:
-    saved = saved_activations(model, micro_batch, engine.precision, engine.activation_checkpointing)
-    return saved + backward_work(model, micro_batch, engine.precision, engine.activation_checkpointing)
+def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig) -> int:
+    """Bytes of activations when the backward pass begins: what was kept, and what it works in.
 
-
-def saved_activations(model: ViTConfig, micro_batch: int, precision: Precision, checkpointing: bool) -> int:
-    """Bytes that the forward pass of a micro-batch keeps for the backward pass, without its images.
-
-    Attention is one fused operator (flash or memory-efficient): it keeps its inputs, its output and one fp32 number for
-    each row of the N x N matrix, never the matrix.
+    That is gradients of the last block's activations, the gradient of its largest kernel and of the head's; with
+    checkpointing, the activations of a block, once more.
     """
-    e = _element(precision)
-    T, D, K = micro_batch * model.num_tokens, model.width, model.num_classes
-    masked = 1 if model.dropout else 0  # bytes of a dropout mask's element
-    stream = e * T * D  # tokens between two blocks
-    kept = stream if checkpointing else _block(model, micro_batch, precision)
-    # After the blocks: tokens, their LayerNorm (all of it: the class token is a view of it), the two small layers.
-    after = 2 * stream + 8 * T + micro_batch * (2 * e * D * bool(model.representation))
+    saved = saved_bytes(model, micro_batch, _dtype(engine.precision), engine.activation_checkpointing)
+    e, K = _element(engine.precision), model.num_classes
     # The loss works in fp32: logits, targets, and what comes of them.
     loss = micro_batch * K * (12 + (0 if e == 4 else e))
-    return masked * T * D + model.depth * kept + after + loss
+    again = saved.block if engine.activation_checkpointing else 0
+    # MLP's M and twice D a token; 6 D of the 4 D that it keeps.
+    gradients = 3 * saved.largest // 2 + e * (_largest_parameter(model) + _head(model))
+    return saved.total + loss + again + gradients
 
 
-def backward_work(model: ViTConfig, micro_batch: int, precision: Precision, checkpointing: bool) -> int:
-    """Bytes that the backward pass takes beside what was saved, when it begins: gradients of activations in the last
-    block, and of its and the head's weights; with checkpointing, the activations of that block."""
-    e = _element(precision)
-    T, D, M, K = micro_batch * model.num_tokens, model.width, model.mlp_width, model.num_classes
-    head = e * (D * K + D * D * bool(model.representation))
-    again = _block(model, micro_batch, precision) if checkpointing else 0
-    return e * T * (M + 2 * D) + e * D * M + head + again
-
-
-def input_bytes(model: ViTConfig, micro_batch: int, precision: Precision) -> int:
+def input_bytes(model: Config, micro_batch: int, precision: Precision) -> int:
     """Bytes of a micro-batch's images: normalised in fp32, and their 16-bit copy that the model reads."""
     height, width = model.image_size
     return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + _element(precision))
 
 
-def checkpoint_bytes(model: ViTConfig, config: RunConfig) -> int:
-    """Bytes of one checkpoint on disk, all ranks together: engine files (weights below stage 3, master weights above
-    stage 0, moments) and model.pt."""
-    stage, e = config.engine.zero_stage, _element(config.engine.precision)
-    each = (e if stage < 3 else 0) + (4 if stage > 0 else 0) + _moments_bytes(config.optimizer)
-    return num_parameters(model) * (each + 4)
+def checkpoint_bytes(model: Config, config: RunConfig) -> int:
+    """Bytes of one checkpoint, all ranks together: fp32 weights and moments, each once, and model.pt."""
+    return num_parameters(model) * (4 + _moments_bytes(config.optimizer) + 4)
 
 
-def _block(model: ViTConfig, micro_batch: int, precision: Precision) -> int:
-    """What one encoder block keeps: both LayerNorms' inputs and outputs, q, k, v, attention's output (8 D a token), the
-    MLP before and after GELU (2 M); fp32 means and deviations, attention's row sums; dropout's masks."""
-    T = micro_batch * model.num_tokens
-    D, M = model.width, model.mlp_width
-    numbers = _element(precision) * T * (8 * D + 2 * M)
-    masks = T * (2 * D + M) if model.dropout else 0
-    return numbers + 4 * T * (4 + model.num_heads) + masks
+def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
+    """Bytes that a rank copies to host memory for a checkpoint: its part of the fp32 weights and moments."""
+    return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
 
 
 def _element(precision: Precision) -> int:
     return 4 if precision == "fp32" else 2
+
+
+def _dtype(precision: Precision) -> torch.dtype:
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def _moments_bytes(optimizer: OptimizerConfig) -> int:
@@ -170,23 +187,26 @@ def _optimizer_work(optimizer: OptimizerConfig) -> int:
     return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
 
 
-def _undecayed(model: ViTConfig) -> int:
-    """Parameters in the group without weight decay: biases, LayerNorms, class token, positions."""
-    D, M, K = model.width, model.mlp_width, model.num_classes
-    block = 4 * D + M + D + 4 * D
-    return D + D + model.num_tokens * D + model.depth * block + 2 * D + D * bool(model.representation) + K
+def _undecayed(model: Config) -> int:
+    """Parameters in the group without weight decay: biases, norms, class token, positions."""
+    decayed = _built(model).weight_decay_mask()
+    return sum(p.numel() for name, p in _built(model).named_parameters() if name not in decayed)
 
 
-def _largest_parameter(model: ViTConfig) -> int:
-    D = model.width
-    return max(3 * D * D, D * model.mlp_width, D * model.num_classes)
+def _largest_parameter(model: Config) -> int:
+    return max(parameter.numel() for parameter in _built(model).parameters())
 
 
-def _persistent(model: ViTConfig) -> int:
+def _head(model: Config) -> int:
+    return sum(parameter.numel() for parameter in _built(model).head.parameters())
+
+
+def _persistent(model: Config) -> int:
     """Parameters in tensors below stage 3's threshold."""
-    D, M, K, P = model.width, model.mlp_width, model.num_classes, model.patch_size
-    block = [3 * D * D, 3 * D, D * D, D, D * M, M, M * D, D, D, D, D, D]
-    rest = [3 * P * P * D, D, D, model.num_tokens * D, D, D, D * K, K]
-    if model.representation:
-        rest += [D * D, D]
-    return sum(n for n in model.depth * block + rest if n < PERSISTENCE_THRESHOLD)
+    return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
+
+
+@cache
+def _built(model: Config) -> Model:
+    with torch.device("meta"):
+        return build(model)

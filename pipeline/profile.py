@@ -1,10 +1,15 @@
-"""Speed and memory of a run, as its log line shows them: images/s, MFU, share of time waiting for data, peak memory."""
+"""Speed and memory of a run, as its log line shows them: images/s, MFU, where the time goes, peak memory; and a trace."""
 
 import re
 import resource
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,22 +96,76 @@ def peak_memory(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
+class StepClock:
+    """Seconds of a rank by part: "data", "forward", "backward", "optimizer", "checkpoint".
+
+    On a GPU the parts are marked in its queue and read off later, so that nothing waits for them; there "data" is the time
+    that the host waited.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def host(self, part: str) -> Iterator[None]:
+        """Count what the block takes on the host."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - begin
+
+    @contextmanager
+    def device(self, part: str) -> Iterator[None]:
+        """Count what the block's work takes on the device."""
+        if not self.on_gpu:
+            with self.host(part):
+                yield
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._marks.append((part, begin, end))
+
+    def add(self, part: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere."""
+        self._seconds[part] += seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each part since the last reading. Waits for the GPU."""
+        if self._marks:
+            torch.cuda.synchronize()
+        for part, begin, end in self._marks:
+            self._seconds[part] += begin.elapsed_time(end) / 1e3
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        self._marks.clear()
+        return seconds
+
+
+PARTS = ("data", "forward", "backward", "optimizer", "checkpoint", "communication")
+
+
 class Meter:
     """Rates between two log lines, without the time that evaluation and checkpoints took."""
 
-    def __init__(self, ranks: Ranks, flops_per_image: float, peak: float) -> None:
-        self.ranks, self.flops_per_image, self.peak = ranks, flops_per_image, peak
+    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float) -> None:
+        self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
+        # Of every rank, its own work up to the last reading: data and forward passes, before it waits for others.
+        self.own_seconds: list[float] = [0.0] * ranks.world_size
         self._restart()
 
     def _restart(self) -> None:
-        self.images, self.waited, self.away = 0, 0.0, 0.0
+        self.images, self.away = 0, 0.0
         self.begin = time.perf_counter()
 
-    def step(self, images: int, waited: float) -> None:
-        """Count one step of `images` over all ranks; this rank waited `waited` seconds for its data."""
+    def step(self, images: int) -> None:
+        """Count one step of `images` over all ranks."""
         self.images += images
-        self.waited += waited
 
     def exclude(self, seconds: float) -> None:
         """Time that was not training."""
@@ -118,16 +177,52 @@ class Meter:
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
     def read(self) -> dict[str, float]:
-        """images_per_second, mfu, data_wait (of the slowest rank), peak_memory_gib since the last one. Collective."""
+        """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
+
+        data_wait is the slowest rank's share; time_forward, ... are means over ranks, of training and checkpoints.
+        time_communication, where it is measured, is part of the others.
+        """
         seconds = max(time.perf_counter() - self.begin - self.away, 1e-9)
         rate = self.images / seconds
         self.total_images += self.images
         self.total_seconds += seconds
+        parts = self.clock.read()
+        of_ranks = self.ranks.gather([parts.get(part, 0.0) for part in PARTS])
+        self.own_seconds = [data + forward for data, forward, *_ in of_ranks]
+        whole = seconds + parts.get("checkpoint", 0.0)
         reading = {
             "images_per_second": rate,
             "mfu": self.flops_per_image * rate / (self.ranks.world_size * self.peak),
-            "data_wait": self.ranks.max(self.waited / seconds),
+            "data_wait": max(data for data, *_ in of_ranks) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }
+        for part, values in list(zip(PARTS, zip(*of_ranks, strict=True), strict=True))[1:]:
+            reading[f"time_{part}"] = sum(values) / len(values) / whole
         self._restart()
         return reading
+
+
+class Trace:
+    """A torch.profiler trace of `steps` steps from step `first` on (from 1, as log lines count); 0 is none."""
+
+    def __init__(self, first: int, steps: int, file: Path, device: torch.device) -> None:
+        self.first, self.last, self.file, self.device = first, first + steps - 1, file, device
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Step `step` begins."""
+        if step == self.first:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> Path | None:
+        """Step `step` is over; the trace's file (for Perfetto or chrome://tracing) when it was the last of the window."""
+        if self._profiler is None or step != self.last:
+            return None
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(self.file))
+        self._profiler = None
+        return self.file

@@ -1,4 +1,4 @@
-"""A tiny data set, shared by the tests that train."""
+"""A tiny data set, shared by the tests that train; servers that have S3's and Google's API."""
 
 import hashlib
 import io
@@ -6,6 +6,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_gcs
 import faulty_s3
 import numpy as np
 import pyarrow as pa
@@ -74,3 +75,10 @@ def s3(
     s3_server.bucket(bucket)
     yield s3_server, f"s3://{bucket}"
     s3_server.reset()
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[str]:
+    """The end of a gs:// URL that leads to a server of Google's API, where there is a bucket `models`."""
+    with fake_gcs.running("models") as options:
+        yield options

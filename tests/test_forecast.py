@@ -141,13 +141,17 @@ def test_training_refuses_what_the_plan_refuses(
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
         (["mfu=40"], "mfu = 40.0 must be above 0 and at most 1"),
         (["variant=ViT-L/16"], "set model.name for a new model"),
-        (["model.name=null", "init.weights=nowhere"], "Or plan without them: variant=ViT-L/16."),
     ],
 )
 def test_refusals(overrides: list[str], said: str) -> None:
     with pytest.raises(UserError) as error:
         make_forecast(load(*overrides))
     assert said in str(error.value)
+
+
+def test_weights_that_are_not_there() -> None:
+    with pytest.raises(UserError, match=r"Or plan without them: variant=ViT-L/16\."):
+        make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
     assert "\n" not in str(error.value)
 
 
