@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.checkpoint import (
     BEAT_SECONDS,
     FORMAT,
@@ -148,6 +150,11 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> dict[str, Any]:
         file = None if isinstance(path, BucketPath) else stack.enter_context(open(path / name, "wb"))
         for begin in range(0, size, _CHUNK):
             with data[begin : begin + _CHUNK] as chunk:
+                if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
+                    raise WriterError(
+                        f"weights or moments of step {job.step:,} are no numbers (NaN or Inf), on rank {job.rank}. The same "
+                        "command goes on from the checkpoint before"
+                    )
                 digest.update(chunk)
                 if file is not None:
                     file.write(chunk)

@@ -106,23 +106,27 @@ def stragglers(seconds: Sequence[float], ratio: float) -> dict[int, float]:
 
 
 class SlowRanks:
-    """Names stragglers, and not the same ones again at every log line."""
+    """Names stragglers: at the second reading in a row, not the same ones again, and when they are normal again."""
 
     def __init__(self, hosts: Sequence[str], ratio: float) -> None:
         self.hosts, self.ratio = hosts, ratio
-        self._slow: set[int] = set()
+        self._named: set[int] = set()
+        self._before: set[int] = set()
 
     def changed(self, seconds: Sequence[float]) -> list[str]:
         """Lines for ranks that have become slow or normal again. seconds: of each rank's own work."""
         slow = stragglers(seconds, self.ratio) if self.ratio else {}
-        lines = [
-            f"rank {rank} on {self.hosts[rank]} is slow: its data and forward passes take {times:.1f} times the median rank's"
-            for rank, times in slow.items()
-            if rank not in self._slow
+        # One reading says little: any host does something else for a moment.
+        new = sorted(self._before & slow.keys() - self._named)
+        over = sorted(self._named - self._before - slow.keys())
+        self._before, self._named = set(slow), self._named.union(new).difference(over)
+        return [
+            *(
+                f"rank {rank} on {self.hosts[rank]} is slow: its data and forward passes take {slow[rank]:.1f} times the median rank's"
+                for rank in new
+            ),
+            *(f"rank {rank} on {self.hosts[rank]} is no longer slow" for rank in over),
         ]
-        lines += [f"rank {rank} on {self.hosts[rank]} is no longer slow" for rank in sorted(self._slow - slow.keys())]
-        self._slow = set(slow)
-        return lines
 
 
 class Watchdog:

@@ -158,7 +158,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
     # A second SIGINT does not wait for anything: here, for a rank that does not answer.
     run = forge.start(2, overrides)
-    until(lambda: status().status == "running")
+    at_step(run, status().step + 1)
     run.send(1, signal.SIGSTOP)
     run.send(0, signal.SIGINT)
     time.sleep(1.2)
