@@ -11,7 +11,7 @@ demo: install
 	$(PY) launch/demo.py
 
 test: install lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest
 
 lint: install
 	$(PY) -m ruff check .

@@ -29,7 +29,8 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MAX_RETRIES = 3
+# Seconds before the first retry of a task, the second, ... and there are no more: a node that lacks memory needs time.
+_PAUSES = (1.0, 5.0, 25.0)
 _SECONDS_TO_TIDY_UP = 5.0
 # How long the other ranks may take to leave after one has failed.
 _SECONDS_TO_LEAVE = 30.0
@@ -83,20 +84,24 @@ def run_tasks(
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
     limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run
-    again, up to 3 times, and on_retry is told why. An exception of a task is raised here as it was raised there, and the
+    again, up to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised there, and the
     tasks still in flight are cancelled.
     """
     import ray
 
+    def attempt(argument: A, pause: float) -> R:
+        time.sleep(pause)
+        return function(argument)
+
     # Ray's own retries are not told to anyone.
-    remote = ray.remote(function).options(num_cpus=1, max_retries=0)
+    remote = ray.remote(attempt).options(name=function.__name__, num_cpus=1, max_retries=0)
     waiting = enumerate(arguments)
     flying: dict[Any, _Task] = {}
 
     def launch() -> None:
         for number, argument in waiting:
             task = _Task(number, ray.put(argument))
-            flying[remote.remote(task.argument)] = task
+            flying[remote.remote(task.argument, 0.0)] = task
             if len(flying) >= limit:
                 break
 
@@ -108,9 +113,9 @@ def run_tasks(
             try:
                 result = _result(reference)
             except _LostError as error:
-                _count_retry(task, str(error))
+                pause = task.next_pause(str(error))
                 on_retry(str(error))
-                flying[remote.remote(task.argument)] = task
+                flying[remote.remote(task.argument, pause)] = task
                 continue
             launch()
             yield task.number, result
@@ -125,24 +130,25 @@ def run_tasks(
 
 @dataclass
 class _Task:
-    """A task in flight. argument: where Ray keeps it, so that a retry does not hold it here too."""
+    """A task in flight. argument: where Ray keeps it, so that a retry does not need it held here."""
 
     number: int
     argument: Any
     retries: int = 0
 
+    def next_pause(self, reason: str) -> float:
+        """Count a retry; seconds to wait before it. Raises UserError when there were too many."""
+        if self.retries == len(_PAUSES):
+            raise UserError(
+                f"Ray gave up on a task after {self.retries} retries: {reason} If memory ran out, use fewer tasks at a "
+                "time (num_tasks=...); run the same command again to go on."
+            )
+        self.retries += 1
+        return _PAUSES[self.retries - 1]
+
 
 class _LostError(Exception):
     """A task ended with its worker, for no reason of its own."""
-
-
-def _count_retry(task: _Task, reason: str) -> None:
-    task.retries += 1
-    if task.retries > _MAX_RETRIES:
-        raise UserError(
-            f"Ray gave up on a task after {_MAX_RETRIES} retries: {reason} If memory ran out, use fewer tasks at a time "
-            "(num_tasks=...); run the same command again to go on."
-        ) from None
 
 
 def _result(reference: Any) -> Any:
@@ -159,6 +165,10 @@ def _result(reference: Any) -> Any:
         raise _LostError(_first_line(error)) from None
     except errors.RayError as error:
         raise UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def run_ranks(
@@ -320,10 +330,6 @@ def _get_from_rank(references: Any) -> Any:
 def _die_with_parent() -> None:
     """In the child, before it runs: the kernel kills it when the actor dies, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def _prepare_environment() -> None:

@@ -1,17 +1,17 @@
 """Samples of a data set on one page: which class holds what, as the files really are."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
+from data_tools.sources import Reader
 from pipeline.data import rng
-from pipeline.data.decode import DecodeError, decode
-from pipeline.data.manifest import SAMPLES_FILE, Dataset
+from pipeline.data.decode import decode
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_parquet
+from pipeline.data.patience import StorageError
 
 _TILE, _GAP, _TEXT = 168, 12, 17
 _MARGIN, _TITLE = 24, 58
@@ -47,8 +47,8 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     for number, sample in enumerate(samples):
         left = _MARGIN + number % columns * (_TILE + _GAP)
         top = _MARGIN + _TITLE + number // columns * (tile_height + _GAP)
-        path = dataset.path / shards[sample["shard"]].name
-        _draw_tile(sheet, pen, left, top, path, sample)
+        place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
+        _draw_tile(sheet, pen, left, top, place)
         number_of = int(class_counts[sample["class"]])
         about = f"{number_of:,} image{'s' * (number_of > 1)} · {sample['width']}×{sample['height']}"
         below = top + _TILE + 3
@@ -66,8 +66,7 @@ def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]
     best: pa.Table | None = None
     first = 0
     columns = ["offset", "size", "labels", "shard", "width", "height", "key"]
-    file = pq.ParquetFile(dataset.path / SAMPLES_FILE, memory_map=True)
-    for batch in file.iter_batches(_BATCH, columns=columns):
+    for batch in open_parquet(dataset.path / SAMPLES_FILE).iter_batches(_BATCH, columns=columns):
         lists = batch.column("labels")
         starts = lists.offsets.to_numpy()
         # Of a sample with several labels the first one counts here.
@@ -93,24 +92,22 @@ def _first_of_each(groups: np.ndarray, hashes: np.ndarray, num: int) -> np.ndarr
     return order[np.arange(len(order)) - starts < num]
 
 
-def _draw_tile(sheet: Image.Image, pen: ImageDraw.ImageDraw, left: int, top: int, path: Path, sample: dict) -> None:
+def _draw_tile(sheet: Image.Image, pen: ImageDraw.ImageDraw, left: int, top: int, place: tuple[str, int, int]) -> None:
+    """place: of the image's bytes, path of the tar, offset and size."""
     pen.rectangle((left, top, left + _TILE - 1, top + _TILE - 1), fill=_FRAME)
     try:
-        picture = Image.fromarray(decode(_read(path, sample)))
+        with Reader() as reader:
+            picture = Image.fromarray(decode(reader.read(*place, packed=0)))
         scale = _TILE / max(picture.size)
         size = tuple(max(1, round(side * scale)) for side in picture.size)
         # Small pictures are shown as the pixels that they are.
         method = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
         picture = picture.resize(size, method)  # type: ignore[arg-type]
         sheet.paste(picture, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
-    except (OSError, DecodeError):
+    except StorageError:
+        raise
+    except (OSError, ValueError):
         pen.text((left + _TILE // 2, top + _TILE // 2), "unreadable", _GREY, _font(15), anchor="mm")
-
-
-def _read(path: Path, sample: dict) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(sample["offset"])
-        return file.read(sample["size"])
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:

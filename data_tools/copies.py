@@ -95,8 +95,9 @@ def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: in
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()
     num_cpus = cluster.connect(num_tasks)
-    tasks = cluster.run_tasks(hash_samples, jobs(), num_tasks or num_cpus)
-    with Progress(len(rows), done="hashed") as progress, contextlib.closing(tasks):
+    progress = Progress(len(rows), done="hashed")
+    tasks = cluster.run_tasks(hash_samples, jobs(), num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, data in tasks:
             part = slice(starts[number], starts[number] + _SAMPLES_PER_TASK)
             hashes[part] = np.frombuffer(data, np.uint64).reshape(-1, 2)

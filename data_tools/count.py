@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from pipeline.data.manifest import SAMPLES_FILE, Dataset
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_parquet
 from pipeline.errors import UserError
 
 _BATCH = 2**18
@@ -110,7 +109,7 @@ def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator
     """(shard, rows) in order; a shard may come in several parts."""
     path = dataset.path / SAMPLES_FILE
     try:
-        for batch in pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH, columns=[*columns, "shard"]):
+        for batch in open_parquet(path).iter_batches(_BATCH, columns=[*columns, "shard"]):
             shard = batch.column("shard").to_numpy()
             starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
             rows = pa.Table.from_batches([batch])

@@ -1,33 +1,35 @@
-"""Which images of a data set are copies of test images: thumbnails of all (Ray), one pass of search, a list of marks.
+"""Which images of a data set are copies of test images: thumbnails of all, then a search of them, a Ray task a shard.
 
-Everything it writes is in the data set's own folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png and
-dedup/thumbnails/, one file for each shard that was ever read, named by the shard's sha256.
+Everything it writes is in the data set's own folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png,
+dedup/thumbnails/, one file for each shard that was ever read, named by the shard's sha256, and dedup/search/, a folder for
+each choice of test images, with one file for each shard that was searched for copies of them.
 """
 
 import contextlib
+import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from data_tools import cluster
-from data_tools.near_copies import TestImages
+from data_tools import cluster, search_shard
+from data_tools.driver import only_driver
 from data_tools.pair_sheet import Picture, draw_pairs
 from data_tools.progress import Progress, duration
-from data_tools.thumbnails import BAD, FINE, PLAIN, Job, jobs, make_thumbnails, read_thumbnails
-from pipeline.data.bucket import AnyPath, local_path
+from data_tools.search_shard import Pairs, SearchJob, read_pairs, write_tests
+from data_tools.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, read_states
+from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.exclude import EXCLUDED, write_list
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, open_parquet, replacing
 from pipeline.data_config import DedupConfig
 from pipeline.errors import UserError
 
-LIST, FOLDER, THUMBNAILS, REPORT, SHEET = "test_copies", "dedup", "thumbnails", "report.json", "pairs.png"
+LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
+THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"
 _HISTOGRAM_BINS = 10
 _MAX_PICTURED = 96
 
@@ -48,24 +50,20 @@ class Part:
         return self.dataset.info["samples"][self.split]
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Copies found. rows: in the searched split. tests: in all parts of test images, one after another."""
-
-    rows: np.ndarray
-    tests: np.ndarray
-    distances: np.ndarray
-
-
 def run(config: DedupConfig) -> dict[str, Any]:
     """Search, report and mark; what report.json says. Raises UserError; then no list is written."""
-    started = time.monotonic()
     searched, tests = _open(config)
-    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(parents=True, exist_ok=True)
+    with only_driver(searched.dataset.path / FOLDER):
+        return _run(searched, tests, config)
+
+
+def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, Any]:
+    started = time.monotonic()
+    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(exist_ok=True)
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
-    pairs = _search(searched, tests, config.max_distance)
+    pairs = _search(searched, tests, config)
 
     nearest = _nearest(pairs)
     marks, pictures = _describe(searched, tests, nearest)
@@ -88,13 +86,13 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
     """The split that is searched, and the parts of test images."""
-    data = open_dataset(_folder("data", config.data))
-    folder = _folder("data", config.data) / FOLDER / THUMBNAILS
+    data = open_dataset(cluster.shared_path("data", config.data))
+    folder = data.path / FOLDER / THUMBNAILS
     searched = _part(data, config.split, folder)
     tests: dict[tuple[AnyPath, str], Part] = {}
     for entry in config.against:
-        path, _, split = entry.rpartition(":") if ":" in Path(entry).name else (entry, "", "")
-        dataset = open_dataset(_folder("against", path))
+        path, split = _location_and_split(entry)
+        dataset = open_dataset(cluster.shared_path("against", path))
         splits = [split] if split else dataset.splits
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
             raise UserError(
@@ -107,11 +105,15 @@ def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
     return searched, list(tests.values())
 
 
-def _folder(setting: str, value: str) -> Path:
-    return local_path(cluster.shared_path(setting, value), "launch/dedup.py")
+def _location_and_split(entry: str) -> tuple[str, str]:
+    """'folder:split' or 'folder'; of a URL, options follow: 's3://bucket/set:split?region=...'."""
+    location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
+    folder, slash, name = location.rpartition("/")
+    name, _, split = name.rpartition(":") if ":" in name else (name, "", "")
+    return folder + slash + name + mark + options, split
 
 
-def _part(dataset: Dataset, split: str, folder: Path) -> Part:
+def _part(dataset: Dataset, split: str, folder: AnyPath) -> Part:
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
@@ -121,20 +123,37 @@ def _part(dataset: Dataset, split: str, folder: Path) -> Part:
 def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
     """Thumbnails of every shard that has none yet."""
     every = {job.out: job for part in parts for job in part.jobs}
-    missing = [job for job in every.values() if not Path(job.out).exists()]
-    num_images, num_missing = sum(map(len, parts)), sum(len(job.offsets) for job in missing)
-    print(f"{num_images:,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before", flush=True)
-    if not missing:
+    folder = parts[0].dataset.path / FOLDER / THUMBNAILS
+    there = {str(path) for path in folder.iterdir()}
+    missing = [job for job in every.values() if job.out not in there]
+    print(
+        f"{sum(map(len, parts)):,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before",
+        flush=True,
+    )
+    _run_tasks(make_thumbnails, missing, missing, "read", parts[0], config)
+
+
+def _run_tasks(
+    function: Callable[[Any], int],
+    tasks: Sequence[Any],
+    shards: Sequence[Job],
+    done: str,
+    searched: Part,
+    config: DedupConfig,
+) -> None:
+    """One task for each of shards; done is the word for what it does to them."""
+    if not tasks:
         return
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(make_thumbnails, missing, config.num_tasks or num_cpus)
-    with Progress(num_missing) as progress, contextlib.closing(tasks):
-        for number, num_bytes in tasks:
-            progress.add(len(missing[number].offsets), num_bytes)
+    progress = Progress(sum(len(job.offsets) for job in shards), len(shards), searched.dataset.path / FOLDER, done)
+    results = cluster.run_tasks(function, tasks, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(results):
+        for number, _ in results:
+            progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
 
 
 def _states(part: Part) -> np.ndarray:
-    return np.concatenate([read_thumbnails(job).states for job in part.jobs])
+    return np.concatenate([read_states(job) for job in part.jobs])
 
 
 def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad_share: float) -> None:
@@ -148,51 +167,28 @@ def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad
             )
 
 
-def _search(searched: Part, tests: Sequence[Part], max_distance: float) -> Pairs:
+def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs:
     """Every pair of a searched image and a test image that are copies: the same bytes, or alike."""
-    kept = [read_thumbnails(job) for part in tests for job in part.jobs]
-    fine = np.flatnonzero(np.concatenate([k.states for k in kept]) == FINE)
-    index = TestImages(np.concatenate([k.thumbs for k in kept])[fine])
-    files = _ByBytes(np.concatenate([k.sha256 for k in kept]))
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    with Progress(len(searched)) as progress:
-        for job in searched.jobs:
-            own = read_thumbnails(job)
-            usable = np.flatnonzero(own.states == FINE)
-            rows, others, distances = index.find(own.thumbs[usable], max_distance)
-            same, same_others = files.find(own.sha256)
-            found.append((job.first_row + usable[rows], fine[others], distances))
-            found.append((job.first_row + same, same_others, np.zeros(len(same), np.float32)))
-            progress.add(len(own.states), own.thumbs.nbytes)
-    rows, others, distances = (np.concatenate(column) for column in zip(*found, strict=True))
-    # Equal files are found by their pixels, too, and there at a distance that only rounds to 0.
-    order = np.lexsort((distances, others, rows))
-    rows, others, distances = rows[order], others[order], distances[order]
-    is_first = np.ones(len(rows), bool)
-    is_first[1:] = (rows[1:] != rows[:-1]) | (others[1:] != others[:-1])
-    return Pairs(rows[is_first], others[is_first], np.maximum(distances[is_first], 0))
-
-
-class _ByBytes:
-    """Finds equal files by the first 8 bytes of their sha256 (of 1e12 pairs none is expected to agree by chance)."""
-
-    def __init__(self, sha256: np.ndarray) -> None:
-        digests = _digests(sha256)
-        self._order = np.argsort(digests, kind="stable")
-        self._sorted = digests[self._order]
-
-    def find(self, sha256: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs (row of sha256, row of the test images) of equal files; an unknown hash (zeros) equals none."""
-        digests = _digests(sha256)
-        first = np.searchsorted(self._sorted, digests, side="left")
-        count = np.where(digests == 0, 0, np.searchsorted(self._sorted, digests, side="right") - first)
-        rows = np.repeat(np.arange(len(digests)), count)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
-        return rows, self._order[np.repeat(first, count) + within]
-
-
-def _digests(sha256: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(sha256[:, :8]).view(np.uint64)[:, 0]
+    test_jobs = [job for part in tests for job in part.jobs]
+    names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
+    choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
+    folder = searched.dataset.path / FOLDER / SEARCH / choice
+    folder.mkdir(parents=True, exist_ok=True)
+    every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
+    there = {str(path) for path in folder.iterdir()}
+    missing = [job for job in every if job.out not in there]
+    if missing and str(folder / TESTS) not in there:
+        write_tests(test_jobs, folder / TESTS)
+    print(
+        f"{len(every) - len(missing):,} of {len(every):,} shards were searched for these test images before", flush=True
+    )
+    _run_tasks(search_shard.search_shard, missing, [job.shard for job in missing], "searched", searched, config)
+    found = [read_pairs(job) for job in every]
+    rows, others, distances = (
+        np.concatenate(column) for column in zip(*((p.rows, p.tests, p.distances) for p in found), strict=True)
+    )
+    kept = distances <= config.max_distance
+    return Pairs(rows[kept], others[kept], distances[kept])
 
 
 def _nearest(pairs: Pairs) -> Pairs:
@@ -235,7 +231,7 @@ def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
     """key, offset, size and shard of these rows of a split, in their order; reads the row groups that hold them."""
     samples = part.dataset.info["samples"]
     start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
-    file = pq.ParquetFile(part.dataset.path / SAMPLES_FILE, memory_map=True)
+    file = open_parquet(part.dataset.path / SAMPLES_FILE)
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
     groups = np.searchsorted(ends, start + rows, side="right")
     columns = ["key", "offset", "size", "shard"]

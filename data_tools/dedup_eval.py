@@ -4,7 +4,7 @@
     python -m data_tools.dedup_eval speed 1000000 100000             # images, test images; made of noise
 
 Recall is the share of planted copies found. For false copies, run `launch/dedup.py ... dry_run=true` on data that share
-no image with the test images, and look at the picture sheet.
+no image with the test images, and look at the picture sheet; tests/data_tools/measure_copies.py does it with patches.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import simplejpeg
 from PIL import Image, ImageEnhance
 
 from data_tools.near_copies import SIDE, TestImages, is_plain, thumbnail
+from data_tools.second_look import distance, reduced
 from pipeline.command import mistakes_in_one_line
 from pipeline.data.decode import decode
 from pipeline.data.manifest import open_dataset
@@ -96,8 +97,14 @@ def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int 
         copies = [plant(pixels, np.random.default_rng([seed, number, i])) for i, pixels in enumerate(images)]
         own = np.stack([thumbnail(pixels) for pixels in copies])
         usable = np.flatnonzero([not is_plain(pixels, thumb) for pixels, thumb in zip(copies, own, strict=True)])
-        found, of, _ = tests.find(own[usable], max_distance)
-        recall[name] = float((usable[found] == rows[of]).sum() / len(images))
+        likely = tests.find(own[usable])
+        copy_of = usable[likely.query]
+        planted = np.flatnonzero(copy_of == rows[likely.test])
+        looks = [
+            distance(reduced(images[copy_of[i]]), reduced(copies[copy_of[i]]), likely.crop[i], likely.mirrored[i])
+            for i in planted
+        ]
+        recall[name] = sum(look <= max_distance for look in looks) / len(images)
     return recall
 
 
@@ -112,20 +119,31 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         f"{num_tests:,} test images: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
         flush=True,
     )
-    seconds, cpu_seconds, found, others, done = 0.0, 0.0, 0, 0, 0
+    seconds, cpu_seconds, looks, found, others, done = 0.0, 0.0, 0, 0, 0, 0
     planted = max(4096 * num_planted // num_images, 1)
     while done < num_images:
         thumbs = _noise(rng, min(4096, num_images - done))
         of = rng.integers(num_tests, size=min(planted, len(thumbs)))
         thumbs[: len(of)] = (pictures[of] * 0.9 + rng.normal(5, 3, (len(of), SIDE, SIDE))).clip(0, 255)
         start, cpu_start = time.monotonic(), time.process_time()
-        rows, test, _ = tests.find(thumbs, max_distance)
+        likely = tests.find(thumbs)
         seconds, cpu_seconds = seconds + time.monotonic() - start, cpu_seconds + time.process_time() - cpu_start
+        near = np.array(
+            [
+                distance(pictures[test], thumbs[row], crop, mirrored) <= max_distance
+                for row, test, crop, mirrored in zip(
+                    likely.query, likely.test, likely.crop, likely.mirrored, strict=True
+                )
+            ],
+            bool,
+        )
+        rows, test = likely.query[near], likely.test[near]
         hits = (rows < len(of)) & (test == of[rows.clip(max=len(of) - 1)])
-        found, others, done = found + int(hits.sum()), others + int((~hits).sum()), done + len(thumbs)
+        looks, found, others = looks + len(near), found + int(hits.sum()), others + int((~hits).sum())
+        done += len(thumbs)
         if done // 4096 % 25 == 0 or done == num_images:
             print(
-                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), found {found:,} of "
+                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), second looks {looks:,}, found {found:,} of "
                 f"{-(-done // 4096) * planted:,} planted, {others} others; "
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
                 flush=True,

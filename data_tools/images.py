@@ -3,6 +3,7 @@
 import math
 import struct
 import zlib
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -11,16 +12,21 @@ import simplejpeg
 from pipeline.data.decode import decode
 
 
-def shrink(data: bytes, short: int, quality: int) -> tuple[bytes, int, int]:
+def shrink(data: bytes, short: int, method: Literal["area", "antialias"], quality: int) -> tuple[bytes, int, int]:
     """The image with its short side resized to `short`: (JPEG bytes, width, height), upright, RGB.
 
-    Raises DecodeError when it cannot be decoded.
+    method: the filter, ShardConfig.resize_filter. Raises DecodeError when it cannot be decoded.
     """
     pixels = decode(data)
     height, width = pixels.shape[:2]
     scale = short / min(width, height)
     size = (max(round(width * scale), short), max(round(height * scale), short))
-    small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    if method == "area":
+        small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    else:
+        from pipeline.data.augment import ANTIALIAS, resize  # Late: it needs torch, which is seconds to import.
+
+        small = resize(pixels, size, ANTIALIAS)
     return simplejpeg.encode_jpeg(np.ascontiguousarray(small), quality=quality, colorsubsampling="420"), *size
 
 

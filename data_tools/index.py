@@ -8,11 +8,11 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import posixpath
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cv2
 import pyarrow as pa
@@ -20,13 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools import cluster
+from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from data_tools.shard import SKIPPED, resolve, write_table
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
 from data_tools.write_shard import PARTS, Done
-from pipeline.data.bucket import local_path
+from pipeline.data.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
 from pipeline.data.decode import inspect
 from pipeline.data.manifest import (
     INFO,
@@ -36,9 +37,11 @@ from pipeline.data.manifest import (
     Dataset,
     Shard,
     open_dataset,
+    open_parquet,
     replacing,
     write_dataset,
 )
+from pipeline.data.patience import StorageError
 from pipeline.data_config import IndexConfig
 from pipeline.errors import UserError
 
@@ -47,7 +50,7 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True)
 class IndexJob:
-    """A tar to be read. name: its path relative to the data set's folder. part: the file that keeps what was found.
+    """A tar to be read. name: as the manifest has it. part: the file that keeps what was found.
 
     num_classes: labels must be below it; 0 is unknown.
     """
@@ -62,69 +65,74 @@ class IndexJob:
 
 def run(config: IndexConfig) -> Dataset:
     """Make, finish or verify the manifest of config.source's tars in config.out. Raises UserError."""
+    source = resolve("source", config.source)
+    out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
+    with only_driver(out):
+        return _run(source, out, config)
+
+
+def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     started = time.monotonic()
-    source = local_path(resolve("source", config.source), "launch/index.py")
-    out = (
-        local_path(resolve("out", config.out), "launch/index.py")
-        if config.out
-        else source
-        if source.is_dir()
-        else source.parent
-    )
     files = split_files(source, config.splits, ".tar")
     finished = open_dataset(out) if (out / INFO).exists() else None
-    names = known_class_names(out, config.label_names) if finished else known_class_names(source, config.label_names)
-    is_new = not out.exists()
-    parts = out / PARTS
-    parts.mkdir(parents=True, exist_ok=True)
+    names = known_class_names(out if finished else source, config.label_names)
+    jobs = [
+        IndexJob(
+            path=str(path),
+            name=_name_in_manifest(path, out),
+            split=split,
+            part=str(out / PARTS / f"{number:06d}.parquet"),
+            whole=config.inspect == "decode",
+            num_classes=len(names),
+        )
+        for number, (split, _, path) in enumerate(files)
+    ]
+    _sweep(out)
+    if finished:
+        # Whether the tars are still those of the manifest, only they themselves can tell.
+        remove_tree(out / PARTS)
+    (out / PARTS).mkdir(exist_ok=True)
     try:
-        _sweep(out)
-        if finished:
-            # Whether the tars are still those of the manifest, only they themselves can tell.
-            shutil.rmtree(parts)
-            parts.mkdir()
-        jobs = [
-            IndexJob(
-                path=str(path),
-                name=os.path.relpath(str(path), out),
-                split=split,
-                part=str(parts / f"{number:06d}.parquet"),
-                whole=config.inspect == "decode",
-                num_classes=len(names),
-            )
-            for number, (split, _, path) in enumerate(files)
-        ]
-        results = _run_jobs(jobs, config)
+        results = _run_jobs(jobs, out, config)
         if finished:
             _refuse_others(finished, results)
             dataset = finished
         else:
             dataset = _finish(out, jobs, results, names, source)
-        shutil.rmtree(parts)
+        remove_tree(out / PARTS)
     finally:
         with contextlib.suppress(OSError):
-            parts.rmdir()
-            if is_new:
-                out.rmdir()
+            (out / PARTS).rmdir()  # Nothing was found that could be gone on with.
     _say_done(dataset, results, time.monotonic() - started, verified=finished is not None)
     return dataset
 
 
+def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
+    """Relative to the data set's folder, so that both may move together; the URL of a tar that is in another bucket."""
+    if isinstance(tar, Path) and isinstance(out, Path):
+        return os.path.relpath(tar, out)
+    if isinstance(tar, Path):
+        raise UserError(
+            f"out = {out} is in a bucket, but {tar} is not: who reads the manifest there would not find it."
+        )
+    if isinstance(out, BucketPath) and tar.bucket == out.bucket and tar.query == out.query:
+        return posixpath.relpath(tar.key, out.key)
+    return str(tar)
+
+
 def index_tar(job: IndexJob) -> Done:
     """Read a tar and write its part file, unless that is there and of this very tar. Raises UserError for a damaged tar."""
-    path, part = Path(job.path), Path(job.part)
+    path, part = to_path(job.path), to_path(job.part)
     try:
-        state = path.stat()
+        num_bytes = path.stat().st_size
+        seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
         raise UserError(f"A worker does not see {path}: the tars must be on storage that all nodes share.") from None
-    seen = {"job": asdict(job), "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
     if part.exists() and (found := _read_part(part, seen)):
         return found
     cv2.setNumThreads(1)
-    columns, skipped = _scan(job, path)
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    shard = Shard(job.name, job.split, len(columns["key"]), state.st_size, sha256)
+    columns, skipped, sha256 = _scan(job, path)
+    shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
     about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped})
     with replacing(part) as file:
         table = pa.Table.from_pydict(columns, ROWS)
@@ -132,14 +140,19 @@ def index_tar(job: IndexJob) -> Done:
     return Done(shard, skipped, made=True)
 
 
-def _scan(job: IndexJob, path: Path) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]]]:
+def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], str]:
+    """Rows of the manifest, bad samples, and hex sha256 of the tar: its images are read once, for both."""
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
     skipped = []
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
-    with open(path, "rb") as headers, open(path, "rb") as images:
-        for sample in whole_samples(headers, path):
-            images.seek(sample.offset)
-            data = images.read(sample.size)
+    digest = hashlib.sha256()
+    with fetched(path) as file:
+        hashed = 0
+        for sample in whole_samples(file, path):
+            _hash(file, hashed, sample.offset, digest)
+            data = file.read(sample.size)
+            digest.update(data)
+            hashed = sample.offset + sample.size
             try:
                 if sample.fault:
                     raise ValueError(sample.fault)
@@ -161,19 +174,28 @@ def _scan(job: IndexJob, path: Path) -> tuple[dict[str, list[Any]], list[tuple[s
             }
             for column, value in row.items():
                 columns[column].append(value)
-    return columns, skipped
+        _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
+    return columns, skipped, digest.hexdigest()
 
 
-def _run_jobs(jobs: list[IndexJob], config: IndexConfig) -> list[Done]:
+def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
+    """Take file[start:end] into the digest; the file is at `end` after that."""
+    file.seek(start)
+    while start < end and (part := file.read(min(_READ_BYTES, end - start))):
+        digest.update(part)
+        start += len(part)
+
+
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
     """Every tar's result, in order. Stops when too many samples are bad."""
     results: dict[int, Done] = {}
-    num_bytes = [os.stat(job.path).st_size for job in jobs]
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(index_tar, jobs, config.num_tasks or num_cpus)
-    with Progress(None, done="indexed") as progress, contextlib.closing(tasks):
+    progress = Progress(None, len(jobs), out, done="indexed")
+    tasks = cluster.run_tasks(index_tar, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
-            progress.add(done.shard.samples, num_bytes[number])
+            progress.add(done.shard.samples, done.shard.bytes)
     ordered = [results[number] for number in range(len(jobs))]
     skipped = [row for done in ordered for row in done.skipped]
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
@@ -185,20 +207,20 @@ def _run_jobs(jobs: list[IndexJob], config: IndexConfig) -> list[Done]:
     return ordered
 
 
-def _finish(out: Path, jobs: list[IndexJob], results: list[Done], names: list[str], source: Path) -> Dataset:
-    kept = [(Path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
+def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list[str], source: AnyPath) -> Dataset:
+    kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     if not kept:
         raise UserError(f"{source}: no tar has an image with labels (<key>.jpg and <key>.cls or <key>.json).")
     highest = max(_highest_label(part) for part, _ in kept)
     classes = names or [str(number) for number in range(highest + 1)]
     write_table(out / SKIPPED, ("key", "where", "reason"), sorted(row for done in results for row in done.skipped))
-    tables = (pq.read_table(part).replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
+    tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
     about = {"path": str(source), "indexed": True}
     return write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
 
 
-def _highest_label(part: Path) -> int:
-    labels = pc.list_flatten(pq.read_table(part, columns=["labels"])["labels"])
+def _highest_label(part: AnyPath) -> int:
+    labels = pc.list_flatten(open_parquet(part).read(columns=["labels"])["labels"])
     return pc.max(labels).as_py() if len(labels) else -1
 
 
@@ -210,17 +232,19 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
         if found.get(name) != known.get(name):
             what = "is new" if name not in known else "is gone" if name not in found else "has changed"
             raise UserError(
-                f"{finished.path / name} {what} since {finished.path / INFO} was written. Put it back, or remove {INFO} and "
+                f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. Put it back, or remove {INFO} and "
                 "index again."
             )
     if not finished.is_whole():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 
-def _read_part(path: Path, seen: dict[str, Any]) -> Done | None:
-    """What a part file says, if it is whole and of the tar as it is now."""
+def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
+    """What a part file says, if it is whole and of the tar as it is now. Raises StorageError."""
     try:
-        about = json.loads(pq.read_schema(path).metadata[b"part"])
+        about = json.loads(open_parquet(path).schema_arrow.metadata[b"part"])
+    except StorageError:
+        raise
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
         return None
     if about["seen"] != seen:
@@ -228,8 +252,10 @@ def _read_part(path: Path, seen: dict[str, Any]) -> Done | None:
     return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False)
 
 
-def _sweep(out: Path) -> None:
+def _sweep(out: AnyPath) -> None:
     """Remove what a killed run left half-written; the folder may be the user's own, with files like these."""
+    if isinstance(out, BucketPath):
+        return  # Nothing is there before it is whole.
     names = (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED)
     for leftover in [path for name in names for path in out.glob(f".{name}.*.tmp")] + list(
         (out / PARTS).glob(".*.tmp")

@@ -1,8 +1,9 @@
-"""Whether one image is a copy of another: re-compressed, resized, cropped a little, mirrored, lighter, of other colours.
+"""Which pairs of images may be copies: re-compressed, resized, cropped a little, mirrored, lighter, of other colours.
 
 Every image is a grey thumbnail (32 x 32). Its DCT coefficients serve twice: the signs of the 64 lowest are a hash, by
 which a faiss index finds candidates, and 255 of them, weighted by frequency so that fine detail counts as much as the
-broad layout that unrelated photographs share, are correlated to judge each candidate.
+broad layout that unrelated photographs share, are correlated to sort out most candidates, and to tell which crop it is.
+What is left is judged by a second look at the images themselves (second_look.py).
 
 A cropped copy has another hash. So a test image, of which there are few, is in the index with the hashes of 36 crops of
 it and of their mirror images; an image to be looked up has one.
@@ -16,17 +17,21 @@ import numpy as np
 
 SIDE = 32
 _FREQUENCIES = 16
-# Of a hash of 64 bits, a copy's differs in at most 7: with four tables of 16 bits one table then has at most one wrong.
-_MAX_BITS = 7
+# Of a hash of 64 bits, most copies' differ in at most 7: with four tables of 16 bits one table then has at most one
+# wrong. Of those that differ in 8 or 9 the tables come across many, too.
+_MAX_BITS = 9
 _TABLES, _TABLE_BITS, _TABLE_FLIPS = 4, 16, 1
 # What is left of a side, as shares of it: crops of up to 10 %, coarse for the hash and fine for the judgement.
 _HASH_STEP, _FINE_STEP = 0.05, 0.02
 _MAX_CROP = 0.1
-# A candidate as its hash found it, before the crop is known to a pixel; 99 % of copies are below 0.4.
+# A candidate as its hash found it, before the crop is known to a pixel, and then; 99 % of copies are below 0.4 and 0.2.
 _MAX_COARSE_DISTANCE = 0.7
-# Coefficients that carry the picture (participation ratio of their energy). A gradient has 1.5, an outline before a
-# plain sky 15, a photograph 65 (median): below 10 are 1 in 1,000 images of CIFAR-10, and too many of these are alike.
+_MAX_FINE_DISTANCE = 0.3
+# Coefficients that carry the picture (participation ratio of their energy): a gradient has 1.5, a photograph 65 (median).
 _MIN_DETAIL = 10
+# Of the 64 blocks of a thumbnail, as many as show something: a variance well above that of compression, in grey levels
+# squared. A corner of something before a plain ground has 1 to 8, one straight edge up to 14, a photograph 50 (median).
+_BLOCK, _BLOCK_NOISE, _MIN_BLOCKS = 4, 25.0, 16.0
 _MIN_SIDE_PIXELS = 16
 _BATCH = 1024
 
@@ -68,7 +73,8 @@ _V, _U = _hash_bits()
 _MIRROR = np.where(np.arange(_FREQUENCIES) % 2, -1, 1).astype(np.float32)
 _WEIGHTS = np.hypot(*np.mgrid[:_FREQUENCIES, :_FREQUENCIES]).astype(np.float32)
 _COARSE = np.stack([_dct_of_interval(*interval) for interval in _intervals(_HASH_STEP)])
-_FINE = np.concatenate([_dct_of_interval(*interval) for interval in _intervals(_FINE_STEP)])
+_FINE_INTERVALS = _intervals(_FINE_STEP)
+_FINE = np.concatenate([_dct_of_interval(*interval) for interval in _FINE_INTERVALS])
 NUM_CROPS = 2 * len(_COARSE) ** 2
 
 
@@ -81,11 +87,15 @@ def thumbnail(pixels: np.ndarray) -> np.ndarray:
 
 
 def is_plain(pixels: np.ndarray, thumb: np.ndarray) -> bool:
-    """Whether an image shows too little to tell it from others: nearly uniform, a gradient, or a few pixels in all."""
+    """Whether an image shows too little to tell it from others: mostly uniform, a gradient, or a few pixels in all."""
     if min(pixels.shape[:2]) < _MIN_SIDE_PIXELS:
         return True
+    num = SIDE // _BLOCK
+    variance = thumb.reshape(num, _BLOCK, num, _BLOCK).astype(np.float32).var((1, 3))
     energy = _weighted(_coefficients(thumb[None])[0]) ** 2
-    return float(energy.sum() ** 2) < _MIN_DETAIL * float((energy**2).sum()) or thumb.std() < 3
+    return float((variance / (variance + _BLOCK_NOISE)).sum()) < _MIN_BLOCKS or float(
+        energy.sum() ** 2
+    ) < _MIN_DETAIL * float((energy**2).sum())
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,20 @@ class Candidates:
     query: np.ndarray
     test: np.ndarray
     crop: np.ndarray
+
+
+@dataclass(frozen=True)
+class Likely:
+    """Candidates whose thumbnails correlate. query, test: (n,) int64, rows of the queries and of the test images.
+
+    crop: (n, 4) float32, top, bottom, left, right of the part of the test image that the query shows, within [0, 1].
+    mirrored: (n,) bool.
+    """
+
+    query: np.ndarray
+    test: np.ndarray
+    crop: np.ndarray
+    mirrored: np.ndarray
 
 
 class TestImages:
@@ -113,20 +137,24 @@ class TestImages:
             index.add(_rotated(codes, table))
             self._tables.append(index)
 
-    def find(self, thumbs: np.ndarray, max_distance: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pairs of (row of thumbs, row of the test images, distance), of at most max_distance; thumbs as those.
-
-        The distance is 1 - the correlation of the weighted DCT coefficients, at the best crop and mirroring: 0 is equal.
-        """
+    def find(self, thumbs: np.ndarray) -> Likely:
+        """Pairs of thumbs ((n, SIDE, SIDE) uint8) and test images that are worth a second look; by row of thumbs."""
         coefficients = _coefficients(thumbs)
         found = self.candidates(_hashes(coefficients))
+        mirrored = found.crop >= NUM_CROPS // 2
         near = np.flatnonzero(self._coarse_distances(coefficients, found) <= _MAX_COARSE_DISTANCE)
-        distances = np.array([self._fine_distance(coefficients, found, i) for i in near.tolist()], np.float32)
-        kept = distances <= max_distance
-        return found.query[near][kept], found.test[near][kept], distances[kept]
+        kept, crops = [], []
+        for i in near.tolist():
+            query = coefficients[found.query[i]] * (_MIRROR if mirrored[i] else 1)
+            distance, crop = _best_crop(query, self._thumbs[found.test[i]])
+            if distance <= _MAX_FINE_DISTANCE:
+                kept.append(i)
+                crops.append(crop)
+        rows = np.array(kept, np.int64)
+        return Likely(found.query[rows], found.test[rows], np.array(crops, np.float32).reshape(-1, 4), mirrored[rows])
 
     def candidates(self, hashes: np.ndarray) -> Candidates:
-        """All pairs whose hashes ((queries,) uint64) differ in at most 7 bits; each pair once."""
+        """All pairs whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once."""
         # (query, test image, bits, crop), so that the nearest crop of a pair comes first.
         parts = []
         for table, index in enumerate(self._tables):
@@ -151,11 +179,13 @@ class TestImages:
             distances[part] = 1 - (_unit(crops) * _unit(queries)).sum(1)
         return distances
 
-    def _fine_distance(self, coefficients: np.ndarray, found: Candidates, i: int) -> float:
-        query = coefficients[found.query[i]]
-        if found.crop[i] >= NUM_CROPS // 2:
-            query = query * _MIRROR
-        return float(1 - (_unit(_crops(self._thumbs[found.test[i]][None], _FINE)[0]) @ _unit(query[None])[0]).max())
+
+def _best_crop(query: np.ndarray, thumb: np.ndarray) -> tuple[float, np.ndarray]:
+    """1 - the correlation at the best of the fine crops of a test image, and that crop as `Likely` has it."""
+    correlations = _unit(_crops(thumb[None], _FINE)[0]) @ _unit(query[None])[0]
+    best = int(correlations.argmax())
+    down, across = divmod(best, len(_FINE_INTERVALS))
+    return float(1 - correlations[best]), np.concatenate([_FINE_INTERVALS[down], _FINE_INTERVALS[across]])
 
 
 def _coefficients(thumbs: np.ndarray) -> np.ndarray:

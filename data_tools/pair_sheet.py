@@ -1,7 +1,6 @@
 """A sheet of pairs of pictures for people to judge: the test image on the left, the copy on the right."""
 
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from data_tools.sources import Reader
 from pipeline.data.decode import decode
 from pipeline.data.manifest import Dataset
 
@@ -25,9 +25,9 @@ class Picture:
     @classmethod
     def read(cls, dataset: Dataset, row: dict[str, Any], caption: str) -> "Picture":
         """row: shard, offset and size, as the manifest has them."""
-        with open(dataset.path / dataset.shards()[row["shard"]].name, "rb") as file:
-            data = os.pread(file.fileno(), row["size"], row["offset"])
-        return cls(decode(data), caption)
+        with Reader() as reader:
+            path = dataset.shard_path(dataset.shards()[row["shard"]].name)
+            return cls(decode(reader.read(str(path), row["offset"], row["size"], packed=0)), caption)
 
 
 def draw_pairs(pairs: Sequence[tuple[Picture, Picture]]) -> bytes:

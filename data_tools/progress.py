@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import replacing
 
 PROGRESS_FILE = "progress.json"
@@ -17,15 +18,16 @@ class Progress:
     """Counts images and bytes of `total` images in `shards` shards; shows images/s, MB/s and time left on stderr.
 
     total: None while a source is being listed, and nobody knows. done: what is done to them, for the line.
-    file: replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is no file. One
-    that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job failed because
-    the bucket is out of reach would mean to wait for it once more.
+    folder: of progress.json, replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is
+    no file. One that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job
+    failed because the bucket is out of reach would mean to wait for it once more.
     """
 
-    def __init__(self, total: int | None, shards: int = 0, file: Path | None = None, done: str = "") -> None:
-        self.total, self.total_shards, self.file = total, shards, file
+    def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
+        self.total, self.total_shards = total, shards
+        self.file = folder / PROGRESS_FILE if isinstance(folder, Path) else None
         self._done = f"{done} " if done else ""
-        self.images = self.bytes = self.shards = 0
+        self.images = self.bytes = self.shards = self.retries = 0
         self._start = self._shown = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
@@ -58,6 +60,12 @@ class Progress:
         if self._bar is None:
             print(self._line(self._seconds()), file=sys.stderr, flush=True)
 
+    def retried(self, reason: str) -> None:
+        """A task was lost with its worker or node, and is run again."""
+        self.retries += 1
+        tqdm.write(f"{reason} The task is run again; retries so far: {self.retries:,}", file=sys.stderr)
+        self._write()
+
     def _line(self, seconds: float) -> str:
         rate = f"{self.images / seconds:,.0f} images/s"
         if self.total is None:
@@ -76,6 +84,7 @@ class Progress:
             "shards": self.shards,
             "total_shards": self.total_shards,
             "bytes": self.bytes,
+            "retries": self.retries,
             "images_per_second": self.images / seconds,
             "bytes_per_second": self.bytes / seconds,
             "seconds": seconds,

@@ -12,23 +12,23 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_tools import cluster
 from data_tools.classes import apply_rules, readable_names, small_classes
 from data_tools.copies import Copies, merge_copies
+from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
-from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.progress import Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
-from pipeline.data.bucket import AnyPath, BucketPath, StorageError, name_inside, remove_tree
-from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
+from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
+from pipeline.data.patience import StorageError
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -36,7 +36,7 @@ STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv",
 # Settings that decide what the bytes are; a folder made with others is left alone.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, but kept only where they are set. (Lists and maps of classes are not here: the listing's digest has them.)
-_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies")
+_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter")
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,15 @@ class Plan:
 
 def run(config: ShardConfig) -> Dataset:
     """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written."""
-    started = time.monotonic()
     source, out = _folders(config)
+    with only_driver(out):
+        return _run(source, out, config)
+
+
+def _run(source: AnyPath, out: AnyPath, config: ShardConfig) -> Dataset:
+    started = time.monotonic()
     held = _held(out)
     _refuse_other_settings(out, config, held)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
     try:
         _sweep(out)
         listing = apply_rules(list_source(source, config, out / STAGING), config)
@@ -87,6 +90,7 @@ def run(config: ShardConfig) -> Dataset:
             dataset = _finish(out, results, listing, names, copies, identity)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
+        _sweep(out)
     except StorageError:
         raise  # Out of reach, or not for us: nothing can be tidied there.
     except UserError:
@@ -94,11 +98,6 @@ def run(config: ShardConfig) -> Dataset:
         if not (out / PARTS / PLAN).exists():
             remove_tree(out / STAGING)
         raise
-    finally:
-        if is_new:
-            # A source that was refused leaves no empty folder behind.
-            with contextlib.suppress(OSError):
-                out.rmdir()
     _say_done(dataset, results, plan, time.monotonic() - started, verified=bool(known))
     return dataset
 
@@ -121,30 +120,35 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
     return Plan(np.concatenate(orders), names, of_split, bounds)
 
 
+def make_jobs(
+    listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> Iterator[Job]:
+    """A job for each shard of the plan, one by one. known: by name, those of a finished data set in `out`."""
+    for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
+        yield Job(
+            source=str(listing.source),
+            out=str(out),
+            name=name,
+            split=split,
+            rows=listing.rows(plan.order[first:last]),
+            resize_short=config.resize_short,
+            resize_filter=config.resize_filter,
+            jpeg_quality=config.jpeg_quality,
+            whole=config.inspect == "decode",
+            known=known.get(name),
+        )
+
+
 def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
     """Every shard's result, in the plan's order. Stops when too many images are bad."""
-
-    def jobs() -> Iterator[Job]:
-        for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
-            yield Job(
-                source=str(listing.source),
-                out=str(out),
-                name=name,
-                split=split,
-                rows=listing.rows(plan.order[first:last]),
-                resize_short=config.resize_short,
-                jpeg_quality=config.jpeg_quality,
-                whole=config.inspect == "decode",
-                known=known.get(name),
-            )
-
     budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
     results: dict[int, Done] = {}
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(write_shard, jobs(), config.num_tasks or num_cpus)
-    file = out / PROGRESS_FILE if isinstance(out, Path) else None
-    with Progress(len(listing), len(plan.names), file) as progress, contextlib.closing(tasks):
+    jobs = make_jobs(listing, plan, config, out, known)
+    progress = Progress(len(listing), len(plan.names), out)
+    tasks = cluster.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
@@ -195,8 +199,7 @@ def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -
 
 
 def _read_rows(part: AnyPath) -> pa.Table:
-    with part.open("rb") as file:
-        return pq.read_table(file).replace_schema_metadata(None).cast(ROWS)
+    return open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
 
 
 def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
@@ -235,7 +238,7 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
     if (out / INFO).exists():
         info = open_dataset(out).info
         return {"settings": info["settings"], "source": info["source"]}
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return json.loads((out / PARTS / PLAN).read_text())
     if out.exists() and (strangers := [path.name for path in out.iterdir() if not path.name.startswith(".")]):
         raise UserError(
@@ -245,7 +248,7 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
 
 
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
-    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name)]
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(ShardConfig, name)]
     return {
         "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {
@@ -280,7 +283,7 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str,
 
 
 def _sweep(out: AnyPath) -> None:
-    """Remove what a killed run left half-written. (In a bucket, nothing is there before it is whole.)"""
+    """Remove what killed runs and workers left half-written. (In a bucket, nothing is there before it is whole.)"""
     if isinstance(out, BucketPath):
         return
     for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):

@@ -5,18 +5,19 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_tools import cluster
 from data_tools.contact_sheet import draw_sheet
 from data_tools.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.histograms import draw_histograms
 from data_tools.progress import duration
-from pipeline.data.bucket import local_path, to_path
+from pipeline.data.bucket import AnyPath, BucketPath
 from pipeline.data.manifest import Dataset, Shard, open_dataset, replacing
 from pipeline.data_config import StatsConfig
+from pipeline.errors import UserError
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -26,12 +27,15 @@ _QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 def run(config: StatsConfig) -> dict[str, Any]:
     """Count, write the report and the pictures into the folder, print a table; returns what stats.json holds."""
     begin = time.monotonic()
-    data = local_path(to_path(config.data), "launch/stats.py")
-    dataset = open_dataset(data)
     out = folder(config)
+    if config.mlflow and isinstance(out, BucketPath):
+        raise UserError(
+            f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
+        )
+    dataset = open_dataset(cluster.shared_path("data", config.data))
     counts, mixes = count(dataset)
     stats: dict[str, Any] = {
-        "name": data.resolve().name,
+        "name": dataset.path.name,
         "data": str(dataset.path),
         "fingerprint": dataset.fingerprint,
         "num_classes": dataset.num_classes,
@@ -59,16 +63,14 @@ def run(config: StatsConfig) -> dict[str, Any]:
     return stats
 
 
-def folder(config: StatsConfig) -> Path:
+def folder(config: StatsConfig) -> AnyPath:
     """Where everything goes."""
-    place = local_path(to_path(config.out or config.data), "launch/stats.py")
-    return place if config.out else place / "stats"
+    return cluster.shared_path("out", config.out) if config.out else cluster.shared_path("data", config.data) / "stats"
 
 
-def files(config: StatsConfig) -> list[Path]:
-    """What `run` writes there."""
-    names = [STATS, CLASSES, SHARDS, HISTOGRAMS, *([SHEET] if config.sheet else [])]
-    return [folder(config) / name for name in names]
+def files(config: StatsConfig) -> list[str]:
+    """Names of what `run` writes there."""
+    return [STATS, CLASSES, SHARDS, HISTOGRAMS, *([SHEET] if config.sheet else [])]
 
 
 def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _say(stats: dict[str, Any], out: Path) -> None:
+def _say(stats: dict[str, Any], out: AnyPath) -> None:
     print(f"{stats['data']}: {stats['num_classes']:,} classes, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]

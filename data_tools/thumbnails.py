@@ -1,22 +1,25 @@
 """The task that reads a shard's images once, and keeps a thumbnail of each (1 KB) for every later comparison."""
 
-import os
+import io
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import cv2
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_tools.near_copies import SIDE, is_plain, thumbnail
+from pipeline.data.bucket import AnyPath, fetched, to_path
 from pipeline.data.decode import DecodeError, decode
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, replacing
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, open_parquet, replacing
+from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
+# Of the files: with another rule of what is plain it is another.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Thumbnails:
     sha256: np.ndarray
 
 
-def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
+def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
     """A job for each shard of a split, samples of every exclusion list included."""
     rows = _rows_of_shards(dataset)
     first_row = 0
@@ -52,8 +55,8 @@ def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
             continue
         digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
         yield Job(
-            tar=str(dataset.path / shard.name),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.npz"),
+            tar=str(dataset.shard_path(shard.name)),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=table.column("offset").to_numpy(),
             sizes=table.column("size").to_numpy(),
@@ -65,52 +68,81 @@ def jobs(dataset: Dataset, split: str, folder: Path) -> Iterator[Job]:
 def make_thumbnails(job: Job) -> int:
     """Read one shard and write its thumbnails; returns bytes read.
 
-    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early.
+    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early; StorageError
+    for a bucket out of reach.
     """
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
     try:
-        file = os.open(job.tar, os.O_RDONLY)
+        with fetched(to_path(job.tar)) as file:
+            for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
+                data = _read(file, job.tar, offset, size)
+                try:
+                    pixels = decode(data)
+                except DecodeError:
+                    continue
+                thumbs[i] = thumbnail(pixels)
+                states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
     except FileNotFoundError:
-        raise UserError(
-            f"A worker does not see {job.tar}: data sets must be on storage that all nodes share."
-        ) from None
-    try:
-        for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-            data = os.pread(file, size, offset)
-            if len(data) != size:
-                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
-            try:
-                pixels = decode(data)
-            except DecodeError:
-                continue
-            thumbs[i] = thumbnail(pixels)
-            states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
-    finally:
-        os.close(file)
-    with replacing(Path(job.out)) as out:
+        raise _unseen(job.tar) from None
+    with replacing(to_path(job.out)) as out:
         np.savez(out, thumbs=thumbs, states=states, sha256=job.sha256)
     return int(job.sizes.sum())
 
 
 def read_thumbnails(job: Job) -> Thumbnails:
     """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return Thumbnails(*_load(job, "thumbs", "states", "sha256"))
+
+
+def read_states(job: Job) -> np.ndarray:
+    """The states alone, (n,) uint8, of what `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return _load(job, "states")[0]
+
+
+def read_image(tar: str, offset: int, size: int) -> np.ndarray:
+    """(H, W, 3) uint8 RGB of an image that could be decoded when its thumbnail was made.
+
+    Raises UserError when it is not there any more: the shard is missing or damaged.
+    """
     try:
-        with np.load(job.out) as arrays:
-            found = Thumbnails(arrays["thumbs"], arrays["states"], arrays["sha256"])
+        with to_path(tar).open("rb", buffering=0) as file:
+            return decode(_read(file, tar, offset, size))
+    except FileNotFoundError:
+        raise _unseen(tar) from None
+    except DecodeError as error:
+        raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
+
+
+def _unseen(tar: str) -> UserError:
+    return UserError(f"A worker does not see {tar}: data sets must be on storage that all nodes share.")
+
+
+def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
+    return data
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
+    try:
+        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
+            found = [arrays[name] for name in names]
+    except StorageError:
+        raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
         raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
-    if not len(found.thumbs) == len(found.states) == len(job.offsets):
+    if any(len(array) != len(job.offsets) for array in found):
         raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
     return found
 
 
 def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
     """Every shard with its rows of the manifest; few of them in memory."""
-    batches = pq.ParquetFile(dataset.path / SAMPLES_FILE, memory_map=True).iter_batches(
-        columns=["offset", "size", "sha256"]
-    )
+    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size", "sha256"])
     schema = pa.schema([("offset", pa.int64()), ("size", pa.int64()), ("sha256", pa.binary(32))])
     waiting = pa.Table.from_batches([], schema)
     for shard in dataset.shards():

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools import cluster
+from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from data_tools.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
 from pipeline.data import exclude, manifest
-from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import (
     INFO,
     ROWS,
@@ -33,8 +33,10 @@ from pipeline.data.manifest import (
     Dataset,
     Shard,
     open_dataset,
+    open_parquet,
     replacing,
 )
+from pipeline.data.patience import StorageError
 from pipeline.data_config import VerifyConfig
 from pipeline.errors import UserError
 
@@ -50,18 +52,23 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     Raises UserError when there is nothing that could be checked.
     """
     begin = time.monotonic()
-    data = local_path(cluster.shared_path("data", config.data), "launch/verify.py")
-    dataset = open_dataset(data)
-    out = local_path(cluster.shared_path("out", config.out), "launch/verify.py") if config.out else data / "verify"
+    dataset = open_dataset(cluster.shared_path("data", config.data))
+    out = cluster.shared_path("out", config.out) if config.out else dataset.path / "verify"
+    with only_driver(out):
+        return _check(dataset, out, config, begin)
+
+
+def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
     tables = _read_tables(dataset)
     findings = [findings_table(tables.findings)]
     num_bytes = decoded = 0
     keys = _Keys()
     jobs = _jobs(dataset, tables, config.decode_share, keys)
     num_cpus = cluster.connect(config.num_tasks)
-    tasks = cluster.run_tasks(check_shard, jobs, config.num_tasks or num_cpus)
     total = sum(shard.samples for shard in tables.shards)
-    with Progress(total, len(tables.shards)) as progress, contextlib.closing(tasks):
+    progress = Progress(total, len(tables.shards), out)
+    tasks = cluster.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
         for number, checked in tasks:
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
@@ -74,7 +81,6 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded,
         "seconds": time.monotonic() - begin, **_summary(found),
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
     with replacing(out / REPORT) as file:
         file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     _write_details(found, out / DETAILS)
@@ -123,7 +129,7 @@ def _open_samples(dataset: Dataset, num_shards: int, say: Any) -> tuple[pq.Parqu
     if not path.exists():
         return None, none
     try:
-        file = pq.ParquetFile(path, memory_map=True)
+        file = open_parquet(path)
         if missing := set(SAMPLES.names) - set(file.schema_arrow.names):
             say(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
             return None, none
@@ -170,6 +176,8 @@ def _listed(dataset: Dataset) -> set[tuple[str, str]]:
     """(split, key) of what the last run listed: decoded again whatever the share, or a quick run would forget it."""
     try:
         table = exclude.read_lists(dataset).get(LIST)
+    except StorageError:
+        raise
     except UserError:
         return set()  # Of other bytes, or damaged: it is replaced.
     return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True)) if table else set()
@@ -220,7 +228,7 @@ def _summary(found: pa.Table) -> dict[str, Any]:
     }
 
 
-def _write_details(found: pa.Table, path: Path) -> None:
+def _write_details(found: pa.Table, path: AnyPath) -> None:
     path.unlink(missing_ok=True)
     if not len(found):
         return
@@ -248,7 +256,7 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
     return exclude.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
 
 
-def _say(dataset: Dataset, report: dict[str, Any], out: Path, listed: AnyPath | None) -> None:
+def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     share = report["decoded"] / max(report["samples"], 1)
     read = (
         f"read {report['shards']:,} shards, {report['samples']:,} images, {report['bytes'] / 1e6:,.1f} MB in "
@@ -273,6 +281,8 @@ def _say(dataset: Dataset, report: dict[str, Any], out: Path, listed: AnyPath | 
 
 def _way_out(dataset: Dataset) -> str:
     source = dataset.info["source"].get("path")
+    if dataset.info["source"].get("indexed"):
+        return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
     return (
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
         "shards again, and leaves whole ones as they are. Then verify once more. Or train without the listed images."

@@ -9,13 +9,13 @@ import json
 import os
 import tarfile
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from data_tools.sources.archive import tar_members
+from pipeline.data.bucket import fetched, locate, to_path
 from pipeline.data.decode import DecodeError, inspect
 from pipeline.data.manifest import Shard
 from pipeline.errors import UserError
@@ -105,15 +105,16 @@ def findings_table(rows: list[tuple]) -> pa.Table:
 def check_shard(job: Job) -> Checked:
     """Read a shard from its first byte to its last. Whatever is wrong with it is a finding, not an exception.
 
-    Raises UserError when this machine does not see the folder.
+    Raises UserError when this machine does not see the folder, StorageError for a bucket out of reach.
     """
-    if not Path(job.folder).exists():
-        raise UserError(f"A worker does not see {job.folder}: it must be on storage that all nodes share.")
+    folder = to_path(job.folder)
+    if isinstance(folder, Path) and not folder.exists():
+        raise UserError(f"A worker does not see {folder}: it must be on storage that all nodes share.")
     findings = _Findings(job.shard)
     if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
         findings.add("manifest", f"{len(job.rows['key'])} rows for {job.shard.samples} samples")
     try:
-        with open(Path(job.folder) / job.shard.name, "rb") as file:
+        with fetched(locate(folder, job.shard.name)) as file:
             size = os.fstat(file.fileno()).st_size
             is_whole = _check_bytes(file, size, job.shard, findings)
             members = _check_structure(file, size, findings)
@@ -126,13 +127,13 @@ def check_shard(job: Job) -> Checked:
     return Checked(size, decoded, findings.table())
 
 
-def _check_bytes(file: BufferedReader, size: int, shard: Shard, findings: _Findings) -> bool:
+def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
     """Whether the tar is the manifest's to the byte."""
     if size != shard.bytes:
         findings.add("size", f"{size:,} bytes, not {shard.bytes:,}")
         return False
     try:
-        is_same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+        is_same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256  # type: ignore[arg-type]
     except OSError as error:
         findings.add("unreadable", str(error))
         return False
@@ -141,7 +142,7 @@ def _check_bytes(file: BufferedReader, size: int, shard: Shard, findings: _Findi
     return is_same
 
 
-def _check_structure(file: BufferedReader, size: int, findings: _Findings) -> dict[int, tuple[str, int]]:
+def _check_structure(file: BinaryIO, size: int, findings: _Findings) -> dict[int, tuple[str, int]]:
     """Name and size of every member, by the offset of its bytes; past a damaged header, from the next good one on."""
     members: dict[int, tuple[str, int]] = {}
     names = set()
@@ -172,7 +173,7 @@ def _check_structure(file: BufferedReader, size: int, findings: _Findings) -> di
     return members
 
 
-def _next_header(file: BufferedReader, position: int, end: int) -> int:
+def _next_header(file: BinaryIO, position: int, end: int) -> int:
     """Where the next block begins that is a header with a right checksum; `end` when there is none."""
     while position < end:
         file.seek(position)
@@ -189,7 +190,7 @@ def _next_header(file: BufferedReader, position: int, end: int) -> int:
 
 
 def _check_rows(
-    file: BufferedReader, size: int, job: Job, members: dict[int, tuple[str, int]], is_whole: bool, findings: _Findings
+    file: BinaryIO, size: int, job: Job, members: dict[int, tuple[str, int]], is_whole: bool, findings: _Findings
 ) -> int:
     """Every row against the tar's bytes; how many images were decoded."""
     if job.rows is None:
@@ -232,9 +233,7 @@ def _check_rows(
     return decoded
 
 
-def _labels(
-    file: BufferedReader, members: dict[int, tuple[str, int]], findings: _Findings
-) -> dict[str, list[int] | str]:
+def _labels(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Findings) -> dict[str, list[int] | str]:
     """Sorted labels by key, of the members that tell them: `key.cls` with numbers, `key.json` with a list of them."""
     labels: dict[str, list[int] | str] = {}
     for offset, (name, length) in members.items():

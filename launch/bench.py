@@ -11,13 +11,14 @@ from pipeline.data_config import BenchConfig
 
 
 def bench(config: BenchConfig) -> None:
-    # Late: --help needs no torch, and neither does sharding.
-    if config.what == "data":
-        from data_tools.bench.loaders import run
-    else:
-        from data_tools.bench.shards import run
+    # Late: --help needs no torch.
+    from data_tools.bench import augment, loaders, shards
+
+    if config.what == "augment":
+        augment.run(config)
+        return
     with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-        run(config, Path(folder))
+        (loaders if config.what == "data" else shards).run(config, Path(folder))
 
 
 if __name__ == "__main__":
@@ -25,10 +26,12 @@ if __name__ == "__main__":
         BenchConfig,
         bench,
         """
-        Measure the data loader (data) or sharding (shard) side by side with others, in turns, on the same images.
+        Measure the data loader (data) or sharding (shard) side by side with others, in turns, on the same images; or
+        what augmentation costs (augment).
 
           python launch/bench.py data source=photos
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5
+          python launch/bench.py augment source=photos images=200 rounds=9
 
         source is a folder or a tar of JPEGs, repeated to `images`. Each line says what comes out, the decoder and the
         filter: compare like with like. Other loaders are measured where they are installed (pip install '.[bench]').

@@ -24,7 +24,8 @@ folder. dedup/report.json there says how many, and dedup/pairs.png shows the pai
       ray job submit --working-dir . -- python launch/dedup.py data=/data/imagenet21k against=[/data/imagenet:val]
 
 Killed? Run the same command again: shards that were read already are not read again (dedup/thumbnails holds what is
-needed of them, 1 KB for each image), also against other test images. The evaluation sets are only read.
+needed of them, 1 KB for each image), also against other test images, and those that were searched are not searched again
+(dedup/search), also for another max_distance. The evaluation sets are only read.
 """
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Command: ask every host of a hostfile whether it is fit, before a run starts on them. See `pipeline/hosts.py`."""
+"""Command: ask every host of a hostfile whether it is fit, before a run starts on them. See `pipeline/host_check.py`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline import hosts
+from pipeline import host_check
 from pipeline.command import main
 from pipeline.config import HostsConfig
 
 if __name__ == "__main__":
     main(
         HostsConfig,
-        hosts.run,
+        host_check.run,
         """
         Ask every host of a hostfile, over ssh, whether it is fit for a run, and write .deepspeed_env for it.
 
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
         Compared: versions of Python, torch, DeepSpeed and this code, the data's path, the output folder (shared,
         writable, free space), clocks, GPUs against slots, and the bandwidth from here. Exits with 2 if any host is unfit.
-        .deepspeed_env carries the variables that cluster.env names (credentials, NCCL settings) to every host: DeepSpeed's
+        .deepspeed_env carries the variables that launch.env names (credentials, NCCL settings) to every host: DeepSpeed's
         launcher reads it in the folder where it is started. ssh options are those of pdsh: PDSH_SSH_ARGS_APPEND.
         """,
     )

@@ -16,8 +16,9 @@ source is a folder of tars (or one tar) of <key>.jpg with <key>.cls (a number) o
 
   The manifest beside the tars, in the same folder:
       python launch/index.py source=/data/shards splits.train=train- splits.val=val- label_names=classes.txt
-  In a folder of its own (the tars must stay where they are):
+  In a folder of its own (the tars must stay where they are, on a disk or in a bucket):
       python launch/index.py source=/data/shards out=datasets/theirs
+      python launch/index.py source=s3://theirs/shards out=datasets/theirs
 
 Every tar is read once. Killed? Run the same command again: it goes on with the tars that are missing. On a finished
 manifest it checks that every tar is still the one it was. To mix, resize, merge or hold out samples, shard the tars anew:

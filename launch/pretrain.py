@@ -7,12 +7,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
 from pipeline.config import RunConfig
+from pipeline.stop import Stop
 
 
 def pretrain(config: RunConfig) -> None:
+    stop = Stop(config)  # Before the imports, which take seconds.
     from pipeline.train import run  # Late: --help and mistakes in the settings need no DeepSpeed.
 
-    run(config)
+    run(config, stop)
 
 
 if __name__ == "__main__":

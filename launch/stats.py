@@ -16,8 +16,10 @@ def stats(config: StatsConfig) -> None:
     if config.mlflow:
         from pipeline.track import send_report
 
-        name, tags = f"stats {found['name']}", {"data_fingerprint": found["fingerprint"]}
-        send_report(config.mlflow, stats.folder(config), name, stats.metrics(found), stats.files(config), tags)
+        folder, tags = stats.folder(config), {"data_fingerprint": found["fingerprint"]}
+        assert isinstance(folder, Path), "run() refuses others"
+        files = [folder / name for name in stats.files(config)]
+        send_report(config.mlflow, folder, f"stats {found['name']}", stats.metrics(found), files, tags)
 
 
 ABOUT = """

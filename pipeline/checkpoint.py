@@ -1,157 +1,278 @@
-"""Checkpoints on disk: whole or invisible.
+"""Checkpoints on disk or in a bucket: whole or invisible.
 
-    checkpoints/step-00001000/engine/...        every rank's weights and optimizer state
-    checkpoints/step-00001000/model.pt          the model alone, fp32 (pipeline.model.load reads it)
-    checkpoints/step-00001000/state.json        step, samples seen, plan, fingerprint of the data, the settings
-    checkpoints/step-00001000/checksums.json    size and SHA-256 of every file above
-    checkpoints/latest                          the name of the newest, replaced atomically
+    checkpoints/step-00001000/rank-0003.5f3a91c2.bin   what rank 3 updated, fp32 (pipeline/fragments.py)
+    checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
+    checkpoints/step-00001000/model.pt                 the model alone, fp32 (pipeline.model.load reads it)
+    checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
+    checkpoints/step-00001000/checksums.json           size and SHA-256 of every file above; written last
+    checkpoints/latest                                 the name of the newest, replaced atomically
+    checkpoints/kept.json                              those that retention leaves alone, and why
 
-Files are written below a hidden name, then checksummed and flushed, then renamed, then pointed at. What a kill leaves
-behind has a hidden name and is removed at the next start.
+In a folder, files are written below a hidden name and flushed; then the folder is renamed, then pointed at. A bucket has no
+rename: there, a checkpoint exists once its checksums.json does. Names carry a token of the save they belong to, so that a
+writer which outlived its run cannot change the files of another save.
 """
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import RunConfig
+from pipeline.data.bucket import AnyPath, BucketPath, Patience, to_path
+from pipeline.errors import UserError
+from pipeline.run_folder import write_atomically
+
+FORMAT = 1
+# A writer at work changes its status file so often; one that has not for SILENCE is dead.
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 3 * BEAT_SECONDS
 _NAME = re.compile(r"step-(\d{8,})")
+_WRITING, _REMOVING = ".writing-", ".removing-"
+_CHECKSUMS, _KEPT = "checksums.json", "kept.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """always: names of checkpoints that stay. best: the name of one that stays until a better one comes; its metric."""
+
+    always: list[str]
+    best: str | None
+    metric: str | None
+    value: float | None
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only rank 0 begins, commits, prunes and sweeps."""
+    """The checkpoints of one run, in a local folder or a bucket. One process at a time commits, prunes and settles."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
-        self._refused: set[Path] = set()
+    def __init__(self, folder: AnyPath) -> None:
+        self.folder = folder
 
-    def begin(self, step: int) -> Path:
-        """An empty hidden folder to write the checkpoint of `step` into."""
-        path = self.folder / f".writing-step-{step:08d}"
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+    # ---------------------------------------------------------------- writing
+    def begin(self, step: int, token: str) -> AnyPath:
+        """Where the files of a save go: a hidden folder, which is made, or in a bucket the place where they stay."""
+        if isinstance(self.folder, BucketPath):
+            return self.folder / step_name(step)
+        path = self.folder / f"{_WRITING}{step_name(step)}.{token}"
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self, path: Path, state: dict[str, Any]) -> Path:
-        """Make the folder that `begin` gave visible, with its state, and point at it; then drop the oldest.
-
-        Damaged ones do not count among those to keep, and go once a newer one is committed.
-        """
-        write_atomically(path / "state.json", json.dumps(state, indent=1))
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        checksums = {str(file.relative_to(path)): checksum(file) for file in files}
-        write_atomically(path / "checksums.json", json.dumps(checksums, indent=1))
-        for file in files:
-            _flush(file)
-        for folder in [path, *(file for file in path.rglob("*") if file.is_dir())]:
-            _flush(folder)
-        final = self.folder / path.name.removeprefix(".writing-")
-        if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
-            _remove(final)
-        os.rename(path, final)
-        _flush(self.folder)
-        write_atomically(self.folder / "latest", final.name)
-        self._refused.discard(final)
-        older = [old for old in self.candidates() if _step(old) <= _step(final)]
-        kept = [old for old in older if old not in self._refused][: self.keep]
-        for old in older:
-            if old not in kept:
-                _remove(old)
+    def commit(self, path: AnyPath, checksums: dict[str, Any]) -> AnyPath:
+        """Make what was written and flushed in `path` a checkpoint, and point at it. checksums: of every file of it."""
+        write_whole(path / _CHECKSUMS, json.dumps(checksums, indent=1))
+        if isinstance(path, BucketPath):
+            final: AnyPath = path
+            for name in path.sizes().keys() - checksums.keys() - {_CHECKSUMS}:  # Of a save that failed.
+                (path / name).unlink(missing_ok=True)
+        else:
+            assert isinstance(self.folder, Path)
+            final = self.folder / path.name.removeprefix(_WRITING).partition(".")[0]
+            for file in path.iterdir():
+                if file.name not in checksums and file.name != _CHECKSUMS:
+                    file.unlink()
+            _flush(path)
+            if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
+                self.remove(final)
+            os.rename(path, final)
+            _flush(self.folder)
+        write_whole(self.folder / "latest", final.name)
         return final
 
-    def candidates(self) -> list[Path]:
-        """Committed checkpoints, newest first. A name that is not hidden was whole when it appeared."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=_step, reverse=True)
+    def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
+        """Remove what is older than `newest`, but the `keep` newest and those that are to be kept.
 
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that verifies, or None; and a line for each newer one that did not."""
-        refused: list[str] = []
+        damaged: names of checkpoints that do not count among the newest, and go.
+        """
+        kept = self.kept()
+        older = [path for path in self.candidates() if step_of(path) <= step_of(newest)]
+        whole = [path.name for path in older if path.name not in damaged]
+        stay = {*whole[:keep], *kept.always, kept.best} - damaged
+        for path in older:
+            if path.name not in stay:
+                self.remove(path)
+
+    def kept(self) -> Kept:
+        """What retention leaves alone."""
+        try:
+            return Kept(**json.loads((self.folder / _KEPT).read_text()))
+        except FileNotFoundError:
+            return Kept([], None, None, None)
+
+    def keep_always(self, name: str) -> None:
+        """Leave this checkpoint alone from now on."""
+        kept = self.kept()
+        if name not in kept.always:
+            self._keep(replace(kept, always=[*kept.always, name]))
+
+    def keep_if_best(self, name: str, metric: str, value: float) -> bool:
+        """Leave this checkpoint alone while no other is better by `metric` (a loss: lower; else higher); is it now?"""
+        kept, sign = self.kept(), -1 if metric.endswith("loss") else 1
+        worse = kept.metric == metric and kept.value is not None and sign * value <= sign * kept.value
+        if worse or math.isnan(value):
+            return False
+        self._keep(replace(kept, best=name, metric=metric, value=value))
+        return True
+
+    def _keep(self, kept: Kept) -> None:
+        write_whole(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
+
+    def remove(self, path: AnyPath) -> None:
+        """Remove a checkpoint so that a kill in the middle leaves no half of one."""
+        if isinstance(path, BucketPath):
+            (path / _CHECKSUMS).unlink(missing_ok=True)
+            path.remove_tree()
+            return
+        hidden = path.with_name(f"{_REMOVING}{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
+
+    def discard(self, path: AnyPath) -> None:
+        """Remove what a save that failed has written."""
+        if isinstance(path, BucketPath):
+            self.remove(path)  # It may have become a checkpoint in that moment.
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove_after(self, step: int) -> None:
+        """Remove all checkpoints of later steps."""
         for path in self.candidates():
-            problem = verify(path)
-            if problem is None:
-                return path, refused
-            self._refused.add(path)
-            refused.append(f"{path} is damaged ({problem}): not used.")
-        return None, refused
+            if step_of(path) > step:
+                self.remove(path)
 
-    def sweep(self) -> None:
-        """Remove what an interrupted write left behind."""
-        if self.folder.is_dir():
-            for path in [*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")]:
-                shutil.rmtree(path, ignore_errors=True)
+    # ---------------------------------------------------------------- reading
+    def candidates(self) -> list[AnyPath]:
+        """Committed checkpoints, newest first."""
+        found = [path for path in _inside(self.folder) if _NAME.fullmatch(path.name)]
+        if isinstance(self.folder, BucketPath):
+            found = [path for path in found if (path / _CHECKSUMS).exists()]
+        return sorted(found, key=step_of, reverse=True)
+
+    # ---------------------------------------------------------------- what an earlier life left
+    def unfinished(self) -> list[AnyPath]:
+        """Where files lie that are no checkpoint: of a save that goes on, or that was interrupted."""
+        if isinstance(self.folder, BucketPath):
+            found = [path for path in _inside(self.folder) if _NAME.fullmatch(path.name)]
+            return [path for path in found if not (path / _CHECKSUMS).exists()]
+        return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
+
+    def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
+        """Let a writer that outlived its run finish; then remove what nobody works on any more."""
+        seen, since = self._progress(), time.monotonic()
+        said = False
+        while seen and time.monotonic() - since < silence:
+            time.sleep(min(0.2, silence / 4))
+            now = self._progress()
+            if now != seen:
+                if now and not said:
+                    say(f"{self.folder}: a checkpoint is still being written by the run before: waiting for it")
+                    said = True
+                seen, since = now, time.monotonic()
+        for path in self.unfinished():
+            self.discard(path)
+
+    def _progress(self) -> dict[str, list[str]]:
+        """What the writers say of each save that is not finished."""
+        found: dict[str, list[str]] = {}
+        for path in self.unfinished():
+            if not path.name.startswith(_REMOVING):
+                with contextlib.suppress(OSError):  # It may be committed, or removed, while we look.
+                    found[str(path)] = sorted(file.read_text() for file in path.glob("status-*.json"))
+        return found
 
 
-def verify(path: Path) -> str | None:
-    """What is wrong with a committed checkpoint, or None when it is made of the files that were committed, to the bit."""
+def checkpoint_folder(config: RunConfig) -> AnyPath:
+    """Where the checkpoints of a run are."""
+    if config.checkpoint.folder:
+        folder = to_path(config.checkpoint.folder, Patience(60 * config.data.retry_minutes)) / config.name
+    else:
+        folder = Path(config.out).expanduser() / config.name / "checkpoints"
+    return folder.absolute() if isinstance(folder, Path) else folder
+
+
+def write_status(path: AnyPath, rank: int, token: str, status: dict[str, Any]) -> None:
+    """Say to rank 0's writer, and to a run that starts meanwhile, how far this rank's writer is."""
+    write_whole(path / f"status-{rank:04d}.{token}.json", json.dumps(status), durable=False)
+
+
+def read_status(path: AnyPath, rank: int, token: str) -> dict[str, Any]:
+    """{} where there is none; {"beat": n} at work; {"part": {...}} done; {"error": line} failed."""
     try:
-        expected = json.loads((path / "checksums.json").read_text())
+        return json.loads((path / f"status-{rank:04d}.{token}.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a committed checkpoint, or None when it is made of the files that were committed, to the bit.
+
+    share of shares: each rank may look at every n-th file; together they have looked at all.
+    """
+    try:
+        expected = json.loads((path / _CHECKSUMS).read_text())
     except (OSError, ValueError):
         expected = None
     if not isinstance(expected, dict):
-        return "checksums.json is missing or unreadable"
-    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"checksums.json"}
-    if unknown := found - expected.keys():
-        return f"{min(unknown)} has no checksum"
-    for name, checksums in expected.items():
+        return f"{_CHECKSUMS} is missing or unreadable"
+    if missing := {"state.json"} - expected.keys():
+        return f"{min(missing)} has no checksum"
+    for name, checksums in sorted(expected.items())[share::shares]:
         try:
             if checksum(path / name) != checksums:
                 return f"{name} does not match its checksum"
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return f"{name} is missing"
     return None
 
 
-def free_bytes(folder: Path) -> int:
-    """Space left where `folder` lies, or will lie."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def read_state(path: AnyPath) -> dict[str, Any]:
+    """state.json of a verified checkpoint. Raises UserError for one of another format."""
+    state = json.loads((path / "state.json").read_text())
+    found = state.get("format", 0)
+    if found > FORMAT:
+        raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
+                        "pipeline that wrote it, or a newer one.")  # fmt: skip
+    if found < FORMAT:
+        raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
+                        f"{FORMAT}). Start a run with init.weights={path}/model.pt, or use the earlier version.")  # fmt: skip
+    return state
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a verified checkpoint."""
-    return json.loads((path / "state.json").read_text())
-
-
-def checksum(file: Path) -> dict[str, Any]:
+def checksum(file: AnyPath) -> dict[str, Any]:
     """{"bytes": int, "sha256": hex} of a file."""
-    with open(file, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        return {"bytes": stream.tell(), "sha256": digest}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file so that a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        # A failed write() does not know its file, and "no space left" is of little use without.
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
+def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
+    """Replace a small file of a checkpoint, as write_atomically does; objects of a bucket are replaced so anyway."""
+    if isinstance(path, BucketPath):
+        with path.replacing() as stream:
+            stream.write(text.encode())
+    else:
+        write_atomically(path, text, durable)
 
 
-def _remove(path: Path) -> None:
-    # Hidden first: a kill in the middle must not leave half a checkpoint under its name.
-    hidden = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
+def _inside(folder: AnyPath) -> list[AnyPath]:
+    return list(folder.iterdir()) if isinstance(folder, BucketPath) or folder.is_dir() else []
 
 
-def _step(path: Path) -> int:
+def step_name(step: int) -> str:
+    """Of the checkpoint made after so many steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: AnyPath) -> int:
+    """Of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,13 +15,20 @@ from pipeline.errors import UserError
 T = TypeVar("T")
 
 
-def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "") -> None:
+def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "") -> None:
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     about: what the command does; its first line stands at the top of `--help`, above every field of `cls`.
     subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
+    flag: a setting that may be given as an option too, `--cluster 8x8xH100` for cluster=8x8xH100.
     Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
     """
+    with mistakes_in_one_line():
+        function(read_settings(cls, sys.argv[1:], about, subject, flag))
+
+
+def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "", flag: str = "") -> T:
+    """The settings that a command line, without the command's own name, comes to. Raises UserError."""
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(about).strip(),
         epilog=fields_help(cls),
@@ -31,11 +38,14 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that win over the file")
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_intermixed_args()  # Settings may stand before --config, too.
-    if subject and arguments.overrides and "=" not in arguments.overrides[0]:
-        arguments.overrides[0] = f"{subject}={arguments.overrides[0]}"
-    with mistakes_in_one_line():
-        function(schema.load(cls, arguments.config, arguments.overrides))
+    if flag:
+        parser.add_argument(f"--{flag}", metavar="VALUE", dest="flag", help=f"the same as {flag}=VALUE")
+    given = parser.parse_intermixed_args(arguments)  # Settings may stand before --config, too.
+    if subject and given.overrides and "=" not in given.overrides[0]:
+        given.overrides[0] = f"{subject}={given.overrides[0]}"
+    if flag and given.flag is not None:
+        given.overrides.append(f"{flag}={given.flag}")
+    return schema.load(cls, given.config, given.overrides)
 
 
 @contextmanager

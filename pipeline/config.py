@@ -5,60 +5,14 @@ the number of ranks are in `plan.py`. The settings of work on data are in `data_
 """
 
 import math
-import re
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
+from pipeline.length import Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True)
-class Length:
-    """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
-
-    amount: float
-    unit: Literal["epochs", "steps", "samples", "%"]
-
-    @classmethod
-    def parse(cls, value: object) -> "Length":
-        if isinstance(value, Length):
-            return value
-        match = re.fullmatch(
-            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value)
-        )
-        if not match:
-            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
-        unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-        amount = float(match[1])
-        if not math.isfinite(amount):
-            raise ValueError("that is no finite number.")
-        return cls(amount, unit)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        # Exact, so that what a checkpoint keeps is read back as the same length.
-        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
-        return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
-
-    def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
-        """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
-
-        num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
-        """
-        if self.unit == "steps":
-            exact = Fraction(self.amount)
-        elif self.unit == "samples":
-            exact = Fraction(self.amount) / global_batch
-        elif self.unit == "epochs":
-            exact = Fraction(self.amount) * num_samples / global_batch
-        else:
-            if total_steps is None:
-                raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
-            exact = Fraction(self.amount) * total_steps / 100
-        return math.floor(exact + Fraction(1, 2))
 
 
 def _length(text: str, doc: str) -> Length:
@@ -67,15 +21,30 @@ def _length(text: str, doc: str) -> Length:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    name: str | None = setting(None, "Variant and patch side, as 'ViT-L/16' (Ti, S, B, L, H); weights bring their own.")
+    name: str | None = setting(
+        None,
+        "ViT-L/16: a size (Ti, S, M, B, L, H, g, G) and a patch side; Axial-ViT-B/16; R50+ViT-B/16; BiT-R50x1. Weights "
+        "bring their own.",
+    )
     image_size: int = setting(224, "Side in pixels of the square images the model sees.")
-    width: int | None = setting(None, "Overrides the variant's width D.")
+    width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
     depth: int | None = setting(None, "Overrides the variant's number of blocks.")
     mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
     num_heads: int | None = setting(None, "Overrides the variant's number of heads.")
+    patch_stride: int | None = setting(None, "Pixels from patch to patch; less than the patch side, and they overlap.")
+    positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
+        "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem", "Positions are added once, or before every block: to each a table of its own, or shared the same one."
+    )
+    pool: Literal["token", "gap", "map"] | None = setting(
+        None, "The head reads a class token, the mean of all tokens, or attention pooling; null is token (axial: gap)."
+    )
     representation: bool = setting(True, "Dense + tanh layer before the head (pre-training; fine-tuning drops it).")
     gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
     dropout: float = setting(0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).")
+    drop_path: float = setting(0.0, "Stochastic depth: probability of skipping the last block; the first one's is 0.")
     head_bias: float = setting(0.0, "First value of the head's bias; -10 suits the sigmoid loss on 21k classes.")
 
 
@@ -90,6 +59,10 @@ class DataConfig:
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
+    limit: Limit = setting(
+        Limit.parse("100%"),
+        "Random subset of the training split: a number of samples or a share; smaller lie in larger.",
+    )
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")
@@ -143,12 +116,18 @@ class TrainConfig:
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.")
     max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
+    stop_after_minutes: float = setting(
+        0.0, "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
     lr: float = setting(1e-3, "Peak learning rate.")
+    lr_batch: int = setting(
+        0, "Batch that lr is for: it is scaled by train.global_batch / lr_batch; 0 takes it as it is."
+    )
     beta1: float = setting(0.9, "Adam: decay of the first moment.")
     beta2: float = setting(0.999, "Adam: decay of the second moment.")
     eps: float = setting(1e-8, "Adam: added to the denominator.")
@@ -161,7 +140,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    decay: Literal["linear", "cosine", "constant"] = setting("linear", "Shape of the learning rate after warm-up.")
+    decay: Literal["linear", "cosine", "constant", "drops"] = setting(
+        "linear", "Shape of the learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
+    )
+    drops: list[float] = setting(list, "Shares of the run, as [0.3, 0.6, 0.9], for decay=drops.")
     warmup: Length = _length("10000 steps", "Linear warm-up from 0.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
 
@@ -184,7 +166,42 @@ class EvaluateConfig:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: Length = _length("2%", "Between checkpoints; one is always made at the end.")
-    keep: int = setting(2, "How many of the newest checkpoints stay on disk.")
+    keep: int = setting(2, "How many of the newest checkpoints stay.")
+    keep_every: Length = _length("0 steps", "Between checkpoints that stay for good, beside the newest; 0 is none.")
+    best: str = setting("", "Metric of the evaluation (val_top1, val_loss) whose best checkpoint stays; empty is none.")
+    folder: str = setting(
+        "", "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    on_spike: Literal["say", "skip", "rollback"] = setting(
+        "say",
+        "A loss far above those before it: say so; or do not take that step (ranks then agree on each step's loss before "
+        "its backward pass); or go back to the checkpoint before it and leave out the data up to where it was noticed.",
+    )
+    spike_sigma: float = setting(6.0, "Standard deviations above the mean of the last losses that make a spike.")
+    spike_window: int = setting(128, "How many steps' losses a loss is held against.")
+    max_rollbacks: int = setting(3, "With on_spike=rollback: how often, before the run stops.")
+    hang_minutes: float = setting(
+        5.0,
+        "A run that stands still so long says which rank, host and line of code it waits for, and ends; 0 is never.",
+    )
+    straggler_ratio: float = setting(
+        1.5, "A rank whose data and forward passes take so many times the median rank's is named; 0 names none."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    trace_step: int = setting(
+        0, "Record a torch.profiler trace from this step on (rank 0), into the run and MLflow; 0 is none."
+    )
+    trace_steps: int = setting(3, "How many steps the trace covers.")
+    communication: bool = setting(
+        False, "Time collectives, too; each then waits for its end, which costs their overlap."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +218,7 @@ class TrackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class LaunchConfig:
     env: str = setting(
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "What of the environment reaches every host (launch/hosts.py): names with * for any, or NAME=value; a secret "
@@ -225,9 +242,11 @@ class RunConfig:
     engine: EngineConfig = setting(EngineConfig, "")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
+    health: HealthConfig = setting(HealthConfig, "")
+    profile: ProfileConfig = setting(ProfileConfig, "")
     init: InitConfig = setting(InitConfig, "")
     track: TrackConfig = setting(TrackConfig, "")
-    cluster: ClusterConfig = setting(ClusterConfig, "")
+    launch: LaunchConfig = setting(LaunchConfig, "")
 
     def check(self) -> None:
         """Refuse what cannot work, with the arithmetic. Raises UserError."""
@@ -236,10 +255,10 @@ class RunConfig:
             "data.window": self.data.window, "data.threads": self.data.threads, "data.prefetch": self.data.prefetch,
             "train.global_batch": self.train.global_batch, "train.micro_batch": self.train.micro_batch,
             "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
-            "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
+            "profile.trace_steps": self.profile.trace_steps, "evaluate.batch": self.evaluate.batch, "checkpoint.keep": self.checkpoint.keep,
             "train.length": self.train.length.amount, "engine.timeout_minutes": self.engine.timeout_minutes,
             "evaluate.every": self.evaluate.every.amount, "checkpoint.every": self.checkpoint.every.amount,
-            "optimizer.eps": self.optimizer.eps, "data.cache_gb": self.data.cache_gb,
+            "health.spike_sigma": self.health.spike_sigma, "optimizer.eps": self.optimizer.eps, "data.cache_gb": self.data.cache_gb,
         }  # fmt: skip
         for name, value in positive.items():
             if value <= 0:
@@ -247,8 +266,12 @@ class RunConfig:
         not_negative = {
             "seed": self.seed, "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip": self.optimizer.clip, "engine.peak_tflops": self.engine.peak_tflops,
-            "train.max_skipped_steps": self.train.max_skipped_steps, "data.retry_minutes": self.data.retry_minutes,
+            "train.max_skipped_steps": self.train.max_skipped_steps,
+            "train.stop_after_minutes": self.train.stop_after_minutes, "data.retry_minutes": self.data.retry_minutes,
             "augment.randaugment_layers": self.augment.randaugment_layers,
+            "checkpoint.keep_every": self.checkpoint.keep_every.amount,
+            "profile.trace_step": self.profile.trace_step, "health.max_rollbacks": self.health.max_rollbacks, "health.hang_minutes": self.health.hang_minutes,
+            "health.straggler_ratio": self.health.straggler_ratio, "optimizer.lr_batch": self.optimizer.lr_batch,
         }  # fmt: skip
         for name, value in not_negative.items():
             if value < 0:
@@ -260,7 +283,13 @@ class RunConfig:
                 raise UserError(f"{name} = {value} must be at least 0 and below 1.")
         if self.seed >= 2**63:
             raise UserError(f"seed = {self.seed} must be below 2**63.")
-        shares = {"model.dropout": self.model.dropout, "train.label_smoothing": self.train.label_smoothing,
+        if 0 < self.train.stop_after_minutes <= 0.5:
+            raise UserError(
+                f"train.stop_after_minutes = {self.train.stop_after_minutes:g} leaves nothing to train: 30 s of it are for "
+                "the commit and the exit, and more where commits take longer."
+            )
+        shares = {"model.dropout": self.model.dropout, "model.drop_path": self.model.drop_path,
+                  "train.label_smoothing": self.train.label_smoothing,
                   "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
                   "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
                   "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip
@@ -294,10 +323,34 @@ class RunConfig:
                 "set model.name for a new model, or init.weights to go on from weights, which bring their architecture: "
                 f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
             )
+        if self.init.weights is not None:
+            # What starts from weights may change its size and how it is regularised; the rest would be ignored.
+            free = ("name", "image_size", "dropout", "drop_path")
+            given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in free}
+            if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:
+                raise UserError(f"init.weights brings its architecture: leave out {', '.join(other)}.")
         if self.train.global_batch % self.data.streams:
             raise UserError(
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
+            )
+        metrics = [f"{self.data.eval_split}_{name}" for name in ("top1", "top5", "loss")]
+        if self.checkpoint.best and self.checkpoint.best not in metrics:
+            raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
+        if self.health.spike_window < 8:
+            raise UserError(
+                f"health.spike_window = {self.health.spike_window} must be at least 8 to tell a spike from noise."
+            )
+        if self.health.hang_minutes >= self.engine.timeout_minutes:
+            raise UserError(
+                f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
+                f"{self.engine.timeout_minutes}, after which the waiting ranks die without saying whom they wait for."
+            )
+        drops = self.schedule.drops
+        if (self.schedule.decay == "drops") != bool(drops) or not all(0 < drop < 1 for drop in drops):
+            raise UserError(
+                f"schedule.decay = {self.schedule.decay} with schedule.drops = {drops}: decay=drops needs shares of the "
+                "run between 0 and 1, as schedule.drops=[0.3,0.6,0.9], and no other decay takes any."
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
@@ -306,6 +359,37 @@ class RunConfig:
                 "engine.precision = bf16 with engine.zero_stage = 0 takes a wrong first Adam step in DeepSpeed. "
                 "Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(RunConfig):
+    """A run, and what is assumed of the cluster that it is planned for."""
+
+    cluster: str = setting("", "Nodes x GPUs x kind, as 8x8xH100-80GB; empty plans one rank on no GPU in particular.")
+    samples: int = setting(0, "Training samples of an epoch, while the data set is not there; 0 asks the data set.")
+    classes: int = setting(0, "Classes, while the data set is not there; 0 asks the data set.")
+    variant: str = setting("", "Architecture of init.weights that are not there yet, as 'ViT-L/16'.")
+    mfu: float = setting(0.4, "Assumed share of the GPUs' peak, without recomputing activations (0 to 1).")
+    price: float = setting(0.0, "Of one GPU for an hour, in any currency; 0 leaves cost out.")
+    save_rate: float = setting(1.0, "Gigabytes a second, all ranks together, that reach the checkpoints' disk.")
+    copy_rate: float = setting(10.0, "Gigabytes a second from a GPU to its host's memory.")
+    json: str = setting("", "File for all figures as JSON, '-' prints them instead of the table.")
+
+    def check(self) -> None:
+        """Refuse what cannot work: the run, as training would, and the assumptions. Raises UserError."""
+        super().check()
+        for name, value in {"samples": self.samples, "classes": self.classes, "price": self.price}.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        if (self.samples == 0) != (self.classes == 0):
+            raise UserError(f"samples = {self.samples}, classes = {self.classes}: give both, or neither.")
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"mfu = {self.mfu} must be above 0 and at most 1: 0.4 is 40 % of the GPUs' peak.")
+        for name, rate in {"save_rate": self.save_rate, "copy_rate": self.copy_rate}.items():
+            if rate <= 0:
+                raise UserError(f"{name} = {rate} must be greater than 0.")
+        if self.variant and not self.init.weights:
+            raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,3 +478,20 @@ class HostsConfig:
     run: str = setting(REQUIRED, "YAML file of the run")
     min_free_gb: float = setting(20.0, "Free space that the output folder must have, in GB.")
     max_clock_offset: float = setting(5.0, "Seconds that a host's clock may differ from this one's.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperviseConfig:
+    """Restarts of a run."""
+
+    restarts: int = setting(10, "Restarts in a row that commit nothing new, after which it gives up.")
+    pause_seconds: float = setting(10.0, "Before a restart; doubled after each that commits nothing, up to 10 minutes.")
+    host_failures: int = setting(2, "Failures of a host of the hostfile after which the run goes on without it.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name, value in {"restarts": self.restarts, "pause_seconds": self.pause_seconds}.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+        if self.host_failures < 1:
+            raise UserError(f"host_failures = {self.host_failures} must be greater than 0.")

@@ -1,5 +1,7 @@
 """What a person sees of a run: plain lines (also in log.txt), and a progress bar on a terminal."""
 
+import os
+import select
 import sys
 import time
 from pathlib import Path
@@ -21,8 +23,11 @@ class Console:
     def say(self, line: str) -> None:
         if not self.is_main:
             return
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:
+            _silence_broken_output()
         with open(self.log, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
@@ -39,14 +44,27 @@ class Console:
             self.bar.close()
 
 
+def _silence_broken_output() -> None:
+    """A launcher that was killed reads no more; that must not end the run, which may be about to commit."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0)):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+
+
 def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
-    """One line of training: step, loss, lr, gradient norm, images/s, MFU, data wait, memory, skips, time left."""
-    retries = metrics["storage_retries"]
+    """One line of training: step, loss, lr, gradient norm, images/s, MFU, where time goes, memory, skips, time left."""
+    retries, communication = metrics["storage_retries"], metrics["time_communication"]
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
         f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
         f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
-        f"data wait {metrics['data_wait']:.1%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
+        f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
+        f"opt {metrics['time_optimizer']:.0%}{f' comm {communication:.0%}' if communication else ''} "
+        f"save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
         f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
         f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
     )

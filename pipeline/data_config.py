@@ -37,8 +37,9 @@ class ShardConfig:
     val_labels: str = setting(
         "", "imagenet1k: file of lines 'filename wnid', or ILSVRC2012_validation_ground_truth.txt beside its meta.mat."
     )
+    cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes, or its 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, binary or struct<bytes, path>.")
-    path_column: str = setting("path", "list: column of paths, relative to the list's folder.")
+    path_column: str = setting("path", "list: column of paths, relative to the list's folder, or of URLs.")
     label_column: str = setting("label", "parquet, list: column of labels: names, numbers, or lists of either.")
     label_separator: str = setting(";", "list: stands between several labels of one image.")
     label_names: str = setting("", "File of class names, one a line, where labels are numbers from 0 (list: text too).")
@@ -52,6 +53,11 @@ class ShardConfig:
     seed: int = setting(0, "Mixes samples across classes.")
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
     resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
+    resize_filter: Literal["area", "antialias"] = setting(
+        "area",
+        "With resize_short: area is what evaluation does with full-size images; antialias is Pillow's bilinear, in less "
+        "time.",
+    )
     jpeg_quality: int = setting(95, "Of re-encoded images (only with resize_short).")
     inspect: Literal["decode", "header"] = setting(
         "decode", "Whether images are decoded whole or only their header is read."
@@ -91,8 +97,8 @@ class ShardConfig:
 class IndexConfig:
     """A manifest for webdataset shards that stay where they are."""
 
-    source: str = setting(REQUIRED, "Folder of tars, or one tar, of <key>.jpg and <key>.cls or <key>.json")
-    out: str = setting("", "Folder of the manifest; empty is the folder of the tars.")
+    source: str = setting(REQUIRED, "Folder or URL of tars, or one tar, of <key>.jpg and <key>.cls or <key>.json")
+    out: str = setting("", "Folder or URL of the manifest; empty is the folder of the tars.")
     splits: dict[str, str] = setting({"train": ""}, "Split name -> how the names of its tars begin ('' is all).")
     label_names: str = setting("", "File of class names, one a line, by label; without, classes are called by number.")
     inspect: Literal["decode", "header"] = setting(
@@ -114,7 +120,7 @@ class IndexConfig:
 class VerifyConfig:
     """A check of a data set on disk, to the last byte."""
 
-    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    data: str = setting(REQUIRED, "Folder or URL of a data set (shards and manifest, made by launch/shard.py)")
     out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.")
     decode_share: float = setting(
         1.0, "Share of the images that are decoded, by a hash of the key; those of the last run's list always are."
@@ -133,7 +139,7 @@ class VerifyConfig:
 class StatsConfig:
     """What is in a data set, counted and drawn."""
 
-    data: str = setting(REQUIRED, "Folder of a data set (shards and manifest, made by launch/shard.py)")
+    data: str = setting(REQUIRED, "Folder or URL of a data set (shards and manifest, made by launch/shard.py)")
     out: str = setting("", "Folder of stats.json, tables and pictures; empty is <data>/stats.")
     sheet: int = setting(60, "Images on the contact sheet; 0 is no sheet, and reads no shard.")
     mlflow: str = setting("", "MLflow tracking URI that the numbers and pictures are sent to; empty sends nothing.")
@@ -148,7 +154,9 @@ class StatsConfig:
 class BenchConfig:
     """A measurement of reading or writing data, beside other projects that do it."""
 
-    what: Literal["data", "shard"] = setting(REQUIRED, "data: the loader; shard: sharding")
+    what: Literal["data", "shard", "augment"] = setting(
+        REQUIRED, "data: the loader; shard: sharding; augment: what augmentation costs"
+    )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs")
     images: int = setting(4000, "Number of images; those of the source are repeated.")
     batch: int = setting(64, "Images of a batch.")
@@ -168,20 +176,22 @@ class BenchConfig:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
         if self.images < 2 * self.batch:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
+        if self.what == "augment" and self.batch % 2:
+            raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
     """A search for images of a data set that are copies of test images."""
 
-    data: str = setting(REQUIRED, "Folder of the data set whose copies are marked")
+    data: str = setting(REQUIRED, "Folder or URL of the data set whose copies are marked")
     split: str = setting("train", "Its split that is searched and marked.")
     against: list[str] = setting(
         REQUIRED, "Data sets of test images: [folder, ...] for all splits, folder:split for one. They are only read."
     )
     max_distance: float = setting(
-        0.07,
-        "Pairs up to this are copies: 1 - correlation at the best crop, so 0 is equal. docs/data.md has the errors.",
+        0.14,
+        "Pairs up to this are copies: 1 - agreement of all small parts, so 0 is equal. docs/data.md has the errors.",
     )
     max_bad_share: float = setting(0.001, "Share of images that cannot be decoded above which the job stops.")
     num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")

@@ -1,12 +1,16 @@
 """Ranks, devices, and the few collectives that training needs beyond the engine's own."""
 
+import functools
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,35 @@ class Ranks:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest)
 
+    def sum_later(self, value: float) -> Callable[[], float]:
+        """Start summing over ranks and return at once; the function returned gives the sum, and waits if it must."""
+        if self.world_size == 1:
+            return lambda: value
+        total = torch.full((), value, device=self.device)
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        if self.device.type != "cuda":
+
+            def result() -> float:
+                work.wait()
+                return float(total)
+
+            return result
+        # Fetched on a stream of its own: on the usual one it would wait for all the work that is queued there.
+        aside, fetched = _stream_aside(self.device), torch.cuda.Event()
+        on_host = torch.empty((), pin_memory=True)
+        with torch.cuda.stream(aside):
+            work.wait()
+            on_host.copy_(total, non_blocking=True)
+            fetched.record()
+        total.record_stream(aside)
+
+        def result_from_device() -> float:
+            fetched.synchronize()
+            return float(on_host)
+
+        return result_from_device
+
     def barrier(self) -> None:
         # A sum rather than dist.barrier(), which needs to be told the device on NCCL.
         self.sum(0.0)
@@ -52,6 +85,16 @@ class Ranks:
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns on rank 0, on every rank. A UserError there is raised everywhere."""
+        value = None
+        if self.is_main:
+            try:
+                value = function()
+            except UserError as error:
+                value = error
+        return self.agree(value)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order, on every rank."""
@@ -73,6 +116,11 @@ def from_environment() -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     return Ranks(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]), device)
+
+
+@functools.cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ configurations that train wrongly (refused in config.py).
 import atexit
 import datetime
 import fcntl
+import math
 import os
 import sys
 import warnings
@@ -16,15 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline import engine_state, memory
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
 from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
+from pipeline.fragments import Fragments, Range
 from pipeline.plan import Plan
+from pipeline.profile import StepClock
+from pipeline.saver import Part
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -36,7 +42,6 @@ warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 _DROPOUT = 5
 
@@ -54,13 +59,25 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
     if torch.distributed.is_initialized():
         return
     deepspeed_logger.setLevel("WARNING")
-    if ranks.device.type == "cpu" and ranks.world_size > 1:
+    if ranks.device.type == "cpu":
         build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    if ranks.device.type == "cpu":
+        _unlink_shared_memory(ranks)
     if torch.distributed.get_backend() == "gloo":
         # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
         atexit.register(torch.distributed.destroy_process_group)
+
+
+def _unlink_shared_memory(ranks: Ranks) -> None:
+    """Take away the name of this rank's buffer of DeepSpeed's CPU collective; who has mapped it keeps it.
+
+    66 MiB of memory that would outlive the ranks under a name made of the master's address and port.
+    """
+    ranks.barrier()  # Every rank has mapped the others' buffers.
+    place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{ranks.rank}"
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 class Engine:
@@ -75,8 +92,11 @@ class Engine:
         plan: Plan,
         ranks: Ranks,
         seed: int,
+        clock: StepClock,
     ) -> None:
-        self.ranks, self.seed = ranks, seed
+        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
+        self.clip = optimizer_config.clip
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
@@ -91,15 +111,20 @@ class Engine:
         lr: float,
         loss_of: Callable[..., Tensor],
         mixing: Mixing | None = None,
+        accept: Callable[[Tensor], bool] | None = None,
     ) -> StepResult:
         """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
 
         loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        accept: told this rank's mean loss before the last backward pass, on every rank; False there skips the step.
+        A gradient that is not finite on any rank skips the step, too. Weights and moments stay as they are, and
+        `skipped_steps` counts.
         """
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), device=self.ranks.device)
+        norm = None
         for i, batch in enumerate(batches):
             # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
             torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
@@ -107,12 +132,36 @@ class Engine:
             images, own = normalise(batch.images, self.ranks.device, torch.float32), None
             if mixing is not None:
                 images, own = mix_images(images, valid, mixing)
-            loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
-            self.engine.backward(loss)
+            with self.clock.device("forward"):
+                loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
             total += loss.detach()
-            self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return StepResult(total / len(batches), float("nan") if norm is None else float(norm))
+            last = i == len(batches) - 1
+            if last and accept is not None and not accept(total / len(batches)):
+                loss = loss * float("nan")  # The one way to skip a step that all ZeRO stages know.
+            with self.clock.device("backward"):
+                self.engine.backward(loss)
+            if last and self.stage == 0:
+                norm = self._guard_gradient()
+            with self.clock.device("optimizer"):
+                self.engine.step()
+        if norm is None:
+            norm = self.engine.get_global_grad_norm()
+        return StepResult(total / len(batches), math.nan if norm is None else float(norm))
+
+    def _guard_gradient(self) -> float:
+        """Stage 0: clip the gradient, reduced over ranks; one that is no number is taken away. Returns its norm before.
+
+        DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
+        """
+        parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if not norm.isfinite():
+            for parameter in parameters:
+                parameter.grad = None
+            self.engine.skipped_steps += 1
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        return float(norm)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -120,27 +169,65 @@ class Engine:
         self.engine.eval()
         return self.engine(normalise(images, self.ranks.device, self.dtype)).float()
 
-    def save(self, folder: Path) -> None:
-        """Write every rank's part of weights and optimizer state below `folder`. Collective."""
-        with _quiet():
-            self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+    def part(self) -> Part:
+        """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        ranges, where = [], []
+        for i, shard in enumerate(shards):
+            for place in shard.places:
+                if self.stage == 0:
+                    place = engine_state.owned(place, self.ranks.rank, self.ranks.world_size)
+                if place.length:
+                    ranges.append((place.name, place.start, place.length))
+                    where.append((i, place.offset, place.length))
+        states = engine_state.states(self.engine, shards)
+        return Part(
+            ranges,
+            {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
+             for name, flats in states.items()},
+        )  # fmt: skip
 
-    def load(self, folder: Path) -> None:
-        """Read back what `save` wrote, on the same number of ranks. Collective."""
-        with _quiet():
-            found, _ = self.engine.load_checkpoint(str(folder), tag="state")
-        assert found is not None, folder
+    def counters(self) -> dict[str, Any]:
+        """What else is to be restored: plain numbers, the same on every rank."""
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        return {
+            "optimizer_steps": engine_state.optimizer_steps(self.engine, shards),
+            "global_steps": int(self.engine.global_steps),
+            "skipped_steps": self.skipped_steps,
+        }
 
-    def weights(self) -> dict[str, Tensor]:
-        """fp32 master weights on the host, whole, on rank 0 (empty elsewhere). Collective."""
-        state = {}
-        for name, parameter in self.engine.module.named_parameters():
-            full = safe_get_full_fp32_param(parameter)
-            if full is None:  # Stage 0 keeps no copies: the parameters are the master weights.
-                full = parameter.detach()
-            if self.ranks.is_main:
-                state[name] = full.detach().to("cpu", torch.float32, copy=True)
-        return state
+    @torch.no_grad()
+    def load(self, fragments: Fragments, counters: dict[str, Any]) -> None:
+        """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
+
+        Raises UserError for another model's.
+        """
+        fragments.check(self.shapes)
+        shards = engine_state.shards(self.engine, self.ranks.rank)
+        engine_state.begin_states(self.engine, shards, fragments.states, counters["optimizer_steps"])
+        for name, flats in engine_state.states(self.engine, shards).items():
+            wanted = []
+            for flat, shard in zip(flats, shards, strict=True):
+                for place in shard.places:
+                    target = flat.narrow(0, place.offset, place.length)
+                    wanted.append((target, Range(name, place.name, place.start, np.empty(place.length, np.float32))))
+            fragments.read(part for _, part in wanted)
+            for target, part in wanted:
+                target.copy_(torch.from_numpy(part.out))
+        engine_state.publish(self.engine)
+        self.engine.global_steps = counters["global_steps"]
+        self.engine.skipped_steps = counters["skipped_steps"]
+
+    def count_communication(self) -> None:
+        """Time every collective of DeepSpeed from now on; each then waits for its end, which costs overlap."""
+        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
+
+    def communication_seconds(self) -> float:
+        """What collectives took since the last call; 0 when they are not counted."""
+        record = deepspeed.comm.comm.comms_logger.comms_dict
+        milliseconds = sum(sum(entry[1]) for sizes in record.values() for entry in sizes.values())
+        record.clear()
+        return milliseconds / 1e3
 
     @property
     def skipped_steps(self) -> int:
@@ -153,8 +240,13 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "gradient_clipping": optimizer.clip,
-        "zero_optimization": {"stage": config.zero_stage},
+        "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: ours, in _guard_gradient.
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "reduce_bucket_size": memory.REDUCE_BUCKET,
+            "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
+            "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
+        },
         # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

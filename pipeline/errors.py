@@ -1,4 +1,4 @@
-"""The kind of error that is the user's to mend."""
+"""The kind of error that is the user's to mend; and how a run is left in the middle, which is none."""
 
 
 class UserError(ValueError):
@@ -11,3 +11,11 @@ class OneRankError(UserError):
     """As UserError, met by one rank alone (its own sample, its own disk), which has to say it itself."""
 
     on_one_rank = True
+
+
+class Interrupted(Exception):  # noqa: N818 - no error
+    """The data that a rank waits for is not wanted any more."""
+
+
+class Stopped(Exception):  # noqa: N818 - no error
+    """All ranks leave what they are doing at the same place, to commit and end."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import secrets
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from typing import Any
 from pipeline import schema
 from pipeline.config import HostsConfig, RunConfig
 from pipeline.errors import UserError
+from pipeline.hosts import read_hostfile
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher looks for it where it is started.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
@@ -39,7 +39,7 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     """Write `.deepspeed_env`, ask every host, print a table; returns the answers. Raises UserError when any is unfit."""
     slots = read_hostfile(Path(config.hostfile))
     of_run = schema.load(RunConfig, config.run)
-    carried = write_environment(shlex.split(of_run.cluster.env))
+    carried = write_environment(shlex.split(of_run.launch.env))
     print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
     out = Path(of_run.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -63,25 +63,6 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     return answers
 
 
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> slots, in the file's order, of lines as DeepSpeed reads them: `name slots=8`. Raises UserError."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        raise UserError(f"{path} cannot be read. A hostfile has a line for each host: name slots=8") from None
-    slots: dict[str, int] = {}
-    for line in lines:
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = re.match(r"\s*(\S+)\s+slots=(\d+)", line)
-        if match is None or match[1] in slots or int(match[2]) < 1:
-            raise UserError(f"{path}: bad or repeated line {line.strip()!r}. A line is: name slots=8")
-        slots[match[1]] = int(match[2])
-    if not slots:
-        raise UserError(f"{path} names no host. A hostfile has a line for each host: name slots=8")
-    return slots
-
-
 def write_environment(patterns: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
     """Write what DeepSpeed's launcher exports on every host: NAME=value as given, and variables here that match.
 
@@ -96,7 +77,7 @@ def write_environment(patterns: Sequence[str], environment: Mapping[str, str] = 
         else:
             chosen.update({n: v for n, v in environment.items() if fnmatch.fnmatchcase(n, pattern)})
     if bad := [name for name, value in chosen.items() if "\n" in value]:
-        raise UserError(f"cluster.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
+        raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
     lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
     temporary = _ENVIRONMENT_FILE.with_name(f"{_ENVIRONMENT_FILE.name}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -108,7 +89,9 @@ def write_environment(patterns: Sequence[str], environment: Mapping[str, str] = 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     """One host's answer (`answer`), its clock's offset and the speed to it; or {"error": why there is none}."""
     question = json.dumps({"paths": list(paths), "out": out})
-    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.host_check {shlex.quote(question)}"
+    there = (
+        f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.host_check {shlex.quote(question)}"
+    )
     # The variable with which pdsh is told of keys and ports.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]

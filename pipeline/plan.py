@@ -1,19 +1,24 @@
 """What a run will do, worked out before it starts: batch arithmetic and lengths in steps."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.config import RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.model import Config
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps."""
+    """All lengths in optimizer steps. keep_every: 0 is never."""
 
     steps: int
     warmup: int
     eval_every: int
     checkpoint_every: int
+    keep_every: int
     accumulation: int
     micro_batch: int
     num_samples: int
@@ -23,6 +28,14 @@ class Plan:
     @property
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """What of the settings was changed to fit, a line each."""
+        share = self.global_batch // self.world_size
+        if self.micro_batch == min(config.train.micro_batch, share):
+            return []
+        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
+                f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
         """One line for a person."""
@@ -39,14 +52,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
     """
     train = config.train
-    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size)
-    micro_batch = train.global_batch // (world_size * accumulation)
-    if (config.augment.mixup or config.augment.cutmix) and micro_batch % 2:
-        raise UserError(
-            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
-            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
-            "train.global_batch that gives each rank an even number of samples."
-        )
+    accumulation, micro_batch = cut_batch(config, world_size)
     steps = train.length.steps(num_samples, train.global_batch)
     if steps < 1:
         raise UserError(
@@ -64,6 +70,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         warmup=warmup,
         eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
+        keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
         accumulation=accumulation,
         micro_batch=micro_batch,
         num_samples=num_samples,
@@ -72,8 +79,51 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     )
 
 
-def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches a rank accumulates. A rank's share smaller than micro_batch is one micro-batch."""
+def new_model_config(settings: ModelConfig, num_classes: int) -> "Config":
+    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built."""
+    from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
+
+    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
+    return configure(
+        settings.name,
+        settings.image_size,
+        num_classes,
+        width=settings.width,
+        depth=settings.depth,
+        mlp_width=settings.mlp_width,
+        num_heads=settings.num_heads,
+        patch_stride=settings.patch_stride,
+        positions=settings.positions,
+        positions_at=settings.positions_at,
+        pool=settings.pool,
+        representation=settings.representation,
+        gelu=settings.gelu,
+        dropout=settings.dropout,
+        drop_path=settings.drop_path,
+        head_bias=settings.head_bias,
+    )
+
+
+def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """(accumulation, samples of a micro-batch) on `world_size` ranks. Raises UserError, with the arithmetic."""
+    train = config.train
+    paired = bool(config.augment.mixup or config.augment.cutmix)
+    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
+    micro_batch = train.global_batch // (world_size * accumulation)
+    if paired and micro_batch % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
+            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            "train.global_batch that gives each rank an even number of samples."
+        )
+    return accumulation, micro_batch
+
+
+def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:
+    """Micro-batches a rank accumulates: of the largest size up to micro_batch that divides its share of the batch.
+
+    even: of an even size, if there is one.
+    """
     if global_batch % world_size:
         lower = global_batch // world_size * world_size
         near = f"{lower} and {lower + world_size}" if lower else str(world_size)
@@ -84,11 +134,5 @@ def _accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
     share = global_batch // world_size
     if share <= micro_batch:
         return 1
-    if share % micro_batch:
-        fitting = max(m for m in range(1, micro_batch + 1) if share % m == 0)
-        raise UserError(
-            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks x train.micro_batch "
-            f"{micro_batch} = {world_size * micro_batch}: a rank's {share} samples make {share / micro_batch:.2f} "
-            f"micro-batches. Use train.micro_batch={fitting}."
-        )
-    return share // micro_batch
+    fitting = [size for size in range(1, micro_batch + 1) if share % size == 0]
+    return share // max([size for size in fitting if size % 2 == 0 or not even], default=max(fitting))

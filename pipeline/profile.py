@@ -1,26 +1,67 @@
-"""Speed and memory of a run, as its log line shows them: images/s, MFU, share of time waiting for data, peak memory."""
+"""Speed and memory of a run, as its log line shows them: images/s, MFU, where the time goes, peak memory; and a trace."""
 
+import re
 import resource
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline.distributed import Ranks
 
-# Dense 16-bit peak in TFLOP/s by the name CUDA gives; the data sheets' figures without sparsity.
-_PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "V100": 125.0,
+# Dense 16-bit peak in TFLOP/s and gigabytes of memory by the name CUDA gives; the data sheets' figures without sparsity.
+_GPUS = {
+    "B200": (2250.0, 180),
+    "H200": (989.0, 141),
+    "H100 PCIe": (756.0, 80),
+    "H100": (989.0, 80),
+    "A100": (312.0, 40),
+    "L40S": (362.0, 48),
+    "L40": (181.0, 48),
+    "L4": (121.0, 24),
+    "V100": (125.0, 16),
 }
 _MEASURE_SIDE = 512
 _MEASURE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU. kind: its row in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9)."""
+
+    kind: str
+    tflops: float
+    memory: int
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The data sheet of a GPU by CUDA's name for it or a short one, as "NVIDIA A100-SXM4-80GB" or "A100-80GB"."""
+    name = name.replace("-", " ")
+    gigabytes = re.search(r"(\d+) ?GB\b", name)
+    for kind, (tflops, memory) in _GPUS.items():
+        if kind in name:
+            return Gpu(kind, tflops, int(gigabytes[1] if gigabytes else memory) * 10**9)
+    return None
+
+
+def known_gpus() -> str:
+    """The kinds that `find_gpu` knows, for a message."""
+    return ", ".join(kind.replace(" ", "-") for kind in _GPUS)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that training may count on: nominal, which leaves the CUDA context its room; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    there = torch.cuda.get_device_properties(device).total_memory
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return min(there, gpu.memory) if gpu else there
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:
@@ -28,10 +69,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: floa
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
     if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for key, tflops in _PEAK_TFLOPS.items():
-            if key in name:
-                return tflops * 1e12, f"data sheet of {key}"
+        gpu = find_gpu(torch.cuda.get_device_name(device))
+        if gpu:
+            return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
     return _measured_flops(device, dtype), "matrix product timed at start"
 
 
@@ -56,22 +96,76 @@ def peak_memory(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
+class StepClock:
+    """Seconds of a rank by part: "data", "forward", "backward", "optimizer", "checkpoint".
+
+    On a GPU the parts are marked in its queue and read off later, so that nothing waits for them; there "data" is the time
+    that the host waited.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def host(self, part: str) -> Iterator[None]:
+        """Count what the block takes on the host."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - begin
+
+    @contextmanager
+    def device(self, part: str) -> Iterator[None]:
+        """Count what the block's work takes on the device."""
+        if not self.on_gpu:
+            with self.host(part):
+                yield
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._marks.append((part, begin, end))
+
+    def add(self, part: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere."""
+        self._seconds[part] += seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each part since the last reading. Waits for the GPU."""
+        if self._marks:
+            torch.cuda.synchronize()
+        for part, begin, end in self._marks:
+            self._seconds[part] += begin.elapsed_time(end) / 1e3
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        self._marks.clear()
+        return seconds
+
+
+PARTS = ("data", "forward", "backward", "optimizer", "checkpoint", "communication")
+
+
 class Meter:
     """Rates between two log lines, without the time that evaluation and checkpoints took."""
 
-    def __init__(self, ranks: Ranks, flops_per_image: float, peak: float) -> None:
-        self.ranks, self.flops_per_image, self.peak = ranks, flops_per_image, peak
+    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float) -> None:
+        self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
+        # Of every rank, its own work up to the last reading: data and forward passes, before it waits for others.
+        self.own_seconds: list[float] = [0.0] * ranks.world_size
         self._restart()
 
     def _restart(self) -> None:
-        self.images, self.waited, self.away = 0, 0.0, 0.0
+        self.images, self.away = 0, 0.0
         self.begin = time.perf_counter()
 
-    def step(self, images: int, waited: float) -> None:
-        """Count one step of `images` over all ranks; this rank waited `waited` seconds for its data."""
+    def step(self, images: int) -> None:
+        """Count one step of `images` over all ranks."""
         self.images += images
-        self.waited += waited
 
     def exclude(self, seconds: float) -> None:
         """Time that was not training."""
@@ -83,16 +177,52 @@ class Meter:
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
     def read(self) -> dict[str, float]:
-        """images_per_second, mfu, data_wait (of the slowest rank), peak_memory_gib since the last one. Collective."""
+        """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
+
+        data_wait is the slowest rank's share; time_forward, ... are means over ranks, of training and checkpoints.
+        time_communication, where it is measured, is part of the others.
+        """
         seconds = max(time.perf_counter() - self.begin - self.away, 1e-9)
         rate = self.images / seconds
         self.total_images += self.images
         self.total_seconds += seconds
+        parts = self.clock.read()
+        of_ranks = self.ranks.gather([parts.get(part, 0.0) for part in PARTS])
+        self.own_seconds = [data + forward for data, forward, *_ in of_ranks]
+        whole = seconds + parts.get("checkpoint", 0.0)
         reading = {
             "images_per_second": rate,
             "mfu": self.flops_per_image * rate / (self.ranks.world_size * self.peak),
-            "data_wait": self.ranks.max(self.waited / seconds),
+            "data_wait": max(data for data, *_ in of_ranks) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }
+        for part, values in list(zip(PARTS, zip(*of_ranks, strict=True), strict=True))[1:]:
+            reading[f"time_{part}"] = sum(values) / len(values) / whole
         self._restart()
         return reading
+
+
+class Trace:
+    """A torch.profiler trace of `steps` steps from step `first` on (from 1, as log lines count); 0 is none."""
+
+    def __init__(self, first: int, steps: int, file: Path, device: torch.device) -> None:
+        self.first, self.last, self.file, self.device = first, first + steps - 1, file, device
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Step `step` begins."""
+        if step == self.first:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> Path | None:
+        """Step `step` is over; the trace's file (for Perfetto or chrome://tracing) when it was the last of the window."""
+        if self._profiler is None or step != self.last:
+            return None
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(self.file))
+        self._profiler = None
+        return self.file

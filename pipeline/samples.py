@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from pipeline import schema
-from pipeline.checkpoint import Checkpoints, read_state
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state
 from pipeline.config import RunConfig, SamplesConfig
-from pipeline.data.bucket import to_path
+from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
-from pipeline.data.order import SampleOrder
+from pipeline.data.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.errors import UserError
 
@@ -27,9 +27,10 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     path = Path(config.run)
     state = _newest_state(path)
     trained = state["step"] if state else 0
+    left_out = state.get("left_out", []) if state else []
     of_run = _settings(path, state)
     dataset = open_dataset(config.data or of_run.data.path)
-    split = dataset.split(of_run.data.train_split, of_run.data.exclude)
+    split = dataset.split(of_run.data.train_split, of_run.data.exclude, of_run.data.limit, of_run.seed)
     if state:
         _refuse_other_data(state["identity"], dataset, split)
     batch = of_run.train.global_batch
@@ -43,7 +44,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         )
 
     if config.step:
-        rows, epochs = order.slice(config.step - 1, config.rank, config.ranks)
+        rows, epochs = order.slice(batch_of_step(config.step - 1, left_out), config.rank, config.ranks)
         table = _of_step(dataset, split, rows, epochs, first_place=config.rank * len(rows))
         if config.sheet:
             _draw(of_run, split, rows, epochs, Path(config.sheet))
@@ -51,7 +52,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
         said = f"step {config.step:,} of {steps:,}{share}: {len(rows):,} samples, {when}"
     else:
-        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks)
+        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, left_out)
         seen = sum(row["trained"] == "yes" for row in table)
         said = f"{config.sample}: seen {seen} times in the {trained:,} steps trained, {len(table)} in all {steps:,}"
     _show(table, config.csv)
@@ -62,8 +63,18 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
 
 def _newest_state(path: Path) -> dict[str, Any] | None:
     """state.json of a checkpoint, or of a run's newest one."""
-    folders = [path] if (path / "state.json").exists() else Checkpoints(path / "checkpoints", keep=1).candidates()
-    return read_state(folders[0]) if folders else None
+    if (path / "state.json").exists():
+        return read_state(path)
+    folder: AnyPath = path / "checkpoints"
+    if (path / "config.json").exists() and (config := _planned(path)).checkpoint.folder:
+        folder = checkpoint_folder(config)
+    committed = Checkpoints(folder).candidates()
+    return read_state(committed[0]) if committed else None
+
+
+def _planned(path: Path) -> RunConfig:
+    """The settings that a run folder began with."""
+    return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
 
 
 def _settings(path: Path, state: dict[str, Any] | None) -> RunConfig:
@@ -80,7 +91,7 @@ def _settings(path: Path, state: dict[str, Any] | None) -> RunConfig:
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:
-            return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
+            return _planned(path)
         except FileNotFoundError:
             raise UserError(f"{path} is no run folder: it has neither checkpoints nor config.json.") from None
     return schema.load(RunConfig, path)
@@ -119,12 +130,15 @@ def _of_step(
     return table
 
 
-def _of_sample(order: SampleOrder, row: int, steps: int, trained: int, ranks: int) -> list[dict[str, Any]]:
+def _of_sample(
+    order: SampleOrder, row: int, steps: int, trained: int, ranks: int, left_out: list[tuple[int, int]]
+) -> list[dict[str, Any]]:
     """One row for each time that the sample is seen."""
     batch, table = order.global_batch, []
-    for epoch in range(math.ceil(steps * batch / order.num_samples)):
-        step, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
-        if step < steps:
+    for epoch in range(math.ceil((batch_of_step(steps - 1, left_out) + 1) * batch / order.num_samples)):
+        number, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
+        step = step_of_batch(number, left_out)
+        if step is not None and step < steps:
             seen = "yes" if step < trained else "no"
             rank = place // (batch // ranks)
             table.append({"epoch": epoch, "step": step + 1, "place": place, "rank": rank, "trained": seen})

@@ -16,14 +16,16 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import write_atomically
 from pipeline.config import TrackConfig
+from pipeline.run_folder import write_atomically
 
 _BATCH = 500
 _RETRY_SECONDS = (1, 2, 5, 10, 30)
 _POLL_SECONDS = 1.0
 # How long the end of a run may wait for a slow or absent server; what is unsent goes with the next start.
 _FINISH_SECONDS = 30.0
+# As long as that at most when the machine is about to be taken away.
+_HURRIED_FINISH_SECONDS = 5.0
 # MLflow's limits: on the length of a parameter's value, on the parameters of one call.
 _MAX_PARAMETER = 6000
 _MAX_PARAMETERS = 100
@@ -67,12 +69,12 @@ class Tracker:
         """Send a file to the MLflow run when the run finishes."""
         self._artifacts.append(path)
 
-    def finish(self, status: str) -> None:
-        """Send what is left, and close the run with FINISHED, FAILED or KILLED. Waits 30 s at most."""
+    def finish(self, status: str, in_a_hurry: bool = False) -> None:
+        """Send what is left, and close the run with FINISHED, FAILED or KILLED. Waits 30 s at most, 5 s in a hurry."""
         self._status = status
         self._stop.set()
         if self._thread:
-            self._thread.join(_FINISH_SECONDS)
+            self._thread.join(_HURRIED_FINISH_SECONDS if in_a_hurry else _FINISH_SECONDS)
             if not self._all_sent:
                 record = self.folder / "metrics.jsonl"
                 _warn(f"MLflow at {self.uri} does not have all of {record}: the rest goes with the next start.")

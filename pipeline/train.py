@@ -5,313 +5,342 @@ has `init.weights`.
 """
 
 import json
-import math
 import platform
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline import model as models
-from pipeline import objective, optim, schema
-from pipeline.checkpoint import Checkpoints, free_bytes, read_state, write_atomically
+from pipeline import objective, optim, resume, schema
+from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name
+from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
 from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.mix import draw_mixing
-from pipeline.data.order import SampleOrder
-from pipeline.data.split import NOTHING_EXCLUDED, Split
+from pipeline.data.order import SampleOrder, batch_of_step, leave_out
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
-from pipeline.errors import OneRankError, UserError
+from pipeline.errors import Stopped, UserError
 from pipeline.evaluate.classify import predict, score
-from pipeline.model import VisionTransformer
+from pipeline.fragments import Fragments
+from pipeline.health import LossWatch, SlowRanks, Watchdog
+from pipeline.memory import refuse_too_large
+from pipeline.model import Model
 from pipeline.plan import Plan, make_plan
-from pipeline.profile import Meter, peak_flops
-from pipeline.schedule import learning_rate
+from pipeline.profile import Meter, StepClock, Trace, device_memory, peak_flops
+from pipeline.run_folder import write_atomically
+from pipeline.saver import Saver
+from pipeline.schedule import learning_rate, peak_rate
+from pipeline.stop import Stop
 from pipeline.track import Tracker
 
-# What must be as it was for a checkpoint to continue: its tensors, its engine's files, the order of its samples.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "train.global_batch", "optimizer.name",
-          "engine.zero_stage", "engine.precision", "ranks", "fingerprint", "classes", "excluded")  # fmt: skip
-# fp32 master weights, two moments and the 16-bit copy, and model.pt, with a margin.
-_CHECKPOINT_BYTES_PER_PARAMETER = 20
-_FULL_BYTES = 2**20
-_SPACE_ADVICE = "Free some, or lower checkpoint.keep; the same command goes on from the last checkpoint."
+
+def run(config: RunConfig, stop: Stop | None = None) -> None:
+    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake.
+
+    stop: made before the imports, if the command did. A run that is stopped ends the process with exit code 75.
+    """
+    with stop or Stop(config) as stop:
+        _run(config, stop)
 
 
-def run(config: RunConfig) -> None:
-    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake."""
+def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split = dataset.split(config.data.train_split, config.data.exclude)
+    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
     evaluation = dataset.split(config.data.eval_split, config.data.exclude)
     plan = make_plan(config, len(split), ranks.world_size)
-    facts = identity(config, dataset, plan, split, evaluation)
-    folder = Path(config.out) / config.name
-    console = Console(folder / "log.txt", ranks.is_main)
+    facts = resume.identity(config, dataset, plan, split, evaluation)
+    folder = stop.folder.path
+    in_use = stop.folder.lock() if ranks.is_main else None
+    console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     console.say(f"{config.name}: {plan.describe()}")
-    for line in split.notes() + evaluation.notes():
+    if not stop.folder.is_locked:
+        console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
+    for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes)
-    _refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
+    ranks.agree(in_use)
+    stop.connect(ranks)
+    resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    resumed = ranks.agree(_find_checkpoint(checkpoints, facts, console) if ranks.is_main else None)
-    model = _initial_model(config, dataset, resumed)
+    checkpoints = Checkpoints(checkpoint_folder(config))
+    resumed, damaged = resume.find_checkpoint(checkpoints, facts, ranks, console)
+    model = resume.initial_model(config, dataset, resumed)
+    gpu_memory = device_memory(ranks.device)
+    if gpu_memory is not None:
+        refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
-    engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed)
-    start = 0
+    clock = StepClock(ranks.device)
+    engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+    state: dict[str, Any] = {}
     if resumed is not None:
-        engine.load(resumed / "engine")
-        start = read_state(resumed)["step"]
-        console.say(f"resumed from {resumed} at step {start:,} of {plan.steps:,}")
+        state = read_state(resumed)
+        engine.load(Fragments.open(resumed), state["engine"])
+        stop.step = state["step"]
+        console.say(f"resumed from {resumed} at step {state['step']:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
-    # ------------------------------------------------------------------ what feeds it and what watches it
+    start: int = state.get("step", 0)
+    highest_lr = peak_rate(config.optimizer, plan.global_batch)
+
+    # ------------------------------------------------------------------ what feeds it
+    order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
+    left_out: list[tuple[int, int]] = [(at, number) for at, number in state.get("left_out", [])]
+    loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
+    loader = Loader(
+        split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
+        config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
+    )  # fmt: skip
+
+    # ------------------------------------------------------------------ what watches it
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     flops = models.training_flops_per_image(model.config)
     console.say(
         f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
         f"{dataset.num_classes} classes, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
-    meter = Meter(ranks, flops, peak)
-    order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
-    requests = train_requests(order, start, plan.steps, plan.micro_batch, ranks.rank, ranks.world_size)
-    loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
-    loader = Loader(
-        split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
-        config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda",
-    )  # fmt: skip
+    meter = Meter(ranks, clock, flops, peak)
+    trace = Trace(
+        config.profile.trace_step if ranks.is_main else 0,
+        config.profile.trace_steps,
+        folder / "trace.json",
+        ranks.device,
+    )
+    if config.profile.communication:
+        engine.count_communication()
+    losses = LossWatch(config.health, ranks, state.get("losses", []))
+    hosts = ranks.gather(socket.gethostname())
+    slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
     tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
-    status = "FAILED"
+    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+
+    def commit(step: int, kept: bool = False) -> None:
+        watchdog.at(step, "checkpoint")
+        damaged.discard(step_name(step))  # It is written anew.
+        retention = Retention(config.checkpoint.keep, sorted(damaged), kept)
+        health = {"losses": list(losses.scores.recent), "left_out": left_out}
+        with clock.host("checkpoint"):
+            saver.save(step, engine.part(), _commit(engine, model, config, dataset, facts, step, health, retention))
+
+    def evaluate(step: int) -> None:
+        def forward(images: Tensor) -> Tensor:
+            watchdog.at(step, "evaluation")
+            return engine.forward(images)
+
+        split_name = config.data.eval_split
+        scores = score(
+            predict(forward, evaluation, config.model.image_size, config.augment, config.train.loss,
+                    config.evaluate.batch, config.data.threads, ranks, stop=stop),
+            evaluation,
+        )  # fmt: skip
+        console.say(f"step {step:,}: {split_name} {scores}")
+        named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
+        if config.checkpoint.best:
+            saver.mark_best(step, config.checkpoint.best, named[config.checkpoint.best])
+        if tracker:
+            tracker.log(step, named)
+            write_atomically(folder / "scores.json", json.dumps({"step": step, **asdict(scores)}))
+
+    status, reason = "FAILED", ""
+    done = saved = start
     try:
+        stop.begin_training(start)
+        if ranks.agree(_evaluation_is_owed(folder, start, plan)):
+            evaluate(start)
         # -------------------------------------------------------------- the loop
-        batches = loader.batches(requests)
         console.open_bar(start, plan.steps)
-        for step in range(start, plan.steps):
-            micro_batches, waited = _take(batches, plan.accumulation)
-            lr = learning_rate(config.schedule, config.optimizer.lr, step, plan.steps, plan.warmup)
-            mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
-            result = engine.train_step(step, micro_batches, lr, loss_of, mixing)
-            meter.step(plan.global_batch, waited)
-            console.advance()
-            done = step + 1
-            last = done == plan.steps
+        while done < plan.steps:
+            # Once, and again from where the run goes back to after a spike.
+            first, last_batch = batch_of_step(done, left_out), batch_of_step(plan.steps - 1, left_out)
+            requests = train_requests(order, first, last_batch + 1, plan.micro_batch, ranks.rank, ranks.world_size)
+            steps = _steps(loader.batches(requests), plan.accumulation, clock)
+            for step, micro_batches in enumerate(stop.together(steps), done):
+                done = step + 1
+                watchdog.at(done, "step")
+                trace.before(done)
+                lr = learning_rate(config.schedule, highest_lr, step, plan.steps, plan.warmup)
+                mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
+                accept = partial(losses.accept, done) if config.health.on_spike == "skip" else None
+                result = engine.train_step(step, micro_batches, lr, loss_of, mixing, accept)
+                if accept is None:
+                    losses.add(done, result.loss)
+                meter.step(plan.global_batch)
+                console.advance()
+                if (trace_file := trace.after(done)) and tracker:
+                    tracker.artifact(trace_file)
+                    console.say(f"step {done:,}: trace in {trace_file}")
 
-            if done % config.train.log_every == 0 or last:
-                metrics = {
-                    "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
-                    "epoch": done * plan.global_batch / plan.num_samples, "skipped_steps": engine.skipped_steps,
-                    "bad_samples": ranks.sum(len(loader.bad))[0],
-                    "storage_retries": ranks.sum(dataset.storage.patience.retries)[0],
-                }  # fmt: skip
-                console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
-                if tracker:
-                    tracker.log(done, metrics)
-                # Each rank has seen its own; here they are counted together.
-                if metrics["bad_samples"] > loader.max_bad:
-                    raise UserError(
-                        f"{metrics['bad_samples']:.0f} samples of {len(split)} cannot be read, more than "
-                        f"data.max_bad_share = {config.data.max_bad_share} allows ({loader.max_bad}). Check the shards, "
-                        "or raise data.max_bad_share."
-                    )
+                # ---------------------------------------------------- is it well?
+                last = done == plan.steps
+                logging = done % config.train.log_every == 0 or last
+                evaluating = done % plan.eval_every == 0 or last
+                kept = plan.keep_every > 0 and done % plan.keep_every == 0
+                saving = (
+                    done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
+                )
+                if logging or saving:
+                    spikes = losses.catch_up()
+                    for spike in spikes:
+                        console.say(f"{spike}{' (not taken)' if accept else ''}")
+                    _refuse_too_many_skips(engine.skipped_steps, config, done)
+                    if spikes and config.health.on_spike == "rollback":
+                        saver.wait()
+                        back = resume.go_back(checkpoints, engine, spikes[0].step, ranks, console)
+                        if back is not None:
+                            left_out = leave_out(left_out, back["step"], done)
+                            _refuse_too_many_rollbacks(left_out, config)
+                            losses.forget(back["losses"])
+                            done = saved = back["step"]
+                            break
 
-            evaluating = done % plan.eval_every == 0 or last
-            saving = done % plan.checkpoint_every == 0 or last
-            begin = time.perf_counter()
-            if saving:  # Before evaluation: what was trained is safe first.
-                _refuse_broken(ranks.mean(result.loss), engine, config, done)
-                _save(checkpoints, engine, model, config, dataset, facts, done)
-                if tracker:
-                    tracker.log(done, {"checkpoint_seconds": time.perf_counter() - begin})
-            if evaluating:
-                split_name = config.data.eval_split
-                scores = score(
-                    predict(engine.forward, evaluation, config.model.image_size, config.augment, config.train.loss,
-                            config.evaluate.batch, config.data.threads, ranks),
-                    evaluation,
-                )  # fmt: skip
-                console.say(f"step {done:,}: {split_name} {scores}")
-                if tracker:
-                    tracker.log(done, {f"{split_name}_{name}": value for name, value in asdict(scores).items()})
-                    write_atomically(folder / "scores.json", json.dumps({"step": done, **asdict(scores)}))
-            meter.exclude(time.perf_counter() - begin)
+                # ---------------------------------------------------- say so
+                if logging:
+                    clock.add("communication", engine.communication_seconds())
+                    metrics = {
+                        "loss": ranks.mean(result.loss), "lr": lr, "grad_norm": result.grad_norm, **meter.read(),
+                        "epoch": (batch_of_step(step, left_out) + 1) * plan.global_batch / plan.num_samples,
+                        "skipped_steps": engine.skipped_steps, "loss_spikes": losses.num_spikes,
+                        "bad_samples": ranks.sum(len(loader.bad))[0],
+                        "storage_retries": ranks.sum(dataset.storage.patience.retries)[0], **saver.read(),
+                    }  # fmt: skip
+                    console.say(progress_line(done, plan.steps, metrics, plan.global_batch))
+                    for line in slow_ranks.changed(meter.own_seconds):
+                        console.say(line)
+                    if tracker:
+                        tracker.log(done, metrics)
+                    saver.check()
+                    stop.committed(max(start, saver.committed_step), saver.longest)
+                    _refuse_too_many_bad(metrics["bad_samples"], loader, len(split))
+
+                # ---------------------------------------------------- keep it, then score it
+                begin = time.perf_counter()
+                if saving:
+                    commit(done, kept)
+                    saved = done
+                    stop.leave_if_wanted()  # Else the next step would want a commit of its own.
+                if evaluating:
+                    evaluate(done)
+                meter.exclude(time.perf_counter() - begin)
+                watchdog.at(done, "data")
+        saver.wait()
+        stop.committed(done)
         bad = {row: reason for of_rank in ranks.gather(loader.bad) for row, reason in of_rank.items()}
         for row, key in zip(sorted(bad), split.keys(sorted(bad)), strict=True):
             console.say(f"left out {key}: {bad[row]}")
         status = "FINISHED"
+    except Stopped:
+        # -------------------------------------------------------------- asked to stop, in training or in evaluation
+        if done > saved:
+            losses.catch_up()
+            commit(done)
+        saver.wait()
+        status, reason = "KILLED", stop.agreed_reason()
     finally:
-        # -------------------------------------------------------------- stop
+        watchdog.close()
         console.close_bar()
         loader.close()
+        saver.close()
         if tracker:
-            tracker.finish(status)
+            tracker.finish(status, in_a_hurry=bool(reason))
+    if reason:
+        console.say(
+            f"stopped by {reason} at step {done:,}, which is committed: the same command goes on (exit code 75)"
+        )
+        stop.leave(done, reason)
     if start >= plan.steps:
         console.say("nothing left to do: the run is finished")
         return
     console.say(f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {folder}")
 
 
-def _find_checkpoint(checkpoints: Checkpoints, now: dict[str, Any], console: Console) -> Path | UserError | None:
-    """The newest whole checkpoint of this run, None to start afresh, or why it cannot be continued."""
-    checkpoints.sweep()
-    path, refused = checkpoints.newest_whole()
-    for line in refused:
-        console.say(line)
-    if path is None:
-        if refused:
-            return UserError(
-                f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh."
-            )
-        return None
-    # Checkpoints of before there were lists of samples to leave out do not say that none were.
-    then = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, **read_state(path)["identity"]}
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
-    fixed = [text for text in changed if text.startswith(_FIXED)]
-    if fixed:
-        return UserError(
-            f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
-        )
-    for text in changed:
-        console.say(f"changed since the checkpoint: {text}")
-    return path
+def _steps(batches: Iterator[Batch], accumulation: int, clock: StepClock) -> Iterator[list[Batch]]:
+    """The micro-batches of each step; the wait for them is counted."""
+    while True:
+        with clock.host("data"):
+            micro_batches = list(islice(batches, accumulation))
+        if not micro_batches:
+            return
+        yield micro_batches
 
 
-def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
-    """What a run is: its settings by dotted name, its data and its ranks. Saved with each checkpoint."""
-    return {
-        **schema.flatten(schema.to_dict(config)),
-        "fingerprint": dataset.fingerprint,
-        "classes": dataset.num_classes,
-        "ranks": plan.world_size,
-        "excluded": split.excluded,
-        "evaluation_excluded": evaluation.excluded,
-        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.left_out_by.items()},
-    }
-
-
-def _refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
-    """Stop a rank whose data or settings are not those of rank 0: its batches would be of another order."""
-    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
-    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
-    if other:
-        raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
-
-
-def _initial_model(config: RunConfig, dataset: Dataset, resumed: Path | None) -> VisionTransformer:
-    """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
-    settings = config.model
-    if resumed is not None:
-        return VisionTransformer(models.read_weights(resumed / "model.pt")[0])
-    if config.init.weights:
-        model = models.load(
-            config.init.weights,
-            image_size=settings.image_size,
-            num_classes=dataset.num_classes if config.init.new_head else None,
-            new_head=config.init.new_head,
-            dropout=settings.dropout,
-            seed=config.seed,
-        )
-        if model.config.num_classes != dataset.num_classes:
-            raise UserError(
-                f"{config.init.weights} has {model.config.num_classes} classes, {config.data.path} has "
-                f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
-            )
-        return model
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
-    return models.create(
-        settings.name,
-        settings.image_size,
-        dataset.num_classes,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        head_bias=settings.head_bias,
-        seed=config.seed,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-    )
-
-
-def _take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
-    """The next micro-batches, and the seconds waited for them."""
-    begin = time.perf_counter()
-    return [next(batches) for _ in range(count)], time.perf_counter() - begin
-
-
-def _refuse_broken(loss: float, engine: Engine, config: RunConfig, step: int) -> None:
-    """Stop before a checkpoint is made of weights that went wrong. Raises UserError."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"the loss is {loss} at step {step:,}: no checkpoint is made of this. Start again from the last one with a "
-            "lower optimizer.lr, a longer schedule.warmup or engine.precision=fp32."
-        )
-    if engine.skipped_steps > config.train.max_skipped_steps:
-        raise UserError(
-            f"{engine.skipped_steps} steps were skipped for a non-finite gradient by step {step:,}, more than "
-            f"train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, or raise the budget."
-        )
-
-
-def _save(
-    checkpoints: Checkpoints,
-    engine: Engine,
-    model: VisionTransformer,
-    config: RunConfig,
-    dataset: Dataset,
-    facts: dict[str, Any],
-    step: int,
-) -> None:
-    """Commit a checkpoint. Collective; nothing half-written stays when the disk is full."""
-    ranks = engine.ranks
-    needed = _CHECKPOINT_BYTES_PER_PARAMETER * models.num_parameters(model.config)
-    problem = None
-    if ranks.is_main and free_bytes(checkpoints.folder) < needed:
-        problem = UserError(
-            f"no space left in {checkpoints.folder}: a checkpoint needs about {needed / 2**30:.2f} GiB. {_SPACE_ADVICE}"
-        )
-    ranks.agree(problem)
-    path = ranks.agree(checkpoints.begin(step) if ranks.is_main else None)
+def _evaluation_is_owed(folder: Path, start: int, plan: Plan) -> bool:
+    """Whether the run left `start` before it was evaluated: stopped or killed after its checkpoint."""
+    if not start or (start % plan.eval_every and start < plan.steps):
+        return False
     try:
-        engine.save(path / "engine")
-        weights = engine.weights()
-        if ranks.is_main:
-            preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
-            extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
-                     "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
-            models.save_state(weights, model.config, path / "model.pt", extra)
-        ranks.barrier()  # Every rank's files are there.
-        if ranks.is_main:
-            versions = {"python": platform.python_version(), "torch": torch.__version__}
-            state = {"step": step, "samples_seen": step * config.train.global_batch, "versions": versions,
-                     "identity": facts}  # fmt: skip
-            checkpoints.commit(path, state)
-        ranks.barrier()
-    except (OSError, RuntimeError) as error:
-        # torch.save turns a full disk into a RuntimeError that does not say so.
-        full = free_bytes(checkpoints.folder) < _FULL_BYTES
-        if ranks.is_main:
-            checkpoints.sweep()
-        if full:
-            raise OneRankError(f"no space left in {checkpoints.folder}: {_SPACE_ADVICE}") from None
-        raise error
+        return int(json.loads((folder / "scores.json").read_text())["step"]) < start
+    except (OSError, ValueError, KeyError):
+        return True
+
+
+def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
+    if skipped > config.train.max_skipped_steps:
+        raise UserError(
+            f"{skipped} steps were skipped by step {step:,}, for a gradient that is no number or a loss that jumped, more than "
+            f"train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use a longer schedule.warmup "
+            "or engine.precision=fp32, or raise the budget."
+        )
+
+
+def _refuse_too_many_rollbacks(left_out: list[tuple[int, int]], config: RunConfig) -> None:
+    if len(left_out) > config.health.max_rollbacks:
+        raise UserError(
+            f"the loss has jumped {len(left_out)} times, more than health.max_rollbacks = {config.health.max_rollbacks} "
+            "allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
+        )
+
+
+def _refuse_too_many_bad(bad: float, loader: Loader, num_samples: int) -> None:
+    # Each rank has seen its own; here they are counted together.
+    if bad > loader.max_bad:
+        raise UserError(
+            f"{bad:.0f} samples of {num_samples} cannot be read, more than data.max_bad_share = {loader.max_bad_share} "
+            f"allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
+        )
+
+
+def _commit(
+    engine: Engine, model: Model, config: RunConfig, dataset: Dataset, facts: dict[str, Any], step: int,
+    health: dict[str, Any], retention: Retention,
+) -> Commit | None:  # fmt: skip
+    """What a checkpoint holds beside the tensors, on rank 0."""
+    if not engine.ranks.is_main:
+        return None
+    architecture = model.config.to_dict()
+    state = {
+        "step": step,
+        "samples_seen": step * config.train.global_batch,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "engine": engine.counters(),
+        "model": architecture,
+        "identity": facts,
+        **health,
+    }
+    preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
+    extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
+             "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
+    return Commit(state, engine.shapes, architecture, extra, retention)
 
 
 def _start_tracker(
-    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: VisionTransformer
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model
 ) -> Tracker:
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))

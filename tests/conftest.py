@@ -1,4 +1,4 @@
-"""A tiny data set, shared by the tests that train."""
+"""A tiny data set, shared by the tests that train; servers that have S3's and Google's API."""
 
 import hashlib
 import io
@@ -6,6 +6,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_gcs
 import faulty_s3
 import numpy as np
 import pyarrow as pa
@@ -15,16 +16,6 @@ from PIL import Image
 from pipeline.data.manifest import ROWS, Shard, write_dataset
 
 NUM_CLASSES = 4
-LONGEST = ("test_whole_way.py", "multiprocess/test_train.py", "test_train_faults.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two workers (`make test`) end at about the same time."""
-
-    def place(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONGEST) if str(item.path).endswith(name)), len(LONGEST))
-
-    items.sort(key=place)
 
 
 def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0) -> Path:
@@ -84,3 +75,10 @@ def s3(
     s3_server.bucket(bucket)
     yield s3_server, f"s3://{bucket}"
     s3_server.reset()
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[str]:
+    """The end of a gs:// URL that leads to a server of Google's API, where there is a bucket `models`."""
+    with fake_gcs.running("models") as options:
+        yield options

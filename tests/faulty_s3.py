@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pipeline.data.bucket import BucketPath, Patience, to_path
+from pipeline.data.bucket import BucketPath, to_path
 from pipeline.data.index import INDEX_FOLDER
 from pipeline.data.manifest import replacing
+from pipeline.data.patience import Patience
 
 # (socket to the client, headers of the answer, its body): sends what the client gets, or returns the body to be sent.
 Fault = Callable[["_Handler", bytes, bytes], bytes | None]

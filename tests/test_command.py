@@ -61,6 +61,14 @@ def test_the_subject_may_be_a_plain_first_word(monkeypatch: pytest.MonkeyPatch) 
     assert [config.source for config in seen] == ["photos", "photos"]
 
 
+def test_one_setting_may_be_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ShardConfig] = []
+    for arguments in (["--source", "photos", "out=b"], ["out=b", "--source=photos"], ["out=b", "source=photos"]):
+        monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+        main(ShardConfig, seen.append, "About.", flag="source")
+    assert [config.source for config in seen] == ["photos"] * 3
+
+
 def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(UserError("this is wrong"), monkeypatch, capsys) == "error: this is wrong\n"
     assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"

@@ -3,6 +3,8 @@
 import ast
 import copy
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -17,14 +19,15 @@ from pipeline import schema
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig
 from pipeline.errors import UserError
-from pipeline.plan import make_plan
+from pipeline.plan import make_plan, new_model_config
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {**vars(settings), **vars(data_settings)}
 COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
-SAMPLES = {"imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "": 1_400}
+SAMPLES = {"jft": 303_000_000, "imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "pets": 3_680,
+           "flowers": 1_020, "": 1_400}  # fmt: skip
 MINIMAL = {"name": "try", "model": {"name": "ViT-Ti/16"}, "data": {"path": "here"}, "train": {"length": "90 epochs"}}
 
 
@@ -47,12 +50,13 @@ def refused(*overrides: str) -> str:
 
 
 def leaves(cls: type) -> list[tuple[type, str]]:
-    """(class, field) of every setting that is no section, at every depth."""
+    """(class that declares it, field) of every setting that is no section, at every depth."""
     found = []
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
-        is_section = dataclasses.is_dataclass(kind) and kind is not Length
-        found += leaves(kind) if is_section else [(cls, field.name)]
+        is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
+        owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
+        found += leaves(kind) if is_section else [(owner, field.name)]
     return found
 
 
@@ -97,6 +101,12 @@ class Reads(ast.NodeVisitor):
                 if kind is not None and dataclasses.is_dataclass(kind):
                     self.names[ast.unparse(name)] = kind
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        found = CLASSES.get(ast.unparse(node.annotation))
+        if found is not None:  # A dataclass's field.
+            self.names[f"self.{ast.unparse(node.target)}"] = found
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner = self.kind(node.value)
         if owner is not None and isinstance(node.ctx, ast.Load):
@@ -120,6 +130,11 @@ class C:
         self.config = config
     def g(self):
         return self.config.precision
+@dataclass
+class D:
+    config: OptimizerConfig
+    def h(self):
+        return self.config.lr
 """
     found = {(owner.__name__, name) for owner, name in reads_of(source)}
     expected = {
@@ -127,6 +142,7 @@ class C:
         ("ModelConfig", "name"),
         ("AugmentConfig", "flip"),
         ("EngineConfig", "precision"),
+        ("OptimizerConfig", "lr"),
     }
     assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
 
@@ -155,12 +171,28 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
     if path.parent.name in ("data", "index"):
         assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
         return
-    config = schema.load(RunConfig, path)
-    num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
-    for world_size in (1, 2):
-        plan = make_plan(config, num_samples, world_size)
-        assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
-        assert 0 <= plan.warmup < plan.steps
+    for overrides in [[], *overrides_in_header(path)]:
+        config = schema.load(RunConfig, path, overrides)
+        num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
+        for world_size in (1, 2):
+            plan = make_plan(config, num_samples, world_size)
+            assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
+            assert 0 <= plan.warmup < plan.steps
+        if config.model.name:
+            new_model_config(config.model, 1000)
+
+
+def overrides_in_header(path: Path) -> list[list[str]]:
+    """What a header says may be set, a line each: `#   model.name=ViT-B/32 train.length="7 epochs"    its result`."""
+    lines = re.findall(r"^#   ((?:[a-z_]+\.[a-z_]+=\S.*?)) {2,}\S", path.read_text(), re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def test_headers_list_the_rows_of_the_papers_tables() -> None:
+    rows = {path.stem: overrides_in_header(path) for path in SHIPPED}
+    assert ["model.name=ViT-L/16", "optimizer.lr=4e-4", "train.length=14 epochs"] in rows["vit_b16_jft"]
+    assert len(rows["vit_b16_jft"]) == 10
+    assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
 
 
 def test_there_are_shipped_files() -> None:
@@ -330,6 +362,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1.0 must not be negative"),
         (["seed=-1"], "seed = -1 must not be negative"),
         (["seed=9223372036854775808"], "seed = 9223372036854775808 must be below"),
+        (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves nothing to train"),
         (["model.dropout=1.5"], "model.dropout = 1.5 must be between 0 and 1"),
         (["name=a/b"], "name = 'a/b' must be a plain folder name"),
         (["name=.."], "must be a plain folder name"),
@@ -343,7 +376,14 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.erase=-0.1"], "augment.erase = -0.1 must be between 0 and 1"),
         (["init.weights=x.npz"], "model.name = ViT-Ti/16, init.weights = x.npz"),
         (["model.name=null"], "model.name = None, init.weights = None"),
+        (
+            ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
+            "init.weights brings its architecture: leave out model.width, model.pool.",
+        ),
+        (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
+        (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
     ],
 )
@@ -420,7 +460,13 @@ def test_a_tree_is_read_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig), ("index.py", IndexConfig)]
+    ("script", "command"),
+    [
+        ("pretrain.py", RunConfig),
+        ("shard.py", ShardConfig),
+        ("index.py", IndexConfig),
+        ("supervise.py", settings.SuperviseConfig),
+    ],
 )
 def test_help_lists_every_field(script: str, command: type) -> None:
     done = subprocess.run(

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pipeline.config import ScheduleConfig
-from pipeline.schedule import learning_rate
+from pipeline.config import OptimizerConfig, ScheduleConfig
+from pipeline.schedule import learning_rate, peak_rate
 
 PEAK, TOTAL, WARMUP = 1e-3, 312_012, 10_000
 
@@ -46,3 +46,16 @@ def test_points_by_hand() -> None:
 def test_short_runs_have_a_schedule() -> None:
     assert learning_rate(ScheduleConfig(), 1.0, 0, 1, 0) == 1
     assert learning_rate(ScheduleConfig(), 1.0, 5, 3, 0) == 0  # behind the end
+
+
+def test_drops_are_bits() -> None:
+    """A tenth at 30, 60 and 90 % of all steps, warm-up included (big_transfer, bit_hyperrule.py)."""
+    config = ScheduleConfig(decay="drops", drops=[0.3, 0.6, 0.9])
+    found = [learning_rate(config, 1.0, step, 20_000, 500) for step in (250, 500, 5_999, 6_000, 12_000, 18_000, 19_999)]
+    assert found == pytest.approx([0.5, 1, 1, 0.1, 0.01, 0.001, 0.001])
+
+
+def test_the_rate_grows_with_the_batch() -> None:
+    assert peak_rate(OptimizerConfig(lr=5e-4, lr_batch=512), 1024) == pytest.approx(1e-3)
+    assert peak_rate(OptimizerConfig(lr=0.03, lr_batch=256), 4096) == pytest.approx(0.48)
+    assert peak_rate(OptimizerConfig(lr=0.01), 4096) == 0.01

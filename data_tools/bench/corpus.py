@@ -1,7 +1,8 @@
-"""The images of a benchmark: JPEGs of a folder or tar, repeated to the wanted number, as a folder of class folders."""
+"""The images of a benchmark: JPEGs of a folder or tar, repeated to the wanted number; also as a folder of classes."""
 
 import tarfile
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -13,21 +14,26 @@ _ENDINGS = (".jpg", ".jpeg")
 def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]:
     """Write `images` files folder/<class>/<number>.jpg, repeating those of the source; (path, class) of each.
 
-    Raises UserError when the source is not there or holds no JPEG.
+    Raises UserError as `read_raw` does.
     """
+    written = []
+    for number, data in enumerate(read_raw(source, images)):
+        label = number % _NUM_CLASSES
+        path = folder / f"class{label}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        written.append((path, label))
+    return written
+
+
+def read_raw(source: Path, images: int) -> list[bytes]:
+    """So many JPEG files, repeating those of the source. Raises UserError when it is not there or holds none."""
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder. Give a folder or a tar of JPEGs.")
     files = list(_jpegs(source))
     if not files:
         raise UserError(f"source = {source} holds no .jpg or .jpeg files.")
-    written = []
-    for number in range(images):
-        label = number % _NUM_CLASSES
-        path = folder / f"class{label}" / f"{number:06d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(files[number % len(files)])
-        written.append((path, label))
-    return written
+    return list(islice(cycle(files), images))
 
 
 def _jpegs(source: Path) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 class Contestant:
     """name, and what is said of it in the table. cores: how many it may use.
 
-    run: does the work and yields the number of images of each batch, as they come. module: imported before the clock
-    starts.
+    run: does the work and yields the number of images of each batch, as they come. module, prepare: imported and called
+    before the clock starts.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Contestant:
     cores: int
     run: Callable[[], Iterable[int]]
     module: str = "sys"
+    prepare: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def _child(contestant: Contestant, sender: Connection) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: contestant.cores])
     try:
         importlib.import_module(contestant.module)
+        contestant.prepare()
         before, started = _cpu_seconds(), time.perf_counter()
         images = first_images = 0
         first = last = started

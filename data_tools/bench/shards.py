@@ -7,88 +7,73 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, table
-from data_tools.shard import make_plan
+from data_tools.shard import make_jobs, make_plan
 from data_tools.sources import list_source
-from data_tools.write_shard import Job, write_shard
+from data_tools.write_shard import PARTS, write_shard
 from pipeline.data_config import BenchConfig, ShardConfig
 
 _COLUMNS = ("output", "decoder", "filter")
-_SHORT, _QUALITY, _PER_SHARD = 256, 95, 256
+_SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
 _OURS = "pandas"  # pyarrow imports it on the way, which takes half a second once.
 Files = Sequence[tuple[Path, int]]
 
 
 def run(config: BenchConfig, folder: Path) -> None:
     """Measure and print. Tasks are plain processes here: what Ray adds is a few seconds at the start, once."""
-    raw = folder / "raw"
-    files = write_raw(Path(config.source), raw, config.images)
-    contestants = []
-    for cores in range(1, len(os.sched_getaffinity(0)) + 1):
-        if cores & (cores - 1):
-            continue
-        on = f", {cores} cores" if cores > 1 else ", 1 core"
-        copies, small = ("bytes copied", "", ""), f"JPEG, short side {_SHORT}"
-        ours, theirs = partial(_ours, raw, folder, cores), partial(_in_processes, files, folder, cores)
-        contestants += [
-            Contestant(
-                f"ours, headers read{on}", ("bytes copied", "header only", ""), cores, partial(ours, 0, "header"), _OURS
-            ),
-            Contestant(
-                f"ours, all decoded{on}",
-                ("bytes copied", "libjpeg-turbo", ""),
-                cores,
-                partial(ours, 0, "decode"),
-                _OURS,
-            ),
-            Contestant(f"ShardWriter{on}", copies, cores, partial(theirs, _copied), "webdataset"),
-            Contestant(
-                f"ours, resized{on}", (small, "libjpeg-turbo", "area"), cores, partial(ours, _SHORT, "header"), _OURS
-            ),
-            Contestant(
-                f"ShardWriter + Pillow{on}",
-                (small, "Pillow", "antialias"),
-                cores,
-                partial(theirs, _shrunk),
-                "webdataset",
-            ),
-            Contestant(
-                f"img2dataset{on}",
-                (small, "OpenCV", "area"),
-                cores,
-                partial(_img2dataset, files, folder, cores),
-                "img2dataset",
-            ),
-        ]
+    files = write_raw(Path(config.source), folder / "raw", config.images)
+    torch.set_num_threads(1)
+    all_cores = len(os.sched_getaffinity(0))
+    numbers = [2**power for power in range(all_cores.bit_length())]
+    contestants = [one for cores in numbers for one in _contestants(files, folder, cores)]
     results = race(contestants, config.rounds)
     print(f"\n{config.images:,} JPEGs in shards of {_PER_SHARD}; medians of {config.rounds} rounds, in turns\n")
     print(table(contestants, results, _COLUMNS))
 
 
-def _ours(raw: Path, folder: Path, cores: int, short: int, inspect: str) -> Iterator[int]:
-    out = _emptied(folder / "ours")
-    config = ShardConfig(source=str(raw), out=str(out), samples_per_shard=_PER_SHARD)
-    listing = list_source(raw, config, folder / "staging")
-    plan = make_plan(listing, config)
-    (out / ".parts").mkdir()
-    jobs = [
-        Job(
-            source=str(raw),
-            out=str(out),
-            name=name,
-            split=split,
-            rows=listing.rows(plan.order[first:last]),
-            resize_short=short,
-            jpeg_quality=_QUALITY,
-            whole=inspect == "decode",
-            known=None,
+def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]:
+    raw, out = folder / "raw", folder / "out"
+    small = f"JPEG, short side {_SHORT}"
+
+    def one(name: str, about: Sequence[str], module: str, work: Callable[[], Iterator[int]]) -> Contestant:
+        name = f"{name}, {cores} core{'s' if cores > 1 else ''}"
+        return Contestant(name, about, cores, work, module, prepare=partial(_empty, out))
+
+    def ours(**settings: Any) -> Callable[[], Iterator[int]]:
+        config = ShardConfig(
+            source=str(raw), out=str(out), samples_per_shard=_PER_SHARD, jpeg_quality=_QUALITY, **settings
         )
-        for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True)
-    ]
+        return partial(_ours, config, cores)
+
+    copied = ("bytes copied", "", "")
+    yield one("ours, inspect=header", ("bytes copied", "header only", ""), _OURS, ours(inspect="header"))
+    yield one("ours, inspect=decode", ("bytes copied", "libjpeg-turbo", ""), _OURS, ours())
+    yield one("ShardWriter", copied, "webdataset", partial(_in_processes, files, out, cores, _copied))
+    for method in ("area", "antialias"):
+        work = ours(resize_short=_SHORT, resize_filter=method)
+        yield one(f"ours, resized, {method}", (small, "libjpeg-turbo", method), _OURS, work)
+    work = partial(_in_processes, files, out, cores, _shrunk)
+    yield one("ShardWriter + Pillow", (small, "Pillow", "antialias"), "webdataset", work)
+    yield one("img2dataset", (small, "OpenCV", "area"), "img2dataset", partial(_img2dataset, files, out, cores))
+
+
+def _empty(out: Path) -> None:
+    """Before the clock starts; and so that nobody waits for the disk to write what another has left in memory."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
+def _ours(config: ShardConfig, cores: int) -> Iterator[int]:
+    out = Path(config.out)
+    listing = list_source(Path(config.source), config, out / "staging")
+    (out / PARTS).mkdir()
+    jobs = make_jobs(listing, make_plan(listing, config), config, out, {})
     if cores == 1:
         yield sum(write_shard(job).shard.samples for job in jobs)
     else:
@@ -98,9 +83,8 @@ def _ours(raw: Path, folder: Path, cores: int, short: int, inspect: str) -> Iter
             pool.join()
 
 
-def _in_processes(files: Files, folder: Path, cores: int, encode: Callable[[Path], bytes]) -> Iterator[int]:
+def _in_processes(files: Files, out: Path, cores: int, encode: Callable[[Path], bytes]) -> Iterator[int]:
     """ShardWriter in so many processes, each with its share of the files."""
-    out = _emptied(folder / "webdataset")
     workers = [
         multiprocessing.get_context("fork").Process(target=_write, args=(files[i::cores], out, i, encode))
         for i in range(1, cores)
@@ -135,12 +119,11 @@ def _shrunk(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _img2dataset(files: Files, folder: Path, cores: int) -> Iterator[int]:
+def _img2dataset(files: Files, out: Path, cores: int) -> Iterator[int]:
     """From file:// addresses, so no network is measured; its start-up is."""
     from img2dataset import download
 
-    out = _emptied(folder / "img2dataset")
-    urls = folder / "urls.txt"
+    urls = out.with_name("urls.txt")
     urls.write_text("".join(f"{path.resolve().as_uri()}\n" for path, _ in files))
     download(
         url_list=str(urls), output_folder=str(out), output_format="webdataset", input_format="txt", image_size=_SHORT,
@@ -148,9 +131,3 @@ def _img2dataset(files: Files, folder: Path, cores: int) -> Iterator[int]:
         thread_count=2 * cores, number_sample_per_shard=_PER_SHARD, enable_wandb=False,
     )  # fmt: skip
     yield len(files)
-
-
-def _emptied(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder

@@ -7,13 +7,13 @@ the result is the same `Listing`, so the same images give the same shards whethe
 import itertools
 import tarfile
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 
 from data_tools.sources import archive, cifar, folder, imagenet1k, imagenet21k, parquet, path_list, webdataset
 from data_tools.sources.listing import Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.data.bucket import AnyPath, local_path
-from pipeline.data.manifest import INFO
+from pipeline.data.bucket import AnyPath
+from pipeline.data.manifest import INFO, open_parquet
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -55,8 +55,8 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             _WALKS[layout](plain, config, staging, collector)
         else:
             _walk_class_folders(plain, layout, collector)
-    except tarfile.TarError as error:
-        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    except (tarfile.TarError, pa.ArrowInvalid) as error:
+        raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
     return collector.finish()
 
 
@@ -81,9 +81,8 @@ def _look(source: AnyPath, config: ShardConfig) -> str:
     if source.is_dir():
         return _look_into_folder(source, config.splits)
     if _is_table(source):
-        table = local_path(source, f"reading {source.suffix}")
-        has_images = table.suffix == ".parquet" and config.path_column not in pq.read_schema(table).names
-        return "parquet" if has_images else "list"
+        is_list = source.suffix != ".parquet" or config.path_column in open_parquet(source).schema_arrow.names
+        return "list" if is_list else "parquet"
     if archive.kind(source) == "zip":
         return "archive"
     if webdataset.is_shard(source):

@@ -13,10 +13,11 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from data_tools.sources.listing import Collector
-from pipeline.data.bucket import AnyPath, BucketPath
+from pipeline.data.bucket import AnyPath, version
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 
@@ -58,11 +59,8 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
     """Where what is unpacked of a file belongs: another place when the file changes."""
     staging.mkdir(parents=True, exist_ok=True)
-    if isinstance(source, BucketPath):
-        identity = f"{source}\n{source.stat().st_size}\n{source.etag()}"
-    else:
-        state = source.stat()
-        identity = f"{source.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
+    place = source.resolve() if isinstance(source, Path) else source
+    identity = f"{place}\n{source.stat().st_size}\n{version(source)}"
     return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
 
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (fine labels) as they are handed out: python or binary version, as .tar.gz or unpacked.
+"""CIFAR-10 and CIFAR-100 (fine or coarse labels) as they are handed out: python or binary version, as .tar.gz or unpacked.
 
 Both hold bare pixels, 3 planes of 32x32, and both are read where they lie: of a pickle, the place of its array of pixels
 is looked up. A pickle is a program; only the few calls that make up a NumPy array are obeyed, by stand-ins.
@@ -27,6 +27,7 @@ _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 _TRAIN = {*_BATCHES, *(f"{name}.bin" for name in _BATCHES), "train", "train.bin"}
 _TEST = {"test_batch", "test_batch.bin", "test", "test.bin"}
 _NAMES = {"batches.meta", "batches.meta.txt", "meta", "fine_label_names.txt"}
+_OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ def is_cifar(names: set[str]) -> bool:
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Tell the collector every image of every file. source: a folder or a plain tar."""
     files = {file.name: file for file in _files(source)}
-    numbers = ClassNumbers(_class_names(files, config.label_names))
+    kind = config.cifar100_labels
+    if kind == "coarse" and not files.keys() & _OF_CIFAR100:
+        raise UserError(f"cifar100_labels = coarse, but {source} is no CIFAR-100. It has: {', '.join(sorted(files))}.")
+    numbers = ClassNumbers(_class_names(files, kind, config.label_names))
     containers: dict[AnyPath, int] = {}
     for split, part in collector.splits.items():
         if part not in SPLITS:
@@ -67,7 +71,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if file.path not in containers:
                 containers[file.path] = collector.add_container(file.path)
             stem = file.name.removesuffix(".bin")
-            images = _of_binary(file) if file.name.endswith(".bin") else _of_pickle(file)
+            images = (_of_binary if file.name.endswith(".bin") else _of_pickle)(file, kind)
             for number, (label, offset) in enumerate(images):
                 name = numbers.name(label, f"{file}, image {number}")
                 place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
@@ -86,36 +90,36 @@ def _files(source: AnyPath) -> Iterator[_File]:
                 yield _File(name.rpartition("/")[2], source, offset, size)
 
 
-def _class_names(files: dict[str, _File], label_names: str) -> list[str]:
+def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[str]:
     if label_names:
         return read_names(label_names, "label_names")
-    for name, key in (("batches.meta", "label_names"), ("meta", "fine_label_names")):
+    for name, key in (("batches.meta", "label_names"), ("meta", f"{kind}_label_names")):
         if name in files:
             names = _unpickle(files[name]).get(key)
             if not isinstance(names, list):
                 raise UserError(f"{files[name]} has no {key}: it is no table of CIFAR's. Fetch it again.")
             return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-    for name in ("batches.meta.txt", "fine_label_names.txt"):
+    for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
         if name in files:
             return files[name].read().decode().split()
     return []
 
 
-def _of_binary(file: _File) -> Iterator[tuple[int, int]]:
+def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image. Records are a label (CIFAR-100: coarse, then fine) and the pixels."""
-    num_labels = 2 if file.name in ("train.bin", "test.bin") else 1
+    num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
     if file.size % record or not file.size:
         raise UserError(f"{file} has {file.size:,} bytes, which are no whole records of {record:,}. Fetch it again.")
-    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, num_labels - 1]
+    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
     for number, label in enumerate(labels.tolist()):
         yield label, number * record + num_labels
 
 
-def _of_pickle(file: _File) -> Iterator[tuple[int, int]]:
+def _of_pickle(file: _File, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
-    labels, data = batch.get("fine_labels", batch.get("labels")), batch.get("data")
+    labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
     if not isinstance(labels, list) or not isinstance(data, _Array) or len(data.content) != len(labels) * _BYTES:
         raise UserError(f"{file} is no batch of CIFAR's: it has no `data` of 3,072 bytes for each of its `labels`.")
     start = file.read().find(data.content)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import Progress
-from pipeline.data.bucket import AnyPath
+from pipeline.data.bucket import AnyPath, locate
 from pipeline.errors import UserError
 
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -82,7 +82,7 @@ class Listing:
         """
         rows = self.table.take(pa.array(numbers)).to_pydict()
         paths = [
-            str(self.root / name) if container < 0 else self.containers[container]
+            str(locate(self.root, name)) if container < 0 else self.containers[container]
             for name, container in zip(rows["name"], rows["container"], strict=True)
         ]
         kept = ("key", "labels", "name", "offset", "size", "packed")

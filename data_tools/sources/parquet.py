@@ -17,7 +17,7 @@ from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
-from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import replacing
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
@@ -27,12 +27,12 @@ _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Tell the collector every row of every *.parquet below source."""
-    source = local_path(source, "layout = parquet")
     labels: LabelColumn | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
     for split, name, path in split_files(source, collector.splits, ".parquet"):
         try:
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
+            # Not mapped: all of it is read, once.
+            file = pq.ParquetFile(path.open("rb"), pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
             check_columns(
                 schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)

@@ -1,18 +1,17 @@
 """A list of image files and their labels, as CSV (.csv, .tsv) or Parquet."""
 
 import os
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
-from pipeline.data.bucket import AnyPath, local_path
+from pipeline.data.bucket import AnyPath, BucketPath, locate, name_inside
+from pipeline.data.manifest import open_parquet
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -22,12 +21,12 @@ _ROWS_AT_ONCE = 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Tell the collector every row of the list of every split.
 
-    source: the list, or a folder that holds one for each split. A file that is not there is listed all the same: the job
-    finds it unreadable, counts it and names it.
+    source: the list, or a folder that holds one for each split. Paths are relative to the list's folder, or absolute, or
+    URLs. A file that is not there is listed all the same: the job finds it unreadable, counts it and names it.
     """
     given = read_names(config.label_names, "label_names") if config.label_names else []
-    source = local_path(source, "layout = list")
     labels: LabelColumn | None = None
+    sizes = _Sizes()
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
@@ -37,8 +36,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         labels = labels or LabelColumn(
             table.schema.field(config.label_column), str(path), given, config.label_separator
         )
-        folder = str(path.parent)
-        inside = "" if path.parent == collector.root else path.parent.relative_to(collector.root).as_posix() + "/"
+        folder = path.parent
+        inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
         for batch in table.to_batches(_ROWS_AT_ONCE):
             for name, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -46,26 +45,28 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
                 names = labels.names(value, f"{path}, row {row}")
-                place = name if name.startswith("/") else inside + name
-                collector.sample(split, _key(name), names, place, -1, 0, _size(os.path.join(folder, name)))
+                place = name if name.startswith("/") or "://" in name else inside + name
+                collector.sample(split, _key(name), names, place, -1, 0, sizes.of(locate(folder, name)))
     assert labels is not None
     collector.classes = labels.classes()
 
 
-def _read(path: Path, config: ShardConfig) -> pa.Table:
+def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
     """The columns of paths (text) and of labels."""
     wanted = {"path_column": config.path_column, "label_column": config.label_column}
     columns = list(wanted.values())
     try:
         if path.suffix == ".parquet":
-            check_columns(pq.read_schema(path).names, wanted, str(path))
-            table = pq.read_table(path, columns=columns).select(columns)
+            file = open_parquet(path)
+            check_columns(file.schema_arrow.names, wanted, str(path))
+            table = file.read(columns=columns).select(columns)
         else:
             parse = pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
-            with pacsv.open_csv(path, parse_options=parse) as reader:
+            with path.open("rb") as text, pacsv.open_csv(text, parse_options=parse) as reader:
                 check_columns(reader.schema.names, wanted, str(path))
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
-            table = _with_numbers(pacsv.read_csv(path, parse_options=parse, convert_options=convert), columns[1])
+            with path.open("rb") as text:
+                table = _with_numbers(pacsv.read_csv(text, parse_options=parse, convert_options=convert), columns[1])
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     kind = table.schema.field(0).type
@@ -82,13 +83,25 @@ def _with_numbers(table: pa.Table, column: str) -> pa.Table:
     return table
 
 
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+class _Sizes:
+    """Bytes of files, 0 for one that is not there; of a bucket by one listing of each folder that holds some."""
+
+    def __init__(self) -> None:
+        self._folders: dict[BucketPath, dict[str, int]] = {}
+
+    def of(self, path: AnyPath) -> int:
+        if isinstance(path, BucketPath):
+            if path.parent not in self._folders:
+                self._folders[path.parent] = path.parent.sizes()
+            return self._folders[path.parent].get(path.name, 0)
+        try:
+            return path.stat().st_size
+        except OSError:
+            return 0
 
 
-def _key(path: str) -> str:
+def _key(name: str) -> str:
     """The path without its extension, and staying inside whatever folder a tar is unpacked in."""
-    return "/".join(part for part in os.path.splitext(path)[0].split("/") if part not in ("", ".", ".."))
+    _, is_url, rest = name.partition("://")
+    plain = rest.partition("?")[0] if is_url else name
+    return "/".join(part for part in os.path.splitext(plain)[0].split("/") if part not in ("", ".", ".."))

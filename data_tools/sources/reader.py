@@ -1,5 +1,6 @@
 """Fetches the bytes of one sample, whatever layout it came from."""
 
+import io
 import struct
 import zlib
 from typing import BinaryIO
@@ -9,6 +10,8 @@ from pipeline.data.bucket import to_path
 
 # In the column `packed`: no image file, but the pixels of a square image, all of red, then green, then blue.
 PIXELS = -1
+# A worker holds one image at a time, and no more than this of what only claims to be one.
+_MAX_BYTES = 2**30
 
 
 class Reader:
@@ -16,7 +19,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._path = ""
-        self._file: BinaryIO | None = None
+        self._file: BinaryIO | io.FileIO | None = None
 
     def __enter__(self) -> "Reader":
         return self
@@ -28,26 +31,30 @@ class Reader:
     def read(self, path: str, offset: int, size: int, packed: int) -> bytes:
         """The image file; pixels become a PNG.
 
-        Raises OSError when the file cannot be read, ValueError when it is shorter or other than it was listed.
+        Raises OSError when the file cannot be read, ValueError when it is too large for an image, shorter or other than it
+        was listed.
         """
+        if max(size, packed) > _MAX_BYTES:
+            raise ValueError(f"{max(size, packed):,} bytes are too many for an image")
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
-            self._file = to_path(path).open("rb", buffering=0)
+            # Not through Path for a file of its own, which would cost as much again as opening and reading it.
+            self._file = to_path(path).open("rb", buffering=0) if "://" in path else io.FileIO(path)
             self._path = path
         assert self._file is not None
-        data = _zip_member(self._file, offset, packed) if packed > 0 else _exactly(self._file, offset, size)
+        data = _zip_member(self._file, offset, packed, size) if packed > 0 else _exactly(self._file, offset, size)
         if len(data) != size:
             raise ValueError(f"{len(data)} bytes, but {size} when it was listed")
         return to_png(data) if packed == PIXELS else data
 
 
-def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
+def _exactly(file: BinaryIO | io.FileIO, offset: int, size: int) -> bytes:
     file.seek(offset)
     return file.read(size)
 
 
-def _zip_member(file: BinaryIO, offset: int, packed: int) -> bytes:
+def _zip_member(file: BinaryIO | io.FileIO, offset: int, packed: int, size: int) -> bytes:
     """The member whose local header is at `offset`: lengths of name and extra field tell where its bytes begin."""
     header = _exactly(file, offset, 30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
@@ -56,7 +63,12 @@ def _zip_member(file: BinaryIO, offset: int, packed: int) -> bytes:
     data = _exactly(file, offset + 30 + name_length + extra_length, packed)
     if method == 0:
         return data
+    # One byte more than was listed is enough to see that it is something else, and keeps a bomb small.
+    unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        return zlib.decompress(data, -zlib.MAX_WBITS)
+        unpacked = unpacking.decompress(data, size + 1)
     except zlib.error as error:
         raise ValueError(f"damaged zip member ({error})") from None
+    if not unpacking.eof:
+        raise ValueError(f"damaged zip member (it does not end after {size:,} bytes)")
+    return unpacked

@@ -5,7 +5,8 @@ end in options, `s3://bucket/prefix?region=eu-west-1&endpoint_override=http://10
 from the environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...), as with the vendor's own tools.
 
 A request that fails for a reason that may pass (a reset, a time-out, a 503) is made again, with growing pauses, until
-`Patience.seconds` are over, and counted. What no waiting mends is a StorageError at once: it stops a run with one line.
+`Patience.seconds` are over, and counted (`patience.py`). What no waiting mends is a StorageError at once: it stops a run
+with one line.
 """
 
 import contextlib
@@ -14,16 +15,14 @@ import fnmatch
 import functools
 import io
 import os
-import random
-import re
+import posixpath
 import shutil
 import tempfile
-import threading
-import time
 import typing
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,77 +31,20 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from pipeline.errors import OneRankError, UserError
+from pipeline.data.patience import Patience, StorageError
+from pipeline.errors import UserError
 
 T = TypeVar("T")
 
 # A connection that moves no byte for so long is given up, and the request made again.
 STALL_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 # Parts of an upload are sent again by the client library before the whole upload is: a shard of 1 GiB has 100 of them.
 _ATTEMPTS_A_PART = 5
 _READ_AHEAD = 2**20
+# Of a whole object, in pieces: one connection to a bucket carries some 50-100 MB/s.
+_PIECE, _CONNECTIONS = 8 * 2**20, 4
 _OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}
-# What pyarrow's messages say of errors that waiting does not mend -> what to tell, and the way out.
-_HOPELESS = {
-    r"NO_SUCH_BUCKET|bucket does not exist|^Bucket .* not found": "no such bucket. Check its name (and AWS_ENDPOINT_URL)",
-    r"INVALID_ACCESS_KEY|InvalidAccessKeyId|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|"
-    r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401|Could not create a OAuth2 access token": "there are no "
-    "valid credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for gs://, "
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    r"ACCESS_DENIED|PERMISSION_DENIED|status 403": "access denied. Check that the credentials (AWS_PROFILE, or "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS for gs://) may list, read and, for a "
-    "new data set, write there",
-    r"status 30[127]|PERMANENT_REDIRECT|AuthorizationHeaderMalformed": "the bucket is in another region. Set "
-    "AWS_REGION, or end the URL in ?region=...",
-}
-
-
-class StorageError(OneRankError):
-    """A bucket that cannot be used: out of reach, or not for us. No fault of one file, so no budget covers it."""
-
-
-@dataclass
-class Patience:
-    """How long a request is tried again, and how often that happened. Shared by all paths of a data set."""
-
-    seconds: float = 600.0
-    retries: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def __reduce__(self) -> tuple:
-        return Patience, (self.seconds,)
-
-    def trying(self, path: object, action: Callable[[], T]) -> T:
-        """action(), again and again while it fails for a passing reason.
-
-        Raises StorageError when it is hopeless or has taken too long, FileNotFoundError for an object that is not there.
-        """
-        deadline, pause = 0.0, _FIRST_PAUSE
-        while True:
-            try:
-                return action()
-            except (FileNotFoundError, StorageError):
-                raise
-            except OSError as error:
-                reason = " ".join(str(error).split())
-                for pattern, advice in _HOPELESS.items():
-                    if re.search(pattern, reason):
-                        raise StorageError(f"{path}: {advice}. ({_last(reason)})") from None
-                now = time.monotonic()
-                deadline = deadline or now + self.seconds
-                if now >= deadline:
-                    raise StorageError(
-                        f"{path} is out of reach for {self.seconds / 60:.3g} minutes (data.retry_minutes): "
-                        f"{_last(reason)}. Check the network and the endpoint; the same command goes on."
-                    ) from None
-            with self._lock:
-                self.retries += 1
-            # Random, so that a thousand ranks that met the same outage do not return at the same moment. It decides
-            # nothing but the pause.
-            time.sleep(min(pause * random.uniform(0.5, 1), max(deadline - now, 0)))
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class Stat(NamedTuple):
@@ -124,7 +66,11 @@ class BucketPath:
         return f"{self.scheme}://{self.key}" + (f"?{self.query}" if self.query else "")
 
     def __truediv__(self, name: str) -> "BucketPath":
-        return replace(self, key=f"{self.key}/{name}".rstrip("/")) if name else self
+        if not name:
+            return self
+        key = f"{self.key}/{name}".rstrip("/")
+        # A bucket has no folder "..": what is meant is another name.
+        return replace(self, key=posixpath.normpath(key) if ".." in name else key)
 
     def __lt__(self, other: "BucketPath") -> bool:
         return self.key < other.key
@@ -132,6 +78,15 @@ class BucketPath:
     @property
     def name(self) -> str:
         return self.key.rpartition("/")[2]
+
+    @property
+    def bucket(self) -> str:
+        """Its URL."""
+        return f"{self.scheme}://{self.key.partition('/')[0]}"
+
+    @property
+    def parent(self) -> "BucketPath":
+        return replace(self, key=self.key.rpartition("/")[0])
 
     @property
     def stem(self) -> str:
@@ -159,10 +114,11 @@ class BucketPath:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return Stat(info.size)
 
-    def etag(self) -> str:
-        """What the bucket calls this version of the object (S3; '' where it does not say)."""
+    def version(self) -> str:
+        """What the bucket calls this version of the object: S3's ETag, GCS's generation. Raises FileNotFoundError."""
         with self._try(lambda: self._filesystem().open_input_file(self.key)) as file:
-            return file.metadata().get("ETag", b"").decode()
+            found = file.metadata()
+        return (found.get("ETag") or found.get("generation", b"")).decode()
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the objects directly in this folder, from one listing; empty when there are none."""
@@ -176,6 +132,10 @@ class BucketPath:
 
     def iterdir(self) -> Iterator["BucketPath"]:
         """Objects and folders directly in this folder."""
+        if self.scheme == "gs":
+            # There pyarrow names no folders. It asks for all that is below them in either case.
+            names = dict.fromkeys(path.key.removeprefix(f"{self.key}/").partition("/")[0] for path, _ in self.walk())
+            return (self / name for name in names)
         return (replace(self, key=info.path) for info in self._list())
 
     def glob(self, pattern: str) -> Iterator["BucketPath"]:
@@ -202,12 +162,12 @@ class BucketPath:
     @contextlib.contextmanager
     def replacing(self) -> Iterator[BinaryIO]:
         """A local file that becomes the object when the block ends well; see `manifest.replacing`."""
-        with tempfile.NamedTemporaryFile(prefix="upload-") as file:
-            yield file  # type: ignore[misc]
+        with _temporary_file("upload-") as file:
+            yield file
             file.flush()
-            self._upload(file.name)
+            self.upload(file.name)
 
-    def _upload(self, local: str) -> None:
+    def upload(self, local: str) -> None:
         """Send a file; the object is there when all of it is.
 
         pyarrow has no way to abort an upload: a stream that is closed, or dropped, after an error in our code makes an
@@ -245,8 +205,10 @@ class BucketPath:
 
     def remove_tree(self) -> None:
         """Remove every object below this folder, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._try(lambda: self._filesystem().delete_dir(self.key))
+        if self.exists():
+            # On GCS pyarrow misses, after all that was in the folder, an object of the folder's own name.
+            with contextlib.suppress(FileNotFoundError):
+                self._try(lambda: self._filesystem().delete_dir(self.key))
 
     # ---------------------------------------------------------------- inside
     def _filesystem(self, writing: bool = False) -> fs.FileSystem:
@@ -265,7 +227,7 @@ class BucketPath:
         if info.type == fs.FileType.NotFound:
             found = self._try(lambda: self._filesystem().get_file_info(bucket))
             if found.type == fs.FileType.NotFound:
-                raise StorageError(f"{self}: no such bucket. Check its name (and AWS_ENDPOINT_URL).")
+                raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
         return info
 
     def _list(self, recursive: bool = False) -> list[fs.FileInfo]:
@@ -288,13 +250,16 @@ class ObjectReader:
         return self.path._try(lambda: self._open().size())
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Raises OSError when the object ends before."""
-        if offset + size > self.size():
-            raise OSError(f"{self.path} ends before byte {offset + size}")
+        """Raises OSError when the object ends before, and FileNotFoundError."""
+        if not size:
+            return b""  # GCS answers a range of no bytes at an object's end with an error.
 
-        def attempt() -> bytes:
+        def attempt() -> bytes | None:
             try:
-                data = self._open().read_at(size, offset)
+                file = self._open()
+                if offset + size > file.size():
+                    return None
+                data = file.read_at(size, offset)
                 if len(data) != size:
                     raise OSError(f"{len(data)} bytes came of {size}")
             except OSError:
@@ -302,7 +267,31 @@ class ObjectReader:
                 raise
             return data
 
-        return self.path._try(attempt)
+        found = self.path._try(attempt)
+        if found is None:
+            raise OSError(f"{self.path} ends before byte {offset + size}")
+        return found
+
+    def copy_to(self, file: int) -> None:
+        """Write the whole object into a file, from its start, over several connections. Raises OSError.
+
+        file: a descriptor that can be written.
+        """
+        size = self.size()
+
+        def piece(start: int) -> None:
+            left = memoryview(self.read_at(start, min(_PIECE, size - start)))
+            while left:  # A disk that is filling takes a part of it, and says so at the next.
+                written = os.pwrite(file, left, start)
+                left, start = left[written:], start + written
+
+        with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="download") as pool:
+            for done in [pool.submit(piece, start) for start in range(0, size, _PIECE)]:
+                try:
+                    done.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
 
     def _open(self) -> pa.NativeFile:
         file = self._file
@@ -354,11 +343,40 @@ def to_path(location: str | Path | BucketPath, patience: Patience | None = None)
     return BucketPath(scheme, key, query, patience or Patience())
 
 
-def local_path(path: AnyPath, what: str) -> Path:
-    """The path, which must be a local one. what: reads or writes it, for the UserError that refuses one in a bucket."""
-    if isinstance(path, BucketPath):
-        raise UserError(f"{path}: {what} works on local folders only so far. Copy it to one first.")
-    return path
+def locate(folder: AnyPath, name: str) -> AnyPath:
+    """Where a name leads that a file in `folder` holds: below it, unless the name is a URL or an absolute path."""
+    if "://" in name or name.startswith("/"):
+        return to_path(name, folder.patience if isinstance(folder, BucketPath) else None)
+    return folder / name
+
+
+@contextlib.contextmanager
+def fetched(path: AnyPath) -> Iterator[BinaryIO]:
+    """The file on a local disk, to be read in any order: of a bucket, a copy that is removed when the block ends.
+
+    Raises FileNotFoundError.
+    """
+    if isinstance(path, Path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    reader = ObjectReader(path)
+    reader.size()
+    with _temporary_file("download-") as copy:
+        reader.copy_to(copy.fileno())
+        yield copy
+
+
+@contextlib.contextmanager
+def _temporary_file(prefix: str) -> Iterator[BinaryIO]:
+    try:
+        with tempfile.NamedTemporaryFile(prefix=prefix) as file:
+            yield typing.cast(BinaryIO, file)
+    except OSError as error:
+        # A failed write() does not know its file, and "no space left" is of little use without.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = f"{tempfile.gettempdir()} (TMPDIR)"
+        raise
 
 
 def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
@@ -376,6 +394,11 @@ def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
     if isinstance(path, BucketPath) and isinstance(folder, BucketPath) and path.scheme == folder.scheme:
         return path.key.removeprefix(folder.key).lstrip("/") if f"{path.key}/".startswith(f"{folder.key}/") else None
     return None
+
+
+def version(path: AnyPath) -> str:
+    """What changes when the file does: time of the last change in ns, or the bucket's own mark. Raises FileNotFoundError."""
+    return path.version() if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
 
 
 def remove_tree(path: AnyPath) -> None:
@@ -428,8 +451,3 @@ def _proxy(endpoint: str) -> str | None:
     url = urllib.parse.urlparse(endpoint if "://" in endpoint else f"https://{endpoint}")
     proxy = urllib.request.getproxies().get(url.scheme)
     return None if not proxy or urllib.request.proxy_bypass(url.hostname or "") else proxy
-
-
-def _last(reason: str) -> str:
-    """The end of pyarrow's message, which says what happened; the rest names the object again."""
-    return reason.rpartition("AWS Error ")[2].rstrip(". ")

@@ -12,17 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.config import DataConfig
-from pipeline.data.bucket import BucketPath, ObjectReader, Patience, StorageError
+from pipeline.data.bucket import BucketPath, ObjectReader
+from pipeline.data.patience import Patience, StorageError
 from pipeline.errors import UserError
 
-_PIECE = 8 * 2**20
-# One connection to a bucket carries some 50-100 MB/s.
-_CONNECTIONS = 4
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
 
@@ -137,17 +134,7 @@ def _fetch(path: BucketPath, file: int, size: int) -> str:
     reader = ObjectReader(path)
     if (there := reader.size()) != size:
         raise OSError(f"{path} has {there} bytes, but {size} in the manifest: it was replaced or damaged.")
-
-    def piece(start: int) -> None:
-        os.pwrite(file, reader.read_at(start, min(_PIECE, size - start)), start)
-
-    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="download") as pool:
-        for done in [pool.submit(piece, start) for start in range(0, size, _PIECE)]:
-            try:
-                done.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    reader.copy_to(file)
     os.ftruncate(file, size)
     with open(os.dup(file), "rb") as content:
         content.seek(0)

@@ -6,7 +6,7 @@ Sharding and training ask the same functions what an image is, so what the one l
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import simplejpeg
@@ -34,6 +34,7 @@ _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
 _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
+_STRIP_PIXELS = 2**20
 # Where libjpeg fills in what it could not read. Its other complaints (extraneous bytes, odd markers, CMYK) are Pillow's
 # to judge.
 _SPOILT = ("premature end", "bad huffman code")
@@ -62,7 +63,9 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
         if part is not None:
             return _upright(part, orientation)
     pixels = _decode_jpeg(data) if is_jpeg else None
-    pixels = _ask_pillow(data, _to_rgb) if pixels is None else _upright(pixels, orientation)
+    if pixels is None:
+        pixels, orientation = _ask_pillow(data, _to_rgb)
+    pixels = _upright(pixels, orientation)
     if choose is None:
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])
@@ -143,18 +146,38 @@ def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
         raise DecodeError(_reason(error)) from None
 
 
-def _to_rgb(image: Image.Image) -> np.ndarray:
+def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
+    """Pixels as they are stored, and the EXIF orientation."""
     # Pillow turns a TIFF when it loads it, and forgets the tag: asked earlier, it would be turned twice.
     image.load()
     orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-    if image.mode.startswith("I") or image.mode == "F":
-        pixels = np.asarray(image, dtype=np.float64)
-        # 65535 -> 255. Of wider types only the pixels tell whether they hold 8 bits or 16.
-        if image.mode.startswith("I;16") or pixels.max(initial=0) > 255:
-            pixels = pixels / 257
-        image = Image.fromarray(np.clip(np.round(pixels), 0, 255).astype(np.uint8))
-    # A copy: torch warns of arrays that cannot be written to.
-    return _upright(np.array(image.convert("RGB")), orientation)
+    is_wide = image.mode.startswith("I") or image.mode == "F"
+    # 65535 -> 255. Of wider types only the pixels tell whether they hold 8 bits or 16.
+    is_16_bit = is_wide and (image.mode.startswith("I;16") or _maximum(image) > 255)
+
+    def convert(strip: Image.Image) -> np.ndarray:
+        if not is_wide:
+            return np.array(strip.convert("RGB"))  # A copy: torch warns of arrays that cannot be written to.
+        values = np.asarray(strip, dtype=np.float64) / (257 if is_16_bit else 1)
+        return np.repeat(np.clip(np.round(values), 0, 255).astype(np.uint8)[..., None], 3, axis=2)
+
+    if image.width * image.height <= _STRIP_PIXELS:
+        return convert(image), orientation
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top, strip in _strips(image):
+        pixels[top : top + strip.height] = convert(strip)
+    return pixels, orientation
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """(first row, rows from there on), all of the image: its copies, whole, would take up to 26 bytes a pixel."""
+    height = max(_STRIP_PIXELS // image.width, 1)
+    for top in range(0, image.height, height):
+        yield top, image.crop((0, top, image.width, min(top + height, image.height)))
+
+
+def _maximum(image: Image.Image) -> float:
+    return np.max([np.asarray(strip, dtype=np.float64).max() for _, strip in _strips(image)])
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import Dataset, replacing
+from pipeline.data.manifest import Dataset, open_parquet, replacing
 from pipeline.errors import UserError
 
 FOLDER = "exclude"
@@ -78,8 +78,7 @@ def excluded_rows(dataset: Dataset, split: str, choice: str) -> tuple[np.ndarray
 
 def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
     try:
-        with path.open("rb") as file:
-            table = pq.read_table(file)
+        table = open_parquet(path).read()
         made_for = table.schema.metadata[_FINGERPRINT].decode()
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
     except (pa.ArrowInvalid, KeyError, TypeError):

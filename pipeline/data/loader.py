@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,10 @@ from pipeline.data.jpeg_region import Region
 from pipeline.data.manifest import Split
 from pipeline.data.order import SampleOrder
 from pipeline.data.storage import ShardReader
-from pipeline.errors import OneRankError
+from pipeline.errors import Interrupted, OneRankError
+
+# Between two looks whether a batch that is waited for is still wanted.
+_ASK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,11 @@ class Loader:
         prefetch: int,
         max_bad_share: float,
         pin: bool = False,
+        is_unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
+        """is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends."""
         self.split, self.view, self.image_size = split, view, image_size
+        self.is_unwanted = is_unwanted
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -85,13 +91,15 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        # A read that hangs is not waited for when the run is being stopped.
+        self.pool.shutdown(wait=not self.is_unwanted(), cancel_futures=True)
         self.reader.close()
 
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
         """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
 
-        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split.
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, Interrupted when
+        the next batch is not there and nobody wants it any more.
         """
         ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
         for rows, epochs in self.reader.ahead(requests):
@@ -142,6 +150,10 @@ class Loader:
 
     def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
         for part in parts:
+            while not part.done():
+                if self.is_unwanted():
+                    raise Interrupted
+                wait([part], _ASK_SECONDS)
             part.result()
         if len(self.bad) > self.max_bad:
             row, reason = next(iter(self.bad.items()))

@@ -2,7 +2,7 @@
 
     train-000000.tar ...   `<key>.jpg` and `<key>.cls` of each sample
     samples.parquet        one row per sample, in the order split, shard, offset (SAMPLES)
-    shards.parquet         one row per tar (SHARDS)
+    shards.parquet         one row per tar (SHARDS); a name is relative to the folder, or the URL of a tar elsewhere
     dataset.json           classes, counts, where it came from, settings, fingerprint; written last
 
 Whoever makes shards (or scans someone else's) calls `write_dataset`; whoever reads them calls `open_dataset`. The folder
@@ -24,13 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.data.bucket import AnyPath, BucketPath, to_path
+from pipeline.config import Limit
+from pipeline.data.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.cache import Storage
 from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
+from pipeline.data.patience import Patience
 from pipeline.data.split import SampleTable, Split
+from pipeline.data.subset import beyond_limit
 from pipeline.errors import UserError
 
 FORMAT = "vit-dataset/1"
+WHOLE = Limit.parse("100%")
 INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -110,6 +114,10 @@ class Dataset:
         """Every row of shards.parquet."""
         return [Shard(**row) for row in _open(self.path / SHARDS_FILE).read().to_pylist()]
 
+    def shard_path(self, name: str) -> AnyPath:
+        """Where a tar lies, by its name in shards.parquet."""
+        return locate(self.path, name)
+
     def is_whole(self) -> bool:
         """Whether the two tables are there, to the byte. (The tars are not read.)"""
         try:
@@ -124,11 +132,12 @@ class Dataset:
         file = _open(self.path / SAMPLES_FILE)
         return SampleTable(file, self._row_groups(file, name))
 
-    def split(self, name: str, exclude: str = "all") -> Split:
+    def split(self, name: str, exclude: str = "all", limit: Limit = WHOLE, seed: int = 0) -> Split:
         """Open one split: map what training needs of it (offsets, sizes, labels), and look whether its tars are there.
 
-        exclude: which lists of samples to leave out ("all", "none", or names with commas between). Raises UserError for
-        an unknown split, a missing tar, one of another size, a damaged manifest, and a list that is not to be used.
+        exclude: which lists of samples to leave out ("all", "none", or names with commas between). limit: of the others,
+        a random part that `seed` decides. Raises UserError for an unknown split, a missing tar, one of another size, a
+        damaged manifest, a list that is not to be used, and a limit of more samples than there are.
         """
         from pipeline.data.exclude import excluded_rows  # Late: it builds on this file.
 
@@ -142,13 +151,16 @@ class Dataset:
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
             )
         left_out, left_out_by = excluded_rows(self, name, exclude)
+        if limit != WHOLE:
+            beyond = beyond_limit(len(index), left_out, limit, seed)
+            left_out, left_out_by = np.union1d(left_out, beyond), {**left_out_by, "data.limit": len(beyond)}
         kept = samples - np.bincount(np.searchsorted(starts, left_out, side="right") - 1, minlength=len(samples))
         if len(left_out) and not kept.any():
             raise UserError(
                 f"every sample of {self.path}, split {name!r}, is left out by its lists: {', '.join(left_out_by)}."
             )
         paths = _shard_paths(self.path, names)
-        self._check_shards(names, paths, num_bytes, kept > 0, kept == samples)
+        self._check_shards(paths, num_bytes, kept > 0, kept == samples)
         return Split(
             name=name,
             shard_paths=paths,
@@ -169,21 +181,19 @@ class Dataset:
         places = [*beside, cache_folder()]
         return open_index(f"{name}-{self.info['files'][SAMPLES_FILE][:16]}", places, self.table(name).read)
 
-    def _check_shards(
-        self, names: list[str], paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_whole: np.ndarray
-    ) -> None:
+    def _check_shards(self, paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_whole: np.ndarray) -> None:
         """Look whether each shard is there that has a sample of use, and has its size.
 
         Samples may have been left out because their shard is cut, or gone. In a bucket even those must be whole of which
         some samples stay: who reads one compares its size, or its checksum.
         """
-        sizes = _sizes(self.path, names)
-        for name, path, expected, used, whole in zip(
-            names, paths, num_bytes.tolist(), is_used.tolist(), is_whole.tolist(), strict=True
+        sizes = _sizes(paths, self.storage.patience)
+        for path, expected, used, whole in zip(
+            paths, num_bytes.tolist(), is_used.tolist(), is_whole.tolist(), strict=True
         ):
             if used:
-                size = _local_size(path) if sizes is None else sizes.get(name)
-                _check_size(path, size, expected if whole or sizes is not None else None)
+                size = sizes.get(path) if "://" in path else _local_size(path)
+                _check_size(path, size, expected if whole or "://" in path else None)
 
     def _shards_of(self, name: str) -> tuple[list[str], np.ndarray, np.ndarray, pa.ChunkedArray]:
         """File names, samples, bytes and sha256 (hex) of a split's shards; a million of them in a second."""
@@ -342,7 +352,7 @@ def _storage() -> dict[str, Any]:
 def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
     """16 hex characters that stand for these shards (names and bytes) and classes; see `Dataset.fingerprint`."""
     # The last part of the name: where tars that were indexed lie is not what they are.
-    content = [sorted((Path(shard.name).name, shard.sha256) for shard in shards), list(classes)]
+    content = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -352,9 +362,14 @@ def file_sha256(path: AnyPath) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+def open_parquet(path: AnyPath) -> pq.ParquetFile:
+    """A Parquet file wherever it lies. Raises FileNotFoundError, and pa.ArrowException or OSError for a damaged one."""
+    return pq.ParquetFile(path, memory_map=True) if isinstance(path, Path) else pq.ParquetFile(path.open())
+
+
 def _open(path: AnyPath) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, memory_map=True) if isinstance(path, Path) else pq.ParquetFile(path.open())
+        return open_parquet(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {_REMEDY}") from None
     except pa.ArrowInvalid:
@@ -363,22 +378,26 @@ def _open(path: AnyPath) -> pq.ParquetFile:
 
 def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
     if isinstance(folder, BucketPath):
-        return [str(folder / name) for name in names]
+        return [str(locate(folder, name)) for name in names]
     start = str(folder)
-    return [f"{start}/{name}" for name in names]  # Of a million, Path would take seconds.
+    return [name if "://" in name else f"{start}/{name}" for name in names]  # Of a million, Path would take seconds.
 
 
-def _sizes(folder: AnyPath, names: list[str]) -> dict[str, int] | None:
-    """Bytes of those shards that are there, of a bucket alone: asking for each of 4,000 objects would take minutes.
+def _sizes(paths: list[str], patience: Patience) -> dict[str, int]:
+    """URL -> bytes of those shards in buckets that are there: asking for each of 4,000 objects would take minutes.
 
     One listing of each folder that holds some, which is one.
     """
-    if not isinstance(folder, BucketPath):
-        return None
-    insides = {name.rpartition("/")[0] for name in names}
-    return {
-        f"{inside}/{name}".lstrip("/"): size for inside in insides for name, size in (folder / inside).sizes().items()
-    }
+    folders = set()
+    for path in paths:
+        if "://" in path:
+            location, mark, options = path.partition("?")
+            folders.add(location.rpartition("/")[0] + mark + options)
+    found: dict[str, int] = {}
+    for folder in (to_path(location, patience) for location in folders):
+        assert isinstance(folder, BucketPath)
+        found |= {str(folder / name): size for name, size in folder.sizes().items()}
+    return found
 
 
 def _local_size(path: str) -> int | None:

@@ -10,7 +10,7 @@ windows. A round of `global_batch` positions takes `global_batch / streams` samp
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -131,6 +131,32 @@ class SampleOrder:
             if len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+
+def batch_of_step(step: int, left_out: Sequence[tuple[int, int]]) -> int:
+    """The batch that optimizer step `step` (from 0) takes: its own number, and on by what was left out until then.
+
+    left_out: (step, number of batches left out before it), for each time that a run went back and skipped data.
+    """
+    return step + sum(batches for at, batches in left_out if at <= step)
+
+
+def leave_out(left_out: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
+    """`left_out` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
+    before = [entry for entry in left_out if entry[0] <= at]
+    return [*before, (at, batch_of_step(done, left_out) - batch_of_step(at, before))]
+
+
+def step_of_batch(batch: int, left_out: Sequence[tuple[int, int]]) -> int | None:
+    """The inverse: the step that takes a batch, None when it was left out."""
+    shift = 0
+    for at, batches in sorted(left_out):
+        if batch < at + shift:
+            break
+        if batch < at + shift + batches:
+            return None
+        shift += batches
+    return batch - shift
 
 
 def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -110,7 +110,9 @@ class Split:
             raise UserError(f"split {self.name!r} has no sample {key!r}.")
         before = int(np.searchsorted(self.left_out, row))
         if before < len(self.left_out) and self.left_out[before] == row:
-            raise UserError(f"sample {key!r} of split {self.name!r} is left out by the lists of excluded samples.")
+            raise UserError(
+                f"sample {key!r} of split {self.name!r} is left out, by a list of excluded samples or by data.limit."
+            )
         return row - before
 
     @property
@@ -141,9 +143,9 @@ class Split:
         """int32, the labels of all samples, one after another. For work on whole splits; batches ask labels_of."""
         if not len(self.left_out):
             return self.index.labels
-        starts = self.index.label_starts
-        places = [np.arange(starts[row], starts[row + 1]) for row in self.left_out]
-        return np.delete(self.index.labels, np.concatenate(places))
+        stays = np.ones(len(self.index), bool)
+        stays[self.left_out] = False
+        return self.index.labels[np.repeat(stays, np.diff(self.index.label_starts))]
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""

@@ -15,6 +15,7 @@ from pipeline.config import AugmentConfig
 from pipeline.data.loader import Loader, eval_requests, eval_view
 from pipeline.data.manifest import Split
 from pipeline.distributed import Ranks
+from pipeline.stop import Stop
 
 _TOP = 5
 
@@ -60,14 +61,22 @@ def predict(
     threads: int,
     ranks: Ranks,
     progress: Callable[[int], object] = lambda count: None,
+    stop: Stop | None = None,
 ) -> Predictions:
     """Run `forward` (uint8 (B, S, S, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
 
     progress is told of each batch's size. Any number of unreadable images is let pass: they are counted, as errors.
+    Raises Stopped on every rank when the ranks agree to stop.
     """
     parts = []
-    with Loader(split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0) as loader:
-        for loaded in loader.batches(eval_requests(len(split), batch, ranks.rank, ranks.world_size)):
+    is_unwanted = stop.is_wanted if stop else lambda: False
+    with Loader(
+        split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0, is_unwanted=is_unwanted
+    ) as loader:
+        coming = loader.batches(eval_requests(len(split), batch, ranks.rank, ranks.world_size))
+        if stop:
+            coming = stop.together(coming)
+        for loaded in coming:
             logits = forward(loaded.images)
             losses = objective.losses(logits, loaded.labels.to(logits.device), loss_kind)
             top = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices

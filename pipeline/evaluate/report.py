@@ -23,7 +23,7 @@ from pipeline.evaluate import fewshot, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.features import Features, extract
 from pipeline.evaluate.figure import draw_confusion
-from pipeline.model import VisionTransformer
+from pipeline.model import Model, ViTConfig
 
 _NUM_CONFUSED = 10
 
@@ -93,7 +93,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 class _Subject:
     """Weights, ready to be scored. extra: what the weights' file says of them."""
 
-    model: VisionTransformer
+    model: Model
     device: torch.device
     dtype: torch.dtype
     image_size: int
@@ -121,9 +121,10 @@ def _load(config: ScoreConfig, dataset: Dataset) -> _Subject:
     image_size = config.image_size or trained.image_size[0]
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = VisionTransformer(replace(trained, image_size=(image_size, image_size)))
-    positions = models.resample_positions(state["positions"], model.config.grid, old_grid=trained.grid)
-    model.load_state_dict({**state, "positions": positions})
+    model = models.build(replace(trained, image_size=(image_size, image_size)))
+    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
+        state = models.resample_state(state, trained, model.config)
+    model.load_state_dict(state)
     return _Subject(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 

@@ -1,22 +1,32 @@
-"""The model, for use by itself: needs torch and numpy, and nothing else that this project installs.
+"""The models, for use by themselves: need torch and numpy, and nothing else that this project installs.
 
     from pipeline.model import create, load
     model = create("ViT-B/16", num_classes=21843)
     model = load("ViT-B_16.npz", image_size=384, num_classes=10)
 
-`vit.py` is the model, and the file to read first.
+`vit.py` is the ViT, and the file to read first.
 """
 
+from typing import Any
+
+from pipeline.model.build import Model, build
 from pipeline.model.convert import to_npz
 from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
-from pipeline.model.position import resample_positions
-from pipeline.model.variants import Gelu, ImageSize, ViTConfig, configure, parse_name
+from pipeline.model.position import resample_positions, resample_state
+from pipeline.model.resnet import ResNet
+from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import load, read_weights, save, save_state
 
 __all__ = [
+    "Config",
+    "Model",
+    "ResNet",
+    "ResNetConfig",
     "ViTConfig",
     "VisionTransformer",
+    "build",
+    "config_from_dict",
     "configure",
     "create",
     "forward_macs",
@@ -25,6 +35,7 @@ __all__ = [
     "parse_name",
     "read_weights",
     "resample_positions",
+    "resample_state",
     "save",
     "save_state",
     "to_npz",
@@ -32,44 +43,15 @@ __all__ = [
 ]
 
 
-def create(
-    name: str,
-    image_size: ImageSize = 224,
-    num_classes: int = 1000,
-    *,
-    representation: bool = False,
-    gelu: Gelu = "tanh",
-    dropout: float = 0.0,
-    head_bias: float = 0.0,
-    seed: int = 0,
-    width: int | None = None,
-    depth: int | None = None,
-    mlp_width: int | None = None,
-    num_heads: int | None = None,
-) -> VisionTransformer:
-    """A new ViT with the paper's initial values, which depend on `seed` alone.
+def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, seed: int = 0, **changes: Any) -> Model:
+    """A new model with its paper's initial values, which depend on `seed` alone.
 
-    name: "ViT-L/16": a size (ViT paper, Table 1; Ti, S and others of the authors' code) and a patch side in pixels.
-    image_size: side or (height, width) in pixels, divisible by the patch side.
+    name: "ViT-L/16": a size (ViT paper, Table 1; Ti, S and others of the authors' code) and a patch side in pixels;
+        "Axial-ViT-B/16"; a hybrid as "R50+ViT-B/16"; a ResNet as "BiT-R50x1".
+    image_size: side or (height, width) in pixels; of a ViT, divisible by the patch side.
     num_classes: 0 for no head: the model returns its features.
-    representation: Dense(D) and tanh before the head, as in the official ImageNet-21k weights.
-    gelu: "tanh" (the official code) or "erf" (timm, HF).
-    dropout: probability; 0.1 for ImageNet and ImageNet-21k, 0 for JFT (ViT paper, Table 3).
-    head_bias: initial bias of the head; -10 is usual with a sigmoid loss over 21k classes (big_vision, vit_i21k.py).
-    width, depth, mlp_width, num_heads: replace a number of the named size; each alone, nothing else follows it.
-    Raises UserError for an unknown name and for numbers that do not fit together.
+    changes: fields of ViTConfig or ResNetConfig, which explain them (variants.py): width=..., pool="gap",
+        positions="sincos2d", representation=True, drop_path=0.1, ...; each alone, nothing else follows it.
+    Raises UserError for an unknown name or field and for numbers that do not fit together.
     """
-    config = configure(
-        name,
-        image_size,
-        num_classes,
-        representation=representation,
-        gelu=gelu,
-        dropout=dropout,
-        head_bias=head_bias,
-        width=width,
-        depth=depth,
-        mlp_width=mlp_width,
-        num_heads=num_heads,
-    )
-    return VisionTransformer(config, seed)
+    return build(configure(name, image_size, num_classes, **changes), seed)

@@ -15,6 +15,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -74,7 +75,14 @@ def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[ViTConfig, dict[str, 
 
 
 def to_npz(model: VisionTransformer, layout: Layout = "released") -> dict[str, np.ndarray]:
-    """The model's weights as the official files hold them: key -> fp32 array, ready for np.savez(path, **arrays)."""
+    """The model's weights as the official files hold them: key -> fp32 array, ready for np.savez(path, **arrays).
+
+    Raises UserError for a model that those files cannot hold.
+    """
+    if model.config != _plain(model.config):
+        raise UserError(
+            "only a plain ViT can be written as .npz: a class token, learned positions at the stem, patches side by side."
+        )
     state = {name: tensor.detach().float().cpu().numpy() for name, tensor in model.state_dict().items()}
     arrays, row = {}, 0
     for entry in _entries(model.config, layout):
@@ -83,6 +91,12 @@ def to_npz(model: VisionTransformer, layout: Layout = "released") -> dict[str, n
         arrays[entry.key] = _to_flax_order(part, entry.shape)
         row = (row + entry.torch_shape[0]) % len(whole)  # the next array continues this parameter or starts another
     return arrays
+
+
+def _plain(config: ViTConfig) -> ViTConfig:
+    return replace(
+        config, pool="token", positions="learned", positions_at="stem", patch_stride=None, stem=None, axial=False
+    )
 
 
 def _to_torch_order(array: np.ndarray, torch_shape: tuple[int, ...]) -> np.ndarray:

@@ -1,34 +1,46 @@
-"""What a ViT costs: parameters and arithmetic, from its configuration alone.
+"""What a model costs: parameters and arithmetic, from its configuration alone.
 
-Letters as in vit.py: N tokens, D width, L depth, M MLP width, P patch side, C = 3 channels, K classes.
+Letters as in vit.py: N tokens, D width, L depth, M MLP width, P patch side, C channels.
 """
 
-from pipeline.model.variants import ViTConfig
+from functools import cache
+
+import torch
+
+from pipeline.model.build import build
+from pipeline.model.resnet import unit_shapes
+from pipeline.model.variants import Config, ResNetConfig, ViTConfig
 
 
-def num_parameters(config: ViTConfig) -> int:
+@cache
+def num_parameters(config: Config) -> int:
     """The exact number of parameters, head and representation layer included (ViT paper, Table 1, rounded)."""
-    N, D, L, M, P, K = _letters(config)
-    embedding = (3 * P**2 * D + D) + D + N * D  # patches, class token, positions
-    block = 4 * (D**2 + D) + (D * M + M) + (M * D + D) + 2 * (2 * D)  # q, k, v, out; MLP; two LayerNorms
-    representation = D**2 + D if config.representation else 0
-    head = D * K + K if K else 0
-    return embedding + L * block + 2 * D + representation + head
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def forward_macs(config: ViTConfig) -> int:
+def forward_macs(config: Config) -> int:
     """Multiply-adds of one image's forward pass.
 
-    Not counted: LayerNorm, softmax, GELU, biases, representation layer and head.
+    Not counted: norms, softmax, activations, biases, the standardisation of kernels, and what follows the last block:
+    attention pooling (1 % of ViT-B/16), representation layer and head.
     """
-    N, D, L, M, P, _ = _letters(config)
-    embedding = (N - 1) * 3 * P**2 * D
+    if isinstance(config, ResNetConfig):
+        return _resnet_macs(config.units, config.width, config.image_size)
+    stem, channels = 0, 3
+    if config.stem is not None:
+        stem = _resnet_macs(config.stem, 64, config.image_size)
+        channels = 64 * 2 ** (len(config.stem) + 1) if config.stem else 64
+    N, D, L, M = config.num_tokens, config.width, config.depth, config.mlp_width
+    rows, columns = config.grid
+    embedding = rows * columns * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + 2 * D * M)  # q, k, v, out; MLP
-    attention = 2 * N**2 * D  # q k^T, and its softmax times v
-    return embedding + L * (dense + attention)
+    if config.axial:
+        return stem + embedding + L * (2 * dense + _attention_macs(config, columns) + _attention_macs(config, rows))
+    return stem + embedding + L * (dense + _attention_macs(config, N))
 
 
-def training_flops_per_image(config: ViTConfig) -> int:
+def training_flops_per_image(config: Config) -> int:
     """FLOPs of one image in training: 2 a multiply-add, and the backward pass costs twice the forward.
 
     This is how the ViT paper counts (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputation of
@@ -37,5 +49,23 @@ def training_flops_per_image(config: ViTConfig) -> int:
     return 3 * 2 * forward_macs(config)
 
 
-def _letters(config: ViTConfig) -> tuple[int, int, int, int, int, int]:
-    return config.num_tokens, config.width, config.depth, config.mlp_width, config.patch_size, config.num_classes
+def _attention_macs(config: ViTConfig, num_keys: int) -> int:
+    """Of one block: every token's query with each key that it sees, and the weights times v."""
+    products = 3 if config.positions == "relative" else 2  # q k^T, its softmax times v; q with the offsets' keys
+    return products * config.num_tokens * num_keys * config.width
+
+
+def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:
+    def halved(size: tuple[int, int]) -> tuple[int, int]:
+        return -(-size[0] // 2), -(-size[1] // 2)
+
+    size = halved(image_size)
+    macs = size[0] * size[1] * 7 * 7 * 3 * width  # the root
+    size = halved(size)
+    for inputs, mid, stride in unit_shapes(units, width):
+        macs += size[0] * size[1] * inputs * mid
+        size = halved(size) if stride == 2 else size
+        macs += size[0] * size[1] * (9 * mid**2 + mid * 4 * mid)
+        if stride == 2 or inputs != 4 * mid:
+            macs += size[0] * size[1] * inputs * 4 * mid  # the shortcut
+    return macs

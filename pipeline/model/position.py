@@ -1,25 +1,115 @@
-"""Learned positions on another patch grid (ViT paper, section 3.2)."""
+"""Where a token is: the tables that are added to tokens, relative attention, and either on another patch grid.
+
+A table holds what the model stores: a parameter, or for sine-cosine a constant. T is 1, or the number of blocks where
+each block has a table of its own.
+
+    learned    (T, N, D)         one vector for each place in the sequence, the class token's first
+    learned2d  (T, h + w, D/2)   one for each row, then one for each column; a patch gets both, side by side
+    sincos2d   (1, N, D)         fixed; zeros for the class token
+"""
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.variants import ViTConfig
 
 Kernel = Literal["zoom", "bicubic"]
 Grid = tuple[int, int]
 
 
+def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
+    """What a new model stores: a table yet to be filled, the fixed one (in no weights file), or nothing."""
+    num_tables = config.num_blocks if config.positions_at == "blocks" else 1
+    if config.positions == "learned":
+        return nn.Parameter(torch.empty(num_tables, config.num_tokens, config.width))
+    if config.positions == "learned2d":
+        return nn.Parameter(torch.empty(num_tables, sum(config.grid), config.width // 2))
+    return nn.Buffer(sincos2d(config), persistent=False) if config.positions == "sincos2d" else None
+
+
+def per_token(table: Tensor, config: ViTConfig) -> Tensor:
+    """The table as (T, N, D), to be added to the tokens."""
+    if config.positions != "learned2d":
+        return table
+    (h, w), num_tables = config.grid, len(table)
+    rows = table[:, :h, None].expand(-1, -1, w, -1)
+    columns = table[:, None, h:].expand(-1, h, -1, -1)
+    patches = torch.cat([columns, rows], dim=-1).reshape(num_tables, h * w, config.width)
+    return F.pad(patches, (0, 0, config.num_tokens - h * w, 0))
+
+
+def sincos2d(config: ViTConfig) -> Tensor:
+    """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000.
+
+    As MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows.
+    """
+    h, w = config.grid
+    quarter = config.width // 4
+    frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
+    y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
+    angles_x, angles_y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
+    patches = torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], dim=1)
+    return F.pad(patches, (0, 0, config.num_tokens - h * w, 0))[None].float()
+
+
+class RelativePositions(nn.Module):
+    """Relative attention in one dimension (ViT paper, D.4): each offset between two places of the sequence has a key.
+
+    Queries attend to it beside the content's keys; its logits are added before the softmax. One table for each block,
+    shared by its heads (Shaw et al. 2018); the paper does not say.
+    """
+
+    def __init__(self, num_tokens: int, head_dim: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2 * num_tokens - 1, head_dim))
+
+    def initialize(self, generator: torch.Generator) -> None:
+        nn.init.normal_(self.table, std=0.02, generator=generator)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """(B, H, N, D/H) queries -> (B, H, N, N) logits, scaled as those of the content."""
+        places = torch.arange(q.shape[2], device=q.device)
+        keys = self.table[places[:, None] - places + q.shape[2] - 1]  # (N, N, D/H)
+        return torch.einsum("bhqd,qkd->bhqk", q, keys) / math.sqrt(q.shape[3])
+
+
+def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) -> dict[str, Tensor]:
+    """A model's state with its positions on the patch grid of another image size, by the official kernel ("zoom").
+
+    Raises UserError for relative positions: an offset of a sequence is another offset on another grid.
+    """
+    state = dict(state)
+    if old.grid == new.grid:
+        return state
+    if old.positions == "relative":
+        raise UserError(
+            f"model: relative positions of a {old.grid[0]} x {old.grid[1]} grid mean nothing on {new.grid[0]} x "
+            f"{new.grid[1]}. Keep image_size = {old.image_size[0]} x {old.image_size[1]}."
+        )
+    if old.positions == "learned":
+        state["positions"] = resample_positions(state["positions"], new.grid, "zoom", old.grid)
+    elif old.positions == "learned2d":
+        parts = zip(state["positions"].split(old.grid, dim=1), old.grid, new.grid, strict=True)
+        resampled = [resample_positions(part, (length, 1), "zoom", (then, 1)) for part, then, length in parts]
+        state["positions"] = torch.cat(resampled, dim=1)
+    return state
+
+
 def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_grid: Grid | None = None) -> Tensor:
     """Resize learned positions to another patch grid (ViT paper, section 3.2).
 
-    table: (1, 1 + h*w, D) or (1, h*w, D), floats; the class token's row, if there, is kept as it is.
+    table: (T, 1 + h*w, D) or (T, h*w, D), floats; the class token's row, if there, is kept as it is.
     grid: (rows, columns) of the new grid; need not be square.
     kernel: "zoom" is what the official code does (scipy.ndimage.zoom of order 1: bilinear, corners aligned);
         "bicubic" is what timm does at run time (antialiased, corners not aligned).
     old_grid: (rows, columns) of the table; without it the table must be square.
-    Returns (1, [1 +] rows*columns, D) of the table's dtype. An unchanged grid gives the table itself.
+    Returns (T, [1 +] rows*columns, D) of the table's dtype. An unchanged grid gives the table itself.
     Raises ValueError when the table is not of the old grid, or not a square grid and no old grid is given.
     """
     num_rows = table.shape[1]
@@ -37,7 +127,7 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
         return table
 
     class_row, patch_rows = table[:, :num_class_rows], table[:, num_class_rows:]
-    image = patch_rows.reshape(1, *old_grid, -1).permute(0, 3, 1, 2)  # (1, D, h, w)
+    image = patch_rows.reshape(len(table), *old_grid, -1).permute(0, 3, 1, 2)  # (T, D, h, w)
     image = image.to(torch.promote_types(table.dtype, torch.float32))  # bf16 would round the corners' weights
     if kernel == "zoom":
         image = F.interpolate(image, size=grid, mode="bilinear", align_corners=True)

@@ -1,4 +1,4 @@
-"""The sizes of ViT by name, and the frozen description of one model."""
+"""The models by name, and the frozen description of each: `ViTConfig` or `ResNetConfig`."""
 
 import difflib
 import re
@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple
 from pipeline.errors import UserError
 
 Gelu = Literal["tanh", "erf"]
+Pool = Literal["token", "gap", "map"]
+Positions = Literal["learned", "learned2d", "sincos2d", "relative", "none"]
+PositionsAt = Literal["stem", "blocks", "shared"]
 ImageSize = int | tuple[int, int]
 
 
@@ -34,6 +37,21 @@ VARIANTS = {
     "e":      Variant(1792, 56, 15360, 16),
 }  # fmt: skip
 
+# Name -> size of the ViT, units of the ResNet's stages in front of it, patch side in cells of its output. The number in a
+# name is how many pixels a token stands for (ViT paper, section 4.1; vit_jax/configs/models.py), but for R+Ti/16: its
+# root alone reduces 4 times, not 2 as a comment there says, so its tokens stand for 32.
+HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
+    "R50+ViT-B/16": ("B", (3, 4, 9), 1),
+    "R50+ViT-B/32": ("B", (3, 4, 6, 3), 1),
+    "R50+ViT-L/16": ("L", (3, 4, 9), 1),
+    "R50+ViT-L/32": ("L", (3, 4, 6, 3), 1),
+    "R26+S/32": ("S", (2, 2, 2, 2), 1),
+    "R+Ti/16": ("Ti", (), 8),
+}
+
+# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py).
+RESNET_UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
+
 
 @dataclass(frozen=True)
 class ViTConfig:
@@ -43,13 +61,20 @@ class ViTConfig:
     depth: int  # blocks
     mlp_width: int  # hidden units of the MLP in a block
     num_heads: int
-    patch_size: int  # P, in pixels
+    patch_size: int  # P, in pixels; of a hybrid, in cells of the ResNet's output
     image_size: tuple[int, int]  # height, width, in pixels
     num_classes: int  # 0: no head, the model returns its features
     representation: bool = False  # Dense(D) and tanh before the head ("pre_logits"), as in the official I21k weights
     gelu: Gelu = "tanh"  # the official code computes tanh; timm and HF compute erf
     dropout: float = 0.0  # probability to drop; ViT paper, Table 3
     head_bias: float = 0.0  # initial value of the head's bias; -10 is usual with a sigmoid loss over 21k classes
+    drop_path: float = 0.0  # probability that the last block's branches are left out; the first block's is 0
+    pool: Pool = "token"  # the head reads a class token, the tokens' mean, or an attention-weighted mean (MAP)
+    positions: Positions = "learned"  # ViT paper, D.4: 1-D, 2-D, fixed sine-cosine, relative, or none
+    positions_at: PositionsAt = "stem"  # added once; or before every block: a table for each, or the same one (shared)
+    patch_stride: int | None = None  # cells from patch to patch; below patch_size they overlap. None: patch_size
+    stem: tuple[int, ...] | None = None  # a hybrid: units of each stage of the ResNet in front; () is its root alone
+    axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "mlp_width", "num_heads", "patch_size"):
@@ -62,45 +87,147 @@ class ViTConfig:
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
                 f"Use {_nearest_multiples(self.width, self.num_heads)} wide, or another number of heads."
             )
-        for side in self.image_size:
-            if side < 1 or side % self.patch_size:
-                raise UserError(
-                    f"model: image_size = {side} is not divisible by patch_size = {self.patch_size}. "
-                    f"Nearest sizes: {_nearest_multiples(side, self.patch_size)}."
-                )
         if self.gelu not in ("tanh", "erf"):
             raise UserError(f'model: gelu = "{self.gelu}" is unknown: use "tanh" (official code) or "erf" (timm, HF).')
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model: dropout = {self.dropout} must be in [0, 1).")
+        for name in ("dropout", "drop_path"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"model: {name} = {getattr(self, name)} must be in [0, 1).")
+        self._check_positions()
+        if self.axial and self.pool == "token":
+            raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
+        if not 1 <= self.stride <= self.patch_size:
+            raise UserError(
+                f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a longer one "
+                "leaves pixels that no patch sees."
+            )
+        for side in self.image_size:
+            self._check_side(side)
+
+    def _check_positions(self) -> None:
+        if self.positions in ("relative", "none") and self.positions_at != "stem":
+            raise UserError(
+                f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
+            )
+        parts = {"learned2d": 2, "sincos2d": 4}.get(self.positions, 1)
+        if self.width % parts:
+            raise UserError(
+                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
+            )
+
+    def _check_side(self, side: int) -> None:
+        patch, step = self.patch_size * self.reduction, self.stride * self.reduction  # in pixels
+        if side >= patch and (side - patch) % step == 0:
+            return
+        below = patch + max(side - patch, 0) // step * step
+        nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
+        if step == patch:
+            why = f"is not divisible by patch_size = {patch}"
+            why += f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
+        else:
+            why = f"is not patch_size = {patch} and whole strides of {step}"
+        raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
+
+    @property
+    def stride(self) -> int:
+        """Cells from patch to patch."""
+        return self.patch_size if self.patch_stride is None else self.patch_stride
+
+    @property
+    def reduction(self) -> int:
+        """Pixels to a side of one cell of what is cut into patches: 1 when that is the image itself."""
+        return 1 if self.stem is None else 4 * 2 ** max(len(self.stem) - 1, 0)
 
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of patches."""
-        return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
+        rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in self.image_size)
+        return rows, columns
 
     @property
     def num_tokens(self) -> int:
-        """Patches and the class token."""
-        return 1 + self.grid[0] * self.grid[1]
+        """Patches, and the class token if there is one."""
+        return (self.pool == "token") + self.grid[0] * self.grid[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks as the model runs them: `depth`, and twice that of an axial ViT, by rows and by columns."""
+        return self.depth * 2 if self.axial else self.depth
 
     @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; image_size becomes a list."""
-        return {**asdict(self), "image_size": list(self.image_size)}
+        """Plain data for JSON, YAML and weights files; pairs become lists."""
+        return _plain(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
-        """The inverse of to_dict. Raises UserError for a field that is unknown or missing."""
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(values.keys() - set(known)):
-            raise UserError(f"model: unknown field {unknown[0]!r}{_did_you_mean(unknown[0], known)}")
-        try:
-            return cls(**{**values, "image_size": as_pair(values["image_size"])})
-        except (KeyError, TypeError) as error:
-            raise UserError(f"model: the description is not complete: {error}.") from error
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """What decides the shape of a BiT ResNet (arXiv 1912.11370). Raises UserError for numbers that do not fit."""
+
+    units: tuple[int, ...]  # bottleneck units in each stage; each stage but the first halves height and width
+    width: int  # channels after the root; stage i is 4 * 2^i times as wide
+    image_size: tuple[int, int]  # height, width, in pixels; any
+    num_classes: int  # 0: no head, the model returns its features
+    head_bias: float = 0.0  # initial value of the head's bias
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 0:
+            raise UserError(f"model: num_classes = {self.num_classes} is negative; 0 means no head.")
+        if self.width < 1 or self.width % 32:
+            raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
+        if min(self.image_size) < 1 or min(self.units, default=0) < 1:
+            raise UserError(f"model: image_size = {self.image_size} and units = {self.units} must be at least 1.")
+
+    @property
+    def num_features(self) -> int:
+        """Channels of what the head reads."""
+        return 4 * self.width * 2 ** (len(self.units) - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, YAML and weights files; tuples become lists."""
+        return _plain(self)
+
+
+Config = ViTConfig | ResNetConfig
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """The inverse of to_dict: a ResNet's has `units`. Raises UserError for a field that is unknown or missing."""
+    cls: type[Config] = ResNetConfig if "units" in values else ViTConfig
+    known = [field.name for field in fields(cls)]
+    if unknown := sorted(values.keys() - set(known)):
+        raise UserError(f"model: unknown field {unknown[0]!r}{_did_you_mean(unknown[0], known)}")
+    try:
+        pairs = {"image_size": as_pair(values["image_size"])}
+        pairs |= {name: tuple(values[name]) for name in ("stem", "units") if values.get(name) is not None}
+        return cls(**{**values, **pairs})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"model: the description is not complete: {error}.") from error
+
+
+def configure(name: str, image_size: ImageSize = 224, num_classes: int = 1000, **changes: Any) -> Config:
+    """The configuration of a named model.
+
+    name: "ViT-L/16": a size and a patch side in pixels, any; "Axial-ViT-B/16"; a hybrid, "R50+ViT-B/16"; or a ResNet,
+        "BiT-R101x3": layers and width factor.
+    image_size: side or (height, width) in pixels.
+    changes: fields of the configuration by name; None leaves what the name says. A field that the model does not have
+        may be given with the value that means nothing.
+    Raises UserError for an unknown name or field, and for numbers that do not fit together.
+    """
+    cls, values = _resnet(name) if name.startswith("BiT-") else _vit(name)
+    own = {field.name for field in fields(cls)}
+    neutral = {field.name: field.default for field in fields(ViTConfig)}
+    for field, value in changes.items():
+        if field in own and value is not None:
+            values[field] = value
+        elif field not in own and field not in neutral:
+            raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
+        elif field not in own and value not in (None, neutral[field]):
+            raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(neutral[field])}.")
+    return cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
 
 
 def parse_name(name: str) -> tuple[Variant, int]:
@@ -109,45 +236,45 @@ def parse_name(name: str) -> tuple[Variant, int]:
     if match is None or match[1] not in VARIANTS:
         patch = re.search(r"(?<=/)\d+$", name)
         known = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
-        raise UserError(f'model: "{name}" is no ViT that we know{_did_you_mean(name, known)}')
+        known += [f"Axial-{plain}" for plain in known if "-B/" in plain] + [*HYBRIDS, *_RESNETS]
+        raise UserError(f'model: "{name}" is no model that we know{_did_you_mean(name, known)}')
     return VARIANTS[match[1]], int(match[2])
-
-
-def configure(
-    name: str,
-    image_size: ImageSize = 224,
-    num_classes: int = 1000,
-    *,
-    representation: bool = False,
-    gelu: Gelu = "tanh",
-    dropout: float = 0.0,
-    head_bias: float = 0.0,
-    width: int | None = None,
-    depth: int | None = None,
-    mlp_width: int | None = None,
-    num_heads: int | None = None,
-) -> ViTConfig:
-    """The configuration of a named ViT; see `create`, which also builds it."""
-    variant, patch_size = parse_name(name)
-    return ViTConfig(
-        width=variant.width if width is None else width,
-        depth=variant.depth if depth is None else depth,
-        mlp_width=variant.mlp_width if mlp_width is None else mlp_width,
-        num_heads=variant.num_heads if num_heads is None else num_heads,
-        patch_size=patch_size,
-        image_size=as_pair(image_size),
-        num_classes=num_classes,
-        representation=representation,
-        gelu=gelu,
-        dropout=dropout,
-        head_bias=head_bias,
-    )
 
 
 def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
     """A side, or (height, width) -> (height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+# Of the BiT paper and the ViT paper, for advice; any width factor may be given.
+_RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
+
+
+def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
+    """The class and the fields that a name stands for."""
+    if name in HYBRIDS:
+        letter, stem, patch_size = HYBRIDS[name]
+        return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}
+    axial = name.startswith("Axial-ViT-")
+    variant, patch_size = parse_name(name.removeprefix("Axial-") if axial else name)
+    kind = {"axial": True, "pool": "gap"} if axial else {}
+    return ViTConfig, {**variant._asdict(), "patch_size": patch_size, **kind}
+
+
+def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
+    match = re.fullmatch(r"BiT-R(\d+)x([1-9]\d*)", name)
+    if match is None or int(match[1]) not in RESNET_UNITS:
+        raise UserError(f'model: "{name}" is no model that we know{_did_you_mean(name, _RESNETS)}')
+    return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+
+
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def _nearest_multiples(value: int, step: int) -> str:

@@ -15,6 +15,8 @@ Shape letters
     M  MLP width   K  classes
 
 Where the paper is silent we do as its authors' code does (google-research/vision_transformer, vit_jax/models_vit.py).
+What it varies is a line here and has its own file: other positions (`position.py`), a ResNet that is read instead of
+pixels (`resnet.py`), attention along rows and columns (`axial.py`).
 """
 
 from typing import cast
@@ -24,46 +26,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.model import position
+from pipeline.model.layers import Dense, check_images, lecun_normal
+from pipeline.model.resnet import HybridStem
 from pipeline.model.variants import ViTConfig
 
 LAYER_NORM_EPS = 1e-6  # flax's default; torch's is 1e-5
 
 
-class Dense(nn.Linear):
-    """A linear layer whose values `VisionTransformer.initialize` sets: nothing is drawn from the global generator."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
 class PatchEmbedding(nn.Conv2d):
-    """A convolution with stride P and kernel P x P: one linear map, with bias, of each flattened patch."""
+    """A convolution with kernel P x P and stride P (less, where patches overlap): one linear map of each patch."""
 
-    def __init__(self, patch_size: int, width: int):
-        super().__init__(3, width, kernel_size=patch_size, stride=patch_size)
+    def __init__(self, channels: int, config: ViTConfig):
+        super().__init__(channels, config.width, kernel_size=config.patch_size, stride=config.stride)
 
     def reset_parameters(self) -> None:
         pass
+
+    def initialize(self, generator: torch.Generator) -> None:
+        lecun_normal(self.weight, generator)
+        nn.init.zeros_(cast(Tensor, self.bias))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, height, width) -> (B, N-1, D)"""
+        """(B, C, height, width) -> (B, rows*columns, D)"""
         return super().forward(images).flatten(2).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention (ViT paper, Appendix A): softmax(q k^T / sqrt(D/H)) v, in H heads at once."""
 
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTConfig, num_tokens: int):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = Dense(config.width, 3 * config.width)  # rows: all of q, all of k, all of v
         self.out = Dense(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        is_relative = config.positions == "relative"
+        self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
+
+    def initialize(self, generator: torch.Generator) -> None:
+        q, k, v = self.qkv.weight.chunk(3)  # three (D, D) kernels: the bound of one (3D, D) would be smaller
+        for kernel in (q, k, v, self.out.weight):
+            nn.init.xavier_uniform_(kernel, generator=generator)
+        for bias in (self.qkv.bias, self.out.bias):
+            nn.init.zeros_(bias)
+        if self.relative is not None:
+            self.relative.initialize(generator)
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
         q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, N, D/H)
-        mixed = F.scaled_dot_product_attention(q, k, v)
+        logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
 
 
@@ -77,28 +91,87 @@ class Mlp(nn.Module):
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
         self.dropout = nn.Dropout(config.dropout)
 
+    def initialize(self, generator: torch.Generator) -> None:
+        for kernel in (self.up.weight, self.down.weight):
+            nn.init.xavier_uniform_(kernel, generator=generator)
+        for bias in (self.up.bias, self.down.bias):
+            nn.init.normal_(bias, std=1e-6, generator=generator)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(F.gelu(self.up(x), approximate=self.approximate))
         return self.dropout(self.down(x))
 
 
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): in training a sample skips the branch, with probability `rate`.
+
+    The samples that take it are scaled by 1 / (1 - rate), so that the mean stays. Drawn, like dropout, from torch's
+    generator, which the engine seeds for each step.
+    """
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """(B, N, D) -> same"""
+        if not self.training or self.rate == 0:
+            return branch
+        taken = branch.new_empty(len(branch), 1, 1).bernoulli_(1 - self.rate)
+        return branch * (taken / (1 - self.rate))
+
+
 class Block(nn.Module):
     """One encoder block, pre-norm: each branch reads a normalised copy and adds to the stream. (B, N, D) -> same."""
 
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTConfig, attention: SelfAttention, drop_path: float):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
-        self.attention = SelfAttention(config)
+        self.attention = attention
+        self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.mlp = Mlp(config)
+        self.drop_path = DropPath(drop_path)
+
+    def initialize(self, generator: torch.Generator) -> None:
+        self.attention.initialize(generator)
+        self.mlp.initialize(generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attention(self.attention_norm(x)))
+        return x + self.drop_path(self.mlp(self.mlp_norm(x)))
+
+
+class AttentionPooling(nn.Module):
+    """A head's reading of all tokens (big_vision, models/vit.py, MAPHead): one learned query attends to them; an MLP."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.probe = nn.Parameter(torch.empty(1, 1, config.width))
+        self.query = Dense(config.width, config.width)
+        self.key_value = Dense(config.width, 2 * config.width)  # rows: all of k, all of v
+        self.out = Dense(config.width, config.width)
         self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
         self.mlp = Mlp(config)
 
+    def initialize(self, generator: torch.Generator) -> None:
+        for kernel in (self.probe[0], self.query.weight, *self.key_value.weight.chunk(2), self.out.weight):
+            nn.init.xavier_uniform_(kernel, generator=generator)
+        for bias in (self.query.bias, self.key_value.bias, self.out.bias):
+            nn.init.zeros_(bias)
+        self.mlp.initialize(generator)
+
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        """(B, N, D) -> (B, D)"""
+        B, N, D = x.shape
+        q = self.query(self.probe).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
+        k, v = self.key_value(x).view(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        read = self.out(F.scaled_dot_product_attention(q, k, v).reshape(B, D))
+        return read + self.mlp(self.mlp_norm(read))
 
 
 class VisionTransformer(nn.Module):
-    """ViT with a class token and learned 1-D positions.
+    """ViT. By default with a class token, and learned 1-D positions that are added once.
 
     Built on the CPU (or on the meta device: shapes only), with initial values that depend on `seed` alone.
     `activation_checkpointing = True` recomputes each block in the backward pass: less memory, a third more work.
@@ -109,16 +182,24 @@ class VisionTransformer(nn.Module):
         self.config = config
         self.activation_checkpointing = False
 
-        self.patch_embedding = PatchEmbedding(config.patch_size, config.width)
-        self.class_token = nn.Parameter(torch.empty(1, 1, config.width))
-        self.positions = nn.Parameter(torch.empty(1, config.num_tokens, config.width))  # row 0 is the class token's
+        self.stem = None if config.stem is None else HybridStem(config.stem)
+        self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
+        has_token = config.pool == "token"
+        self.class_token = nn.Parameter(torch.empty(1, 1, config.width)) if has_token else None
+        self.positions = position.new_table(config)  # a parameter; fixed positions are a buffer
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
+        self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.pool = AttentionPooling(config) if config.pool == "map" else None
         self.representation = Dense(config.width, config.width) if config.representation else None
         self.head = Dense(config.width, config.num_classes) if config.num_classes else nn.Identity()
 
         self.initialize(seed)
+
+    def new_attention(self, block: int) -> SelfAttention:
+        """Of block number `block`: all tokens attend to all."""
+        return SelfAttention(self.config, self.config.num_tokens)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features when the model has no head.
@@ -128,76 +209,79 @@ class VisionTransformer(nn.Module):
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, D), what the head reads: the class token, after the tanh layer if any."""
-        class_token = self.encode(self.embed(images))[:, 0]
-        return class_token if self.representation is None else torch.tanh(self.representation(class_token))
+        """(B, 3, height, width) -> (B, D), what the head reads: the class token, after the tanh layer if any.
+
+        Without a class token: the mean of all tokens ("gap"), or what attention pooling makes of them ("map").
+        """
+        tokens = self.encode(self.embed(images))
+        if self.pool is not None:
+            pooled = self.pool(tokens)
+        else:
+            pooled = tokens.mean(1) if self.class_token is None else tokens[:, 0]
+        return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, N-1, D) patch embeddings, as yet without positions."""
-        expected = (3, *self.config.image_size)
-        if images.shape[1:] != expected or images.ndim != 4:
-            raise ValueError(
-                f"images are {tuple(images.shape)}, but this model reads (B, {', '.join(map(str, expected))}). "
-                f"Resize the images, or load the weights with image_size=(height, width)."
-            )
-        if not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype}, but this model reads floats in [-1, 1]: x / 127.5 - 1.")
-        return self.patch_embedding(images)
+        """(B, 3, height, width) -> (B, rows*columns, D) patch embeddings, as yet without positions."""
+        check_images(images, self.config.image_size)
+        return self.patch_embedding(images if self.stem is None else self.stem(images))
 
     def encode(self, patches: Tensor) -> Tensor:
-        """(B, N-1, D) patch embeddings -> (B, N, D) tokens after the last block and its LayerNorm."""
-        class_token = self.class_token.expand(len(patches), -1, -1)
-        x = self.dropout(torch.cat([class_token, patches], dim=1) + self.positions)
-        for block in self.blocks:
+        """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and its LayerNorm."""
+        x = self.dropout(self.add_positions(self.add_class_token(patches), block=0))
+        for i, block in enumerate(self.blocks):
+            if i > 0:
+                x = self.add_positions(x, block=i)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         return self.norm(x)
 
-    def weight_decay_mask(self) -> set[str]:
-        """Names of the parameters that decay: the kernels of dense layers and of the patch embedding.
+    def add_class_token(self, patches: Tensor) -> Tensor:
+        """(B, rows*columns, D) -> (B, N, D): the class token in front, where the model has one."""
+        if self.class_token is None:
+            return patches
+        return torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)
 
-        Biases, LayerNorms, the class token and the positions do not (big_vision, optax.py: wd_mults = `.*/kernel$`).
+    def add_positions(self, x: Tensor, block: int) -> Tensor:
+        """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""
+        if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
+            return x
+        tables = position.per_token(self.positions, self.config)  # one, or one for each block
+        return x + tables[block % len(tables)]
+
+    def weight_decay_mask(self) -> set[str]:
+        """Names of the parameters that decay: the kernels of dense layers and of convolutions.
+
+        Biases, norms, the class token and the positions do not (big_vision, optax.py: wd_mults = `.*/kernel$`).
         """
         return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Set every parameter as the official code does, from one generator; does nothing on the meta device."""
-        if self.positions.is_meta:
+        if self.patch_embedding.weight.is_meta:
             return
         generator = torch.Generator("cpu").manual_seed(seed)
 
-        _lecun_normal(self.patch_embedding.weight, generator)
-        nn.init.zeros_(cast(Tensor, self.patch_embedding.bias))
-        nn.init.zeros_(self.class_token)
-        nn.init.normal_(self.positions, std=0.02, generator=generator)
-
+        self.patch_embedding.initialize(generator)
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
+        if isinstance(self.positions, nn.Parameter):
+            nn.init.normal_(self.positions, std=0.02, generator=generator)
         for block in cast(list[Block], self.blocks):
-            attention, mlp = block.attention, block.mlp
-            q, k, v = attention.qkv.weight.chunk(3)  # three (D, D) kernels: the bound of one (3D, D) would be smaller
-            for kernel in (q, k, v, attention.out.weight, mlp.up.weight, mlp.down.weight):
-                nn.init.xavier_uniform_(kernel, generator=generator)
-            for bias in (attention.qkv.bias, attention.out.bias):
-                nn.init.zeros_(bias)
-            for bias in (mlp.up.bias, mlp.down.bias):
-                nn.init.normal_(bias, std=1e-6, generator=generator)
-
+            block.initialize(generator)
         for norm in self.modules():
             if isinstance(norm, nn.LayerNorm):
                 norm.reset_parameters()  # weight 1, bias 0
+        if self.pool is not None:
+            self.pool.initialize(generator)
+        if self.stem is not None:
+            self.stem.initialize(generator)
 
         if self.representation is not None:
-            _lecun_normal(self.representation.weight, generator)
+            lecun_normal(self.representation.weight, generator)
             nn.init.zeros_(self.representation.bias)
         if isinstance(self.head, Dense):
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
-
-
-def _lecun_normal(kernel: Tensor, generator: torch.Generator) -> None:
-    """Normal with variance 1/fan_in, cut at two sigma, widened so that the variance holds after the cut (flax's)."""
-    fan_in = kernel[0].numel()
-    std = fan_in**-0.5 / 0.87962566  # the std of a unit normal cut at +-2
-    nn.init.trunc_normal_(kernel, std=std, a=-2 * std, b=2 * std, generator=generator)

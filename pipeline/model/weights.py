@@ -2,7 +2,7 @@
 
 The file is a torch zip of plain data, readable with torch.load(weights_only=True):
 
-    {"format": "vit-weights/1", "model": ViTConfig.to_dict(), "state": {name: fp32 CPU tensor}, "extra": {...}}
+    {"format": "vit-weights/1", "model": config.to_dict(), "state": {name: fp32 CPU tensor}, "extra": {...}}
 """
 
 import os
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.model.build import Model, build
 from pipeline.model.convert import read_npz
-from pipeline.model.position import resample_positions
-from pipeline.model.variants import Gelu, ImageSize, ViTConfig, as_pair
-from pipeline.model.vit import VisionTransformer
+from pipeline.model.position import resample_state
+from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair, config_from_dict
 
 FORMAT = "vit-weights/1"
 WAY_OUT = "Use the checkpoint before it, or fetch the file again."
 StrPath = str | os.PathLike[str]
 
 
-def save(model: VisionTransformer, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
+def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
     """Write the model's weights as fp32; `extra` is plain data that belongs to them: class names, preprocessing.
 
     The file appears whole or not at all. Raises ValueError when `extra` holds anything but None, bool, int, float,
@@ -37,7 +37,7 @@ def save(model: VisionTransformer, path: StrPath, extra: Mapping[str, Any] | Non
 
 
 def save_state(
-    state: Mapping[str, Tensor], config: ViTConfig, path: StrPath, extra: Mapping[str, Any] | None = None
+    state: Mapping[str, Tensor], config: Config, path: StrPath, extra: Mapping[str, Any] | None = None
 ) -> None:
     """As `save`, for a caller that holds gathered tensors and no model. Raises ValueError if they do not fit config."""
     path = Path(path)
@@ -64,7 +64,7 @@ def save_state(
     _sync_folder(path.parent)  # the rename itself
 
 
-def read_weights(path: StrPath) -> tuple[ViTConfig, dict[str, Tensor], dict[str, Any]]:
+def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
     """-> (configuration, fp32 CPU state, extra) from any place that `load` takes; an .npz has no extra.
 
     Raises UserError, one line with the path and the way out, for a file that is damaged or another model's.
@@ -87,7 +87,7 @@ def read_weights(path: StrPath) -> tuple[ViTConfig, dict[str, Tensor], dict[str,
         raise UserError(f'{path}: not a weights file of this pipeline (no format "{FORMAT}"). {WAY_OUT}')
 
     try:
-        config = ViTConfig.from_dict(content.get("model", {}))
+        config = config_from_dict(content.get("model", {}))
     except UserError as error:
         raise UserError(f"{path}: {error} {WAY_OUT}") from error
     if problem := _mismatch(content.get("state"), config):
@@ -103,9 +103,10 @@ def load(
     new_head: bool = False,
     gelu: Gelu | None = None,
     dropout: float | None = None,
+    drop_path: float | None = None,
     representation: bool | None = None,
     seed: int = 0,
-) -> VisionTransformer:
+) -> Model:
     """Build a model from weights, changed to a new task or resolution where asked.
 
     path: an official .npz; a weights file of ours; a checkpoint folder that holds model.pt; or a run folder, whose
@@ -113,10 +114,10 @@ def load(
     image_size: side or (height, width); positions are resampled to its grid as the official code does (kernel "zoom").
     num_classes: another number than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
         the class token, the representation layer dropped (ViT paper, B.1.1). 0: no head, the representation layer kept.
-    gelu, dropout: default to the file's; an .npz counts as "tanh" and 0.
+    gelu, dropout, drop_path: default to the file's; an .npz counts as "tanh", 0 and 0. A ResNet has none of them.
     representation: overrides whether the layer stays (or, in front of a new head, is made anew).
     seed: of whatever is new.
-    Returns a VisionTransformer of fp32 parameters on the CPU, in training mode.
+    Returns a model of fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features it was not trained on.
     """
     old, state, _ = read_weights(path)
@@ -125,29 +126,35 @@ def load(
         raise UserError(f"{path}: new_head=True needs num_classes above 0.")
     new_head = new_head or classes not in (0, old.num_classes)
     keep_head = classes > 0 and not new_head
-    if representation is None:
-        representation = old.representation and not new_head
-    if keep_head and representation != old.representation:
-        raise UserError(
-            f"{path}: its head was trained with representation={old.representation}, so it cannot be kept with "
-            f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
-        )
-    size = old.image_size if image_size is None else image_size
     config = replace(
         old,
-        image_size=as_pair(size),
+        image_size=old.image_size if image_size is None else as_pair(image_size),
         num_classes=classes,
-        representation=representation,
-        gelu=old.gelu if gelu is None else gelu,
-        dropout=old.dropout if dropout is None else dropout,
         head_bias=old.head_bias if keep_head else 0.0,
     )
+    if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
+        if representation is None:
+            representation = old.representation and not new_head
+        if keep_head and representation != old.representation:
+            raise UserError(
+                f"{path}: its head was trained with representation={old.representation}, so it cannot be kept with "
+                f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
+            )
+        config = replace(
+            config,
+            representation=representation,
+            gelu=old.gelu if gelu is None else gelu,
+            dropout=old.dropout if dropout is None else dropout,
+            drop_path=old.drop_path if drop_path is None else drop_path,
+        )
+        state = resample_state(state, old, config)
+    elif gelu or dropout or drop_path or representation:
+        raise UserError(f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them.")
 
-    model = VisionTransformer(config, seed)
-    state = {**state, "positions": resample_positions(state["positions"], config.grid, "zoom", old.grid)}
-    dropped = {name for name in state if name.startswith("head.") and not keep_head}
-    dropped |= {name for name in state if name.startswith("representation.") and not representation}
-    model.load_state_dict({**model.state_dict(), **{n: t for n, t in state.items() if n not in dropped}})
+    model = build(config, seed)
+    own = model.state_dict()
+    dropped = {name for name in state if name not in own or (name.startswith("head.") and not keep_head)}
+    model.load_state_dict({**own, **{n: t for n, t in state.items() if n not in dropped}})
     return model
 
 
@@ -169,10 +176,10 @@ def _find_file(path: Path) -> Path:
     return file
 
 
-def _mismatch(state: object, config: ViTConfig) -> str | None:
+def _mismatch(state: object, config: Config) -> str | None:
     """The first way in which a state is not one of this configuration, or None."""
     with torch.device("meta"):
-        expected = VisionTransformer(config).state_dict()
+        expected = build(config).state_dict()
     if not isinstance(state, Mapping):
         return "it holds no state."
     for name, parameter in expected.items():
@@ -183,7 +190,7 @@ def _mismatch(state: object, config: ViTConfig) -> str | None:
         if found != shape:
             return f'"{name}" should be {shape}, but is {found}.'
     unexpected = sorted(state.keys() - expected.keys())
-    return f'"{unexpected[0]}" is not part of this ViT ({len(unexpected)} such).' if unexpected else None
+    return f'"{unexpected[0]}" is not part of this model ({len(unexpected)} such).' if unexpected else None
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:

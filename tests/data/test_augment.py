@@ -156,6 +156,13 @@ def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
             assert np.abs(found.astype(int) - reference).max() <= 1
 
 
+def test_antialias_works_on_pixels_as_they_lie() -> None:
+    # Else torch goes plane by plane, and sorts the result back: twice the time.
+    image = np.zeros((60, 80, 3), np.uint8)
+    for part in (image, image[3:, 5:-7]):
+        assert augment.resize(part, (32, 24), augment.ANTIALIAS).flags.c_contiguous
+
+
 def test_linear_is_not_antialiased(image: np.ndarray) -> None:
     sharp = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
     reference = np.asarray(Image.fromarray(sharp).resize((32, 32), Image.Resampling.BILINEAR))

@@ -16,11 +16,12 @@ from faulty_s3 import S3, bucket_path, copy_folder, put, slow
 
 from pipeline.config import AugmentConfig
 from pipeline.data import bucket
-from pipeline.data.bucket import Patience, name_inside, to_path, walk_files
+from pipeline.data.bucket import name_inside, to_path, walk_files
 from pipeline.data.cache import ShardCache, Storage
 from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import open_dataset, replacing
+from pipeline.data.patience import Patience
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
 

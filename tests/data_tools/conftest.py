@@ -1,5 +1,6 @@
 """One Ray for the session, and one data set that many tests read."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from pipeline.data.manifest import Dataset
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: S3) -> int:
     """CPUs of a cluster on this machine; it ends with this process. Its workers know the way to the S3 server."""
+    # Ray kills workers when the machine's memory runs low, whoever uses it; here that may be anyone.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
     return cluster.connect(num_cpus=2)
 
 

@@ -93,7 +93,7 @@ LAYOUTS: dict[str, Callable[[dict[str, bytes], Path], Path]] = {
 }
 
 
-def settings(source: Path, out: Path, **others: object) -> ShardConfig:
+def settings(source: Path, out: Path | str, **others: object) -> ShardConfig:
     config = ShardConfig(source=str(source), out=str(out), **{"samples_per_shard": 8, **others})
     config.check()
     return config

@@ -5,15 +5,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import simplejpeg
+import torch
 from PIL import Image
 
-from data_tools.bench import peers
+from data_tools.bench import augment, peers
 from data_tools.bench.measure import Contestant, Timing, race, table
+from pipeline.data_config import BenchConfig
+from pipeline.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,9 +74,10 @@ def test_processor_time_counts_worker_processes() -> None:
         os.waitpid(child, 0)
         yield 30
 
-    timing = race([Contestant("forks", (), 1, work)], 1)["forks"]
+    timing = race([Contestant("forks", (), 1, work, prepare=partial(busy, 1.0))], 1)["forks"]
     assert isinstance(timing, Timing)
-    assert timing.per_cpu <= 100
+    # 30 images in 0.3 s; in 1.3 s, if what comes before the clock starts were counted.
+    assert 30 < timing.per_cpu <= 100
 
 
 def test_views_of_other_loaders() -> None:
@@ -86,12 +92,31 @@ def test_views_of_other_loaders() -> None:
     assert abs(float(found.mean())) < 1
 
 
-def test_the_command(tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of three wide JPEGs."""
     source = tmp_path / "photos"
     source.mkdir()
     for i in range(3):
         pixels = np.random.default_rng(i).integers(0, 256, (40, 300, 3), np.uint8)
         Image.fromarray(pixels).save(source / f"{i}.jpg")
+    return source
+
+
+def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
+    config.check()
+    augment.run(config)
+    torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(augment.SETTINGS) + 4
+    assert [line.endswith(" 1.00 x") for line in lines[:6]] == [True, False, False, False, False, True]
+    with pytest.raises(UserError, match="batch = 3 must be even"):
+        replace(config, batch=3).check()
+
+
+def test_the_command(source: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8", "batch=4"]
@@ -105,7 +130,7 @@ def test_the_command(tmp_path: Path) -> None:
         preexec_fn=lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]),  # One core: half the lines.
     )
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ours") or line.startswith("| ShardWriter")]
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert "not measured" not in "".join(rows)
     assert not list(scratch.iterdir())
     wrong = subprocess.run([*command[:3], f"source={tmp_path}/none"], capture_output=True, text=True, timeout=200)

@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import S3, bucket_path, put
+from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 from raw_images import jpeg, write_folder, write_tar, write_zip
 from scipy.io import savemat
 
-from data_tools import dedup, index, stats, verify
 from data_tools.images import to_png
 from data_tools.sources import Listing, Reader, list_source
 from pipeline.data.bucket import walk_files
 from pipeline.data.decode import decode
-from pipeline.data_config import DedupConfig, IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.data.patience import StorageError
+from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
 Sample = tuple[str, tuple[str, ...], bytes]
@@ -122,18 +122,23 @@ def test_cifar10(version: str, form: str, tmp_path: Path) -> None:
         assert np.array_equal(decode(data), pixels.reshape(3, 32, 32).transpose(1, 2, 0))
 
 
-def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
-    records = b"".join(bytes([9, label]) + image.tobytes() for label, image in zip(LABELS, PIXELS, strict=True))
-    names = "\n".join(NAMES).encode()
-    binary = write_folder(
-        {"train.bin": records, "test.bin": records, "fine_label_names.txt": names}, tmp_path / "binary"
-    )
-    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": [9] * 9}, protocol=4)
-    meta = pickle.dumps({"fine_label_names": NAMES})
+def test_cifar100_takes_the_fine_labels_or_the_coarse(tmp_path: Path) -> None:
+    coarse, groups = [1, 0, 1, 1, 0, 0, 1, 0, 1], ["animal", "machine"]
+    triples = zip(coarse, LABELS, PIXELS, strict=True)
+    records = b"".join(bytes([group, label]) + image.tobytes() for group, label, image in triples)
+    names = {"fine_label_names.txt": "\n".join(NAMES).encode(), "coarse_label_names.txt": "\n".join(groups).encode()}
+    binary = write_folder({"train.bin": records, "test.bin": records, **names}, tmp_path / "binary")
+    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": coarse}, protocol=4)
+    meta = pickle.dumps({"fine_label_names": NAMES, "coarse_label_names": groups})
     python = write_folder({"train": batch, "test": batch, "meta": meta}, tmp_path / "python")
-    assert samples(listed(binary)) == samples(listed(python))
-    assert listed(binary).digest() == listed(python).digest()
-    assert samples(listed(python))["bird/train_00000"][:2] == ("train", ("bird",))
+    for kind, first in (("fine", "bird"), ("coarse", "machine")):
+        by_binary, by_python = (listed(source, cifar100_labels=kind) for source in (binary, python))
+        assert samples(by_binary) == samples(by_python)
+        assert by_binary.digest() == by_python.digest()
+        assert by_python.classes == (NAMES if kind == "fine" else groups)
+        assert samples(by_python)[f"{first}/train_00000"][:2] == ("train", (first,))
+    cifar10_source = write_folder(cifar10(tmp_path, binary_batch, ".bin"), tmp_path / "cifar10")
+    assert "is no CIFAR-100. It has: batches" in refused(cifar10_source, cifar100_labels="coarse")
 
 
 class _Evil:
@@ -437,6 +442,8 @@ IN_BUCKET: dict[str, Callable[[Path], Path]] = {
     "zip": lambda at: write_zip({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "dog/3.jpg": jpeg(3)}, at / "raw.zip"),
     "imagenet1k": lambda at: imagenet1k(at / "raw"),
     "webdataset": _webdataset,
+    "parquet": lambda at: hugging_face(at / "raw/data/train-0.parquet", pa.array([2, 0, 0, 1, 2]), NAMES).parents[1],
+    "one parquet": lambda at: hugging_face(at / "raw.parquet", pa.array(list("abcba"))),
 }
 
 
@@ -455,25 +462,57 @@ def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path
     assert {listing.digest() for listing in listings} == {local.digest()}
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_layouts_that_a_bucket_does_not_have_yet(name: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
-    put(bucket_path(f"{s3[1]}/raw/{name}"), b"path,label")
-    for layout, source in (("auto", f"raw/{name}"), ({"a.parquet": "parquet", "a.csv": "list"}[name], "raw")):
-        config = ShardConfig(source=f"{s3[1]}/{source}", out="unused", layout=layout)
-        with pytest.raises(
-            UserError, match=r"^s3://\S+: .* works on local folders only so far. Copy it to one first.$"
-        ):
-            list_source(bucket_path(config.source), config, tmp_path)
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_list_in_a_bucket(ending: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
+    """Paths in it are relative to it, or URLs; a list on a disk may name URLs, too."""
+    server, url = s3
+    for name, data in FILES.items():
+        put(bucket_path(f"{url}/raw/{name}"), data)
+    rows = [("../cat/1.jpg", "cat"), (f"{url}/raw/dog/2.jpg", "dog"), ("../3.png", ""), ("../dog/gone.jpg", "dog")]
+    path = tmp_path / f"list.{ending}"
+    if ending == "csv":
+        table(path, rows)
+    else:
+        pq.write_table(pa.table(dict(zip(("path", "label"), zip(*rows, strict=True), strict=True))), path)
+    there = bucket_path(f"{url}/raw/lists/{path.name}")
+    put(there, path.read_bytes())
+    server.reset()
+    listing = list_source(there, ShardConfig(source=str(there), out="unused"), tmp_path)
+    sizes = dict(zip(listing.table["key"].to_pylist(), listing.table["size"].to_pylist(), strict=True))
+    bucket_name = url.removeprefix("s3://")
+    dog = f"{bucket_name}/raw/dog/2"
+    assert sizes == {
+        "cat/1": len(FILES["cat/1.jpg"]),
+        dog: len(FILES["dog/2.jpg"]),
+        "3": len(FILES["3.png"]),
+        "dog/gone": 0,
+    }
+    # Sizes come of one listing of each folder, not of a question for each file.
+    assert not [request for request in server.requests if request.startswith("HEAD") and "dog/" in request]
+    with Reader() as reader:
+        rows_of = listing.rows(np.arange(4))
+        for key, *place in zip(*(rows_of[name] for name in ("key", "path", "offset", "size", "packed")), strict=True):
+            if key != "dog/gone":
+                assert reader.read(*place) in FILES.values()
+            else:
+                with pytest.raises(OSError, match=r"raw/dog/gone.jpg"):
+                    reader.read(*place)
+    here = listed(table(tmp_path / "urls.csv", [(f"{url}/raw/{name}", "a") for name in FILES]))
+    assert samples(here).keys() == {f"{bucket_name}/raw/{name.rpartition('.')[0]}" for name in FILES}
 
 
-def test_commands_that_a_bucket_does_not_have_yet(s3: tuple[S3, str]) -> None:
-    url = f"{s3[1]}/x"
-    put(bucket_path(f"{url}/dataset.json"), b"{}")
-    for run in (
-        lambda: index.run(IndexConfig(source=url, out="y")),
-        lambda: verify.run(VerifyConfig(data=url)),
-        lambda: stats.run(StatsConfig(data=url)),
-        lambda: dedup.run(DedupConfig(data=url, against=["y"])),
-    ):
-        with pytest.raises(UserError, match=r"^s3://\S+: launch/\w+.py works on local folders only so far"):
-            run()
+def test_parquet_of_a_bucket_that_fails_is_not_called_damaged(tmp_path: Path, s3: tuple[S3, str]) -> None:
+    server, url = s3
+    path = hugging_face(tmp_path / "a.parquet", pa.array([0, 1, 2, 0, 1]), NAMES)
+    there = bucket_path(f"{url}/a.parquet")
+    put(there, path.read_bytes())
+    for layout in ("auto", "parquet", "list"):
+        config = ShardConfig(source=str(there), out="unused", layout=layout)
+        server.reset()
+        server.fail(answer(403, "AccessDenied"), "GET /")
+        with pytest.raises(StorageError, match="access denied"):
+            list_source(there, config, tmp_path / "staging")
+    server.reset()
+    put(there, path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"^s3://\S+a.parquet is damaged \(.*\)\. Fetch it again\.$"):
+        list_source(there, ShardConfig(source=str(there), out="unused"), tmp_path / "staging")

@@ -1,6 +1,8 @@
 """A data set is what it was made of, to the byte, however often the job was killed."""
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -137,6 +139,8 @@ def test_other_settings_are_refused_and_all_of_them_named(dataset: Dataset, sour
     before = contents(dataset.path)
     with pytest.raises(UserError, match=r"made with seed = 0, not 1; resize_short = 0, not 8\. Choose another out"):
         shard.run(settings(source, dataset.path, val_share=0.25, seed=1, resize_short=8))
+    with pytest.raises(UserError, match=r"made with resize_filter = area, not antialias\."):
+        shard.run(settings(source, dataset.path, val_share=0.25, resize_filter="antialias"))
     assert contents(dataset.path) == before
 
 
@@ -248,8 +252,13 @@ def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_
         "cat/wide.png": encoded(noise(2, width=100, height=64), "PNG"),
         "cat/rotated.jpg": encoded(noise(4, width=100, height=64), "JPEG", exif=exif),
         "dog/small.jpg": small,
+        "dog/cut.jpg": jpeg(5, width=100, height=64)[:-50],
+        "dog/small_cut.jpg": small[:-50],
     }
-    dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", resize_short=32))
+    config = settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", resize_short=32, max_bad_share=0.4)
+    dataset = shard.run(config)
+    skipped = (dataset.path / "skipped.csv").read_text()
+    assert all(name in skipped for name in ("dog/cut.jpg", "dog/small_cut.jpg"))
     rows = {row["key"]: row for row in pq.read_table(dataset.path / "samples.parquet").to_pylist()}
     assert {key: (row["ext"], row["width"], row["height"]) for key, row in rows.items()} == {
         "cat/wide": ("jpg", 50, 32),
@@ -266,19 +275,43 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
         raise UserError("mend it")
 
     with pytest.raises(OSError, match="No space left") as full:
-        list(cluster.run_tasks(fail, ["here"], limit=1))
+        list(cluster.run_tasks(fail, ["here"], 1, print))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
     with pytest.raises(UserError, match=r"^mend it$"):
-        list(cluster.run_tasks(fail, ["there"], limit=1))
+        list(cluster.run_tasks(fail, ["there"], 1, print))
 
 
-def test_tasks_in_flight_are_bounded(ray_cluster: int) -> None:
+def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) -> None:
     taken: list[int] = []
     results: dict[int, int] = {}
-    for number, result in cluster.run_tasks(lambda i: i * i, (taken.append(i) or i for i in range(20)), limit=3):
-        results[number] = result
-        assert len(taken) - len(results) <= 3
-    assert results == {i: i * i for i in range(20)}
+    endless = (taken.append(i) or i for i in itertools.count())
+    with contextlib.closing(cluster.run_tasks(lambda i: i * i, endless, 3, print)) as tasks:
+        for number, result in itertools.islice(tasks, 20):
+            results[number] = result
+            assert len(taken) - len(results) <= 3
+    assert results == {i: i * i for i in results}
+
+
+def test_a_dead_worker_costs_its_task_which_is_run_again(ray_cluster: int, tmp_path: Path) -> None:
+    def dies_once(number: int) -> int:
+        mark = tmp_path / str(number)
+        if number % 2 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    told: list[str] = []
+    assert sorted(cluster.run_tasks(dies_once, range(4), 2, told.append)) == [(i, i) for i in range(4)]
+    assert len(told) == 2
+    assert all("died" in reason for reason in told)
+
+
+def test_a_task_that_kills_every_worker_is_given_up(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_PAUSES", (0.0, 0.0, 0.0))
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"gave up on a task after 3 retries: .*died.*use fewer tasks at a time"):
+        list(cluster.run_tasks(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], 1, told.append))
+    assert len(told) == 3
 
 
 def test_sharding_from_bucket_to_bucket_gives_the_same_bytes(
@@ -310,7 +343,7 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
 ) -> None:
     server, url = s3
     listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
-    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, 95, True, None)
+    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
     first = write_shard(job)
     server.reset()
     again = write_shard(job)

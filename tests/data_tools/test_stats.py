@@ -3,12 +3,15 @@
 import csv
 import io
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from mlflow.tracking import MlflowClient
 from PIL import Image
 from raw_images import jpeg, noise, settings, write_folder
 
@@ -16,6 +19,8 @@ from data_tools import contact_sheet, count, shard, stats
 from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
 from pipeline.data_config import StatsConfig
 from pipeline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(data: Path, out: Path, **others: object) -> dict:
@@ -150,4 +155,28 @@ def test_every_number_has_a_name_and_every_file_is_there(dataset: Dataset, tmp_p
     assert metrics["train.samples"] == found["splits"]["train"]["samples"]
     assert metrics["val.short_side.median"] == 16
     assert all(isinstance(value, (int, float)) for value in metrics.values())
-    assert sorted(stats.files(config)) == sorted((tmp_path / "out").iterdir())
+    assert sorted(stats.files(config)) == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_the_command_sends_all_of_it_to_mlflow(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Twice: the same data set, counted again, is the same run."""
+    uri, out = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "out"
+    arguments = [f"data={dataset.path}", f"out={out}", "sheet=6", f"mlflow={uri}"]
+    monkeypatch.setattr(sys, "argv", ["launch/stats.py", *arguments])
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "launch/stats.py"), run_name="__main__")
+    assert "warning" not in capfd.readouterr().err
+    client = MlflowClient(tracking_uri=uri)
+    (run_,) = client.search_runs([client.get_experiment_by_name("data").experiment_id])
+    found = json.loads((out / "stats.json").read_text())
+    assert run_.info.status == "FINISHED"
+    assert run_.info.run_name == f"stats {dataset.path.name}"
+    assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
+    assert run_.data.metrics == stats.metrics(found)
+    names = stats.files(StatsConfig(data="", sheet=6))
+    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(names)
+    for name in names:
+        sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
+        assert sent.read_bytes() == (out / name).read_bytes()

@@ -16,14 +16,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 
-from data_tools import cluster, shard, verify
+from data_tools import cluster, progress, shard, verify
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
+from pipeline.data.bucket import AnyPath
 from pipeline.data.exclude import read_lists
 from pipeline.data.loader import Batch, Loader, train_view
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data.patience import StorageError
 from pipeline.data_config import ShardConfig, VerifyConfig
 from pipeline.errors import UserError
 
@@ -32,7 +35,8 @@ SHARD = "train-000001.tar"  # rows 40 to 79 of 150
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ray_cluster() -> int:
+def ray_cluster(s3_server: S3) -> int:
+    """Its workers know the way to the S3 server."""
     return cluster.connect(num_cpus=2)
 
 
@@ -42,7 +46,7 @@ def copy(dataset: Path, tmp_path: Path) -> Dataset:
     return open_dataset(shutil.copytree(dataset, tmp_path / "data"))
 
 
-def check(data: Path, **settings: object) -> dict:
+def check(data: AnyPath, **settings: object) -> dict:
     config = VerifyConfig(data=str(data), **settings)
     config.check()
     return verify.run(config)
@@ -316,7 +320,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "raw"
 
 
-def settings(source: Path, out: Path, **others: object) -> ShardConfig:
+def settings(source: Path, out: AnyPath, **others: object) -> ShardConfig:
     return ShardConfig(source=str(source), out=str(out), **{"samples_per_shard": 8, **others})
 
 
@@ -334,6 +338,77 @@ def test_a_tenth_of_broken_images(source: Path, tmp_path: Path) -> None:
     rows = (tmp_path / "out" / "skipped.csv").read_text().splitlines()[1:]
     assert [row.split(",")[1] for row in rows] == [path.relative_to(source).as_posix() for path in broken]
     assert check(dataset.path)["is_whole"]
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_damage_that_is_found_is_mended_and_found_no_more(
+    place: str, source: Path, tmp_path: Path, s3: tuple[S3, str]
+) -> None:
+    """launch/verify.py, launch/shard.py as before, launch/verify.py: all the way round."""
+    out = tmp_path / "out" if place == "disk" else bucket_path(f"{s3[1]}/out")
+    whole = shard.run(settings(source, out))
+    content = (out / SHARD).read_bytes()
+    offset, size = int(whole.split("train").offsets[11]), int(whole.split("train").sizes[11])
+    with replacing(out / SHARD) as file:
+        file.write(content[:offset] + bytes(size) + content[offset + size :])
+    (out / "train-000003.tar").unlink()
+    damaged = check(out)
+    assert kinds(damaged) == {"checksum": 1, "content": 1, "missing": 1, "lost": 8}
+    assert listed(whole) == [("train", row) for row in (11, *range(24, 32))]
+    assert len(open_dataset(out).split("train")) == 31
+
+    again = shard.run(settings(source, out))
+    assert again.fingerprint == whole.fingerprint
+    assert (out / SHARD).read_bytes() == content
+    # The list holds until somebody looks again.
+    assert len(again.split("train")) == 31
+    assert check(out)["is_whole"]
+    assert listed(again) == []
+    assert len(again.split("train")) == 40
+    assert not (out / "verify" / "damage.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("GET /", r"access denied\. Check that the credentials"),
+        ("PUT /", r"train-00000\d.tar|source.parquet|plan.json: access denied.* and, for a new data set, write there"),
+    ],
+    ids=["reading", "writing"],
+)
+def test_a_bucket_that_answers_403_while_images_are_sharded(
+    request_: str, said: str, source: Path, tmp_path: Path, s3: tuple[S3, str]
+) -> None:
+    """No image is called bad, and the same command goes on when access is there again."""
+    server, url = s3
+    for path in source.rglob("*.jpg"):
+        put(bucket_path(f"{url}/raw/{path.relative_to(source)}"), path.read_bytes())
+    config = ShardConfig(source=f"{url}/raw", out=f"{url}/out", samples_per_shard=8, max_bad_share=1.0)
+    server.fail(answer(403, "AccessDenied"), f"{request_}{url[5:]}/{'raw' if request_ == 'GET /' else 'out'}/")
+    with pytest.raises(StorageError, match=said) as error:
+        shard.run(config)
+    assert "\n" not in str(error.value)
+    assert not bucket_path(f"{url}/out/dataset.json").exists()
+    server.reset()
+    assert shard.run(config).info["samples"] == {"train": 40}
+    assert not bucket_path(f"{url}/out/skipped.csv").exists()
+
+
+def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    place, seen = copy.path / "verify" / "progress.json", []
+
+    class Watched(progress.Progress):
+        def add(self, images: int, num_bytes: int) -> None:
+            super().add(images, num_bytes)
+            seen.append(json.loads(place.read_text()))
+
+    monkeypatch.setattr(verify, "Progress", Watched)
+    check(copy.path)
+    assert [state["shards"] for state in seen] == [1, 2, 3, 4, 5]
+    assert (seen[-1]["images"], seen[-1]["total_images"], seen[-1]["total_shards"]) == (187, 187, 5)
+    assert seen[-1]["bytes"] == sum(shard.bytes for shard in copy.shards())
+    assert not place.exists()
 
 
 def test_a_source_file_that_vanishes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, st
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data import bucket
-from pipeline.data.bucket import Patience, StorageError
+from pipeline.data.bucket import ObjectReader, fetched
 from pipeline.data.cache import ShardCache, Storage
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.patience import Patience, StorageError
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
 
@@ -164,6 +165,19 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
         assert sum("train-000001.tar" in request for request in s3[0].requests) <= 16
 
 
+def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
+    """Known by its new size, and not asked for again and again."""
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, b"0123456789")
+    reader = ObjectReader(path)
+    assert reader.read_at(8, 2) == b"89"
+    put(path, b"0123")
+    with pytest.raises(OSError, match="file ends before byte 10"):
+        reader.read_at(8, 2)
+    assert path.patience.retries == 1
+    assert reader.read_at(2, 2) == b"23"
+
+
 def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_ATTEMPTS_A_PART", 1)
     bucket._connect.cache_clear()
@@ -206,3 +220,24 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data.cache = .*file/cache cannot be made"):
         ShardCache(tmp_path / "file" / "cache", 10**9)
+
+
+def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """What goes to a bucket, or comes whole, lies there on its way. A real small file system; needs root to mount it."""
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, bytes(100_000))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    try:
+        for work in (lambda: put(path, bytes(100_001)), lambda: fetched(path).__enter__()):
+            with pytest.raises(SystemExit), mistakes_in_one_line():
+                work()
+            assert f"No space left for {folder} (TMPDIR)" in capsys.readouterr().err
+        assert not list(folder.iterdir())
+        assert path.stat().st_size == 100_000
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -4,14 +4,21 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import faulty_s3
 import numpy as np
+import psutil
 import pytest
+import torch
 from ranks import finish, metrics, settings, start
+from saving import save_all
 
 from pipeline import model as models
-from pipeline import schema, train
-from pipeline.config import RunConfig
+from pipeline import resume, samples, schema
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import RunConfig, SamplesConfig
+from pipeline.console import Console
 from pipeline.data.manifest import open_dataset
+from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 
 
@@ -52,13 +59,13 @@ def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Pat
     models.save(models.create("ViT-mu/8", 16, 7), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "init.new_head=false"])
     with pytest.raises(UserError, match=r"seven.pt has 7 classes, .* has 4.*init.new_head=true"):
-        train._initial_model(config, open_dataset(dataset), None)
+        resume.initial_model(config, open_dataset(dataset), None)
 
 
 def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_path: Path) -> None:
     models.save(models.create("ViT-mu/8", 16, 7, representation=True), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32"])
-    model = train._initial_model(config, open_dataset(dataset), None)
+    model = resume.initial_model(config, open_dataset(dataset), None)
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
@@ -97,11 +104,64 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_
         subprocess.run(["umount", str(out)], check=True)
 
 
-def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, dataset: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, dataset: Path, num_ranks: int) -> None:
     """A process that dies while torch compiles leaves a lock file, for which every later start would wait for ever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    finish(start(2, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]))
+    processes = start(
+        num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]
+    )
+    port = psutil.Process(processes[0].pid).environ()["MASTER_PORT"]
+    finish(processes)
     assert not lock.exists()
+    # Nor does what DeepSpeed shares between the ranks of a machine stay in memory.
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    alone, said = Ranks(0, 0, 1, torch.device("cpu")), tmp_path / "log.txt"
+    checkpoints, console = Checkpoints(tmp_path / "checkpoints"), Console(said, True)
+    facts = {"seed": 0, "ranks": 2, "excluded": "none", "evaluation_excluded": "none"}
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (None, set())
+    for step in (10, 20):
+        save_all(checkpoints.folder, step, identity={"seed": 0, "ranks": 3})
+    newest = checkpoints.folder / "step-00000020"
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (newest, set())
+    assert "changed since the checkpoint: ranks was 3, is 2" in said.read_text()
+    with pytest.raises(UserError, match=r"step-00000020 cannot be continued: seed was 0, is 1. Set it back"):
+        resume.find_checkpoint(checkpoints, {**facts, "seed": 1}, alone, console)
+
+    (newest / "index.json").unlink()
+    before = checkpoints.folder / "step-00000010"
+    assert resume.find_checkpoint(checkpoints, facts, alone, console) == (before, {"step-00000020"})
+    assert f"{newest} is damaged (index.json is missing): not used." in said.read_text()
+    (before / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole. Remove that folder"):
+        resume.find_checkpoint(checkpoints, facts, alone, console)
+
+
+def test_a_run_keeps_its_checkpoints_in_a_bucket(dataset: Path, tmp_path: Path, s3: tuple[faulty_s3.S3, str]) -> None:
+    """Two lives; the best and the newest stay, and what was trained is known from there."""
+    more = [
+        f"checkpoint.folder={s3[1]}/all",
+        "checkpoint.best=val_loss",
+        "checkpoint.keep=1",
+        "checkpoint.keep_every=1 steps",
+    ]
+    lives = [settings(dataset, tmp_path, "far", *more, f"train.length={steps} steps") for steps in (4, 6)]
+    lives[1][-2] = "checkpoint.keep_every=0 steps"
+    output = finish(start(1, lives))[0]
+    assert "resumed from s3://" in output
+    assert not (tmp_path / "far" / "checkpoints").exists()
+    checkpoints = Checkpoints(faulty_s3.bucket_path(f"{s3[1]}/all/far"))
+    # 1 to 4 were to be kept; the best of 3, 4 and 6 is 6.
+    assert [path.name[-1] for path in checkpoints.candidates()] == ["6", "4", "3", "2", "1"]
+    kept = checkpoints.kept()
+    assert (kept.best, kept.metric) == ("step-00000006", "val_loss")
+    assert (
+        samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path / 'far'}", "sample=train00007"]))[0]["trained"]
+        == "yes"
+    )

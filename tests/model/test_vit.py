@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.model import VisionTransformer, ViTConfig, configure, create, to_npz
+from pipeline.model import VisionTransformer, config_from_dict, configure, create, to_npz
 
 
 def tiny(**changes):
@@ -170,10 +170,10 @@ def test_importing_the_model_imports_nothing_heavy():
 
 def test_a_config_survives_plain_data():
     config = configure("ViT-B/16", (224, 448), 10, representation=True, gelu="erf", dropout=0.1)
-    assert ViTConfig.from_dict(config.to_dict()) == config
+    assert config_from_dict(config.to_dict()) == config
     with pytest.raises(UserError, match="unknown field 'widht'; did you mean \"width\""):
-        ViTConfig.from_dict(config.to_dict() | {"widht": 3})
+        config_from_dict(config.to_dict() | {"widht": 3})
     incomplete = config.to_dict()
     del incomplete["depth"]
     with pytest.raises(UserError, match="depth"):
-        ViTConfig.from_dict(incomplete)
+        config_from_dict(incomplete)

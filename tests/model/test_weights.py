@@ -203,7 +203,7 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
         ),
         (
             {"format": "vit-weights/1", "model": tiny().config.to_dict(), "state": tiny().state_dict() | {"mask": 1}},
-            '"mask" is not part of this ViT',
+            '"mask" is not part of this model',
         ),
         (
             {

@@ -35,8 +35,8 @@ def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def start(world_size: int, runs: list[list[str]]) -> list[subprocess.Popen]:
-    """One process per rank; each goes through `runs` (overrides of a RunConfig) one after another."""
+def start(world_size: int, runs: list, worker: str = _WORKER) -> list[subprocess.Popen]:
+    """One process per rank; each goes through `runs` (overrides of a RunConfig) one after another, or does as `worker`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -47,7 +47,7 @@ def start(world_size: int, runs: list[list[str]]) -> list[subprocess.Popen]:
             "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
-        arguments = [sys.executable, "-c", _WORKER, str(ROOT), json.dumps(runs)]
+        arguments = [sys.executable, "-c", worker, str(ROOT), json.dumps(runs)]
         processes.append(
             subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

@@ -1,6 +1,7 @@
 """Samples left out of a run, and the answer to which samples were in it: both of a real run on two ranks."""
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -10,19 +11,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import yaml
 from PIL import Image
 from ranks import ROOT, settings, start
 
-from pipeline import samples, schema, train
-from pipeline.checkpoint import read_state
-from pipeline.config import RunConfig, SamplesConfig
+from pipeline import resume, samples, schema
+from pipeline.checkpoint import Checkpoints, checksum, read_state
+from pipeline.config import Limit, RunConfig, SamplesConfig
+from pipeline.console import Console
 from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
+from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
 
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 LEFT_OUT = [3, 40, 41, 149]
 
 
@@ -52,8 +57,9 @@ def overrides(data: Dataset) -> list[str]:
 
 @pytest.fixture(scope="module")
 def said(overrides: list[str]) -> str:
-    """What a run says, and the same command with data.exclude=none after it."""
-    process = start(1, [overrides, [*overrides, "data.exclude=none"]])[0]
+    """What a run says, one on 60 samples before it, and the same command with data.exclude=none after it."""
+    limited = [*overrides, "name=limited", "data.limit=60", "train.length=4 steps"]
+    process = start(1, [limited, overrides, [*overrides, "data.exclude=none"]])[0]
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 2, output
     return output
@@ -66,7 +72,7 @@ def run(said: str, data: Dataset) -> Path:
 
 def test_a_run_says_and_keeps_what_it_leaves_out(said: str, run: Path, data: Dataset) -> None:
     assert said.count("left out of train: 4 of 150 samples (copies_train 4, copies_val 0)") == 1
-    assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 1
+    assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 2, "of both runs"
     assert "epochs of 146)" in said
     assert "on 35 images" in said
     identity = read_state(run / "checkpoints" / "step-00000008")["identity"]
@@ -86,12 +92,48 @@ def test_a_run_is_not_continued_on_other_samples(said: str, run: Path, data: Dat
     leave_out(data, "train", LEFT_OUT)
 
 
+def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data: Dataset) -> None:
+    assert "left out of train: 90 of 150 samples (copies_train 4, copies_val 0, data.limit 86)" in said
+    assert "epochs of 60)" in said
+    limited = run.parent / "limited"
+    keys = [row["key"] for step in range(1, 5) for row in ask(limited, f"step={step}")]
+    split = data.split("train", limit=Limit.parse("60"))
+    assert set(keys) == set(split.keys(np.arange(60)))
+    assert len(set(keys[:60])) == 60, "each once in the first epoch"
+
+    checkpoints, console = Checkpoints(limited / "checkpoints"), Console(limited / "log.txt", False)
+    newest = checkpoints.candidates()[0]
+    then = read_state(newest)["identity"]
+    assert resume.find_checkpoint(checkpoints, then, ALONE, console) == (newest, set())
+    with pytest.raises(UserError, match=r"data\.limit was 60, is 70"):
+        resume.find_checkpoint(checkpoints, {**then, "data.limit": "70"}, ALONE, console)
+
+
+def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path, tmp_path: Path) -> None:
+    """It had the defaults of what came later."""
+    copy = shutil.copytree(run.parent / "run" / "checkpoints", tmp_path / "checkpoints")
+    checkpoints = Checkpoints(copy)
+    now = read_state(checkpoints.candidates()[0])["identity"]
+    for folder in copy.glob("step-*"):
+        state = read_state(folder)
+        for name in ("model.positions", "model.drop_path", "data.limit", "schedule.drops"):
+            del state["identity"][name]
+        (folder / "state.json").write_text(json.dumps(state))
+        sums = json.loads((folder / "checksums.json").read_text())
+        sums["state.json"] = checksum(folder / "state.json")
+        (folder / "checksums.json").write_text(json.dumps(sums))
+    console = Console(tmp_path / "log.txt", False)
+    assert resume.find_checkpoint(checkpoints, now, ALONE, console) == (checkpoints.candidates()[0], set())
+    with pytest.raises(UserError, match=r"model\.positions was learned, is none"):
+        resume.find_checkpoint(checkpoints, {**now, "model.positions": "none"}, ALONE, console)
+
+
 def test_ranks_that_see_other_lists_are_stopped() -> None:
     """Another node's copy of the data set, or a list that changed between the starts of two ranks."""
     facts = {"fingerprint": "f", "excluded": "none"}
-    train._refuse_other_facts(facts, dict(facts), 3)
+    resume.refuse_other_facts(facts, dict(facts), 3)
     with pytest.raises(OneRankError, match=r"rank 3 .* excluded is 1 samples \(ab\) here, none on rank 0; left_out"):
-        train._refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
+        resume.refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts, 3)
 
 
 def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Start a run again until it is finished: `launch/supervise.py [setting=value ...] -- deepspeed launch/pretrain.py ...`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.command import main
+from pipeline.config import SuperviseConfig
+from pipeline.supervise import supervise
+
+if __name__ == "__main__":
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    command = sys.argv[split + 1 :]
+    del sys.argv[split:]
+    main(
+        SuperviseConfig,
+        partial(supervise, command),
+        """
+        Start a run, and start it again after a crash or preemption until it is finished, on the hosts that are left.
+
+          python launch/supervise.py -- deepspeed --hostfile hosts launch/pretrain.py --config FILE
+          python launch/supervise.py restarts=3 -- deepspeed --num_gpus 8 launch/finetune.py --config FILE name=try
+
+        Exit codes: 0 finished, 75 stopped (start it again to go on), 2 the run refuses its settings, 1 gave up. What it
+        did is in supervise.log and supervise.jsonl in the run's folder.
+        """,
+    )

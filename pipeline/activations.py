@@ -1,0 +1,93 @@
+"""What a forward pass keeps for the backward pass, counted on the meta device: any model, no arithmetic, no memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pipeline.model import Config, VisionTransformer, build
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of a micro-batch: all that is kept; what the block (or ResNet unit) that computes most would keep, were it not
+    recomputed; the largest tensor that the last block would keep."""
+
+    total: int
+    block: int
+    largest: int
+
+
+def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
+    """What the forward pass of `micro_batch` images keeps, without those images and without parameters."""
+    # Beside what grows with the images there is what does not: kernels that a ResNet standardises.
+    one, two = (_count(config, images, dtype, checkpointing) for images in (1, 2))
+    whole = _count(config, 1, dtype, False)
+    more = micro_batch - 1
+    return Saved(
+        one.total + more * (two.total - one.total),
+        whole.block * micro_batch,
+        whole.largest * micro_batch,
+    )
+
+
+@cache
+def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
+    with torch.device("meta"):
+        model = build(config).to(dtype)
+        pixels = torch.empty(images, 3, *config.image_size, dtype=dtype)
+    model.activation_checkpointing = checkpointing
+    ours = {parameter.untyped_storage()._cdata for parameter in model.parameters()} | {pixels.untyped_storage()._cdata}
+    kept: dict[int, torch.UntypedStorage] = {}
+    before: set[int] = set()
+    block = largest = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in ours:
+            kept[storage._cdata] = storage
+        return tensor
+
+    def enter(*_: Any) -> None:
+        nonlocal before
+        before = set(kept)
+
+    def leave(*_: Any) -> None:
+        nonlocal block, largest
+        added = [kept[key].nbytes() for key in kept.keys() - before] or [0]
+        block, largest = max(block, sum(added)), max(added)
+
+    for module in model.blocks if isinstance(model, VisionTransformer) else model.units:
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+    with _OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(pixels)
+    assert logits.is_meta
+    return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest)
+
+
+class _OperatorsOfAGpu(TorchFunctionMode):
+    """Attention and dropout as a GPU's kernels keep things; on the meta device torch takes the slow ones apart."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args, kwargs.get("attn_mask"))
+        if func is F.dropout:
+            is_on = kwargs["training"] and kwargs["p"] > 0
+            return torch.native_dropout(args[0], kwargs["p"], True)[0] if is_on else args[0]
+        return func(*args, **kwargs)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and one fp32 number for each row of the N x N matrix, never the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None) -> Tensor:
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), logits)
+        return out

@@ -1,0 +1,292 @@
+"""The process that writes and commits checkpoints while its rank trains on; one beside each rank.
+
+It is nobody's child and has a session of its own, and takes no signal but SIGKILL: what stops or kills the ranks does not
+reach it, and the save that it was given is committed all the same. It ends when its rank does and no work is left.
+
+A job is one line of JSON on standard input, the data lies in memory that it shares with its rank, and the answer is one line
+on standard output. Each writer writes its rank's file, and says in a status file beside it how far it is. Rank 0's waits for
+those of all, puts model.pt together, and commits.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.checkpoint import (
+    BEAT_SECONDS,
+    FORMAT,
+    Checkpoints,
+    checksum,
+    read_status,
+    step_name,
+    write_status,
+    write_whole,
+)
+from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
+from pipeline.fragments import BYTES, INDEX, Fragments
+
+# A writer that says nothing for so long is gone, with its host: its rank's part will not come.
+GIVE_UP_SECONDS = 60.0
+_CHUNK = 2**23
+_FULL = "no space left: free some, or lower checkpoint.keep; the same command goes on from the last checkpoint"
+
+
+class WriterError(Exception):
+    """A save that failed for a reason that one line says."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """keep: how many of the newest stay. damaged: names of older ones that do not count. always: this one stays."""
+
+    keep: int
+    damaged: list[str]
+    always: bool
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0's writer needs beyond its part. state: of state.json. model, extra: of model.pt. shapes: by name."""
+
+    state: dict[str, Any]
+    shapes: dict[str, list[int]]
+    model: dict[str, Any]
+    extra: dict[str, Any]
+    retention: Retention
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) of each state, in order.
+
+    patience: seconds that requests to a bucket are tried again. commit: on rank 0.
+    """
+
+    folder: str
+    patience: float
+    step: int
+    token: str
+    rank: int
+    world_size: int
+    states: list[str]
+    ranges: list[tuple[str, int, int]]
+    commit: Commit | None
+
+    @property
+    def bytes(self) -> int:
+        return BYTES * len(self.states) * sum(length for _, _, length in self.ranges)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        fields = json.loads(text)
+        if commit := fields["commit"]:
+            fields["commit"] = Commit(**{**commit, "retention": Retention(**commit["retention"])})
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The value of a metric at a step whose checkpoint stays while no other is better."""
+
+    folder: str
+    patience: float
+    step: int
+    metric: str
+    value: float
+
+
+def save(job: Job, memory: int) -> None:
+    """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
+    checkpoints = Checkpoints(to_path(job.folder, Patience(job.patience)))
+    path: AnyPath | None = None
+    committed = False
+    try:
+        path = checkpoints.begin(job.step, job.token)
+        with _beating(path, job):
+            part = _write_part(path, job, memory)
+            if job.commit is not None:
+                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part))
+        if job.commit is not None:
+            final = checkpoints.commit(path, checksums)
+            committed = True
+            _retain(checkpoints, final, job.commit.retention)
+        else:
+            write_status(path, job.rank, job.token, {"part": part})
+    except (OSError, StorageError, WriterError) as error:
+        line = _one_line(error, checkpoints.folder)
+        if path is not None:
+            with contextlib.suppress(OSError, StorageError):
+                if job.commit is None:
+                    write_status(path, job.rank, job.token, {"error": line})
+                elif not committed:
+                    checkpoints.discard(path)
+        raise WriterError(line) from error
+
+
+def _write_part(path: AnyPath, job: Job, memory: int) -> dict[str, Any]:
+    """The rank's file: {"file": name, "ranges": of it, "bytes", "sha256"}."""
+    name = f"rank-{job.rank:04d}.{job.token}.bin"
+    size, digest = job.bytes, hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        data = memoryview(b"")
+        if size:
+            shared = stack.enter_context(mmap.mmap(memory, size, prot=mmap.PROT_READ))
+            data = stack.enter_context(memoryview(shared))
+        file = None if isinstance(path, BucketPath) else stack.enter_context(open(path / name, "wb"))
+        for begin in range(0, size, _CHUNK):
+            with data[begin : begin + _CHUNK] as chunk:
+                if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
+                    raise WriterError(
+                        f"weights or moments of step {job.step:,} are no numbers (NaN or Inf), on rank {job.rank}. The same "
+                        "command goes on from the checkpoint before"
+                    )
+                digest.update(chunk)
+                if file is not None:
+                    file.write(chunk)
+        if file is not None:
+            file.flush()
+            os.fsync(file.fileno())
+    if isinstance(path, BucketPath):
+        (path / name).upload(f"/proc/self/fd/{memory}")
+    return {"file": name, "ranges": job.ranges, "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's part. Raises WriterError when one failed, or is silent for GIVE_UP_SECONDS."""
+    parts = {job.rank: own}
+    heard: dict[int, tuple[dict[str, Any], float]] = {}
+    pause = 0.01
+    while missing := set(range(job.world_size)) - parts.keys():
+        for rank in missing:
+            status = read_status(path, rank, job.token)
+            if "error" in status:
+                raise WriterError(f"{status['error']} (rank {rank})")
+            if "part" in status:
+                parts[rank] = status["part"]
+            last, since = heard.get(rank, ({}, 0.0))
+            if rank not in heard or status != last:
+                heard[rank] = status, time.monotonic()
+            elif time.monotonic() - since > GIVE_UP_SECONDS:
+                raise WriterError(
+                    f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
+                    f"nothing for {GIVE_UP_SECONDS:.0f} s"
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    return [parts[rank] for rank in range(job.world_size)]
+
+
+def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """index.json, state.json and model.pt; checksums of all there is."""
+    index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
+    write_whole(path / INDEX, json.dumps(index))
+    write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
+    checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+    checksums["model.pt"] = _write_model(path, Fragments(path, index), commit)
+    checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
+    return checksums
+
+
+def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> None:
+    if retention.always:
+        checkpoints.keep_always(final.name)
+    checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
+
+
+def _write_model(path: AnyPath, fragments: Fragments, commit: Commit) -> dict[str, Any]:
+    """model.pt, of the weights in the parts; its checksum."""
+    # Rank 0's writer alone needs torch.
+    import torch
+
+    from pipeline.model import config_from_dict, save_state
+
+    weights = {name: torch.from_numpy(array) for name, array in fragments.whole("weights").items()}
+    config = config_from_dict(commit.model)
+    if not isinstance(path, BucketPath):
+        save_state(weights, config, path / "model.pt", commit.extra)
+        return checksum(path / "model.pt")
+    with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+        local = Path(folder) / "model.pt"
+        save_state(weights, config, local, commit.extra)
+        (path / "model.pt").upload(str(local))
+        return checksum(local)
+
+
+@contextlib.contextmanager
+def _beating(path: AnyPath, job: Job) -> Iterator[None]:
+    """Show in the status file that this writer is alive."""
+    over = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not over.wait(BEAT_SECONDS):
+            count += 1
+            # If it cannot be written, the part cannot either, and that says so.
+            with contextlib.suppress(OSError, StorageError):
+                write_status(path, job.rank, job.token, {"beat": count})
+
+    write_status(path, job.rank, job.token, {"beat": 0})
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _one_line(error: Exception, folder: AnyPath) -> str:
+    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return f"{folder}: {_FULL}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (WriterError, StorageError)) else f"{folder}: {type(error).__name__}: {text}"
+
+
+def mark_best(best: Best) -> None:
+    """As Checkpoints.keep_if_best."""
+    checkpoints = Checkpoints(to_path(best.folder, Patience(best.patience)))
+    checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
+
+
+def answer(line: str, memory: int) -> dict[str, Any]:
+    """Do what a line asks; {"error": line or None, "seconds": of work}."""
+    begin = time.perf_counter()
+    error = None
+    try:
+        fields = json.loads(line)
+        if "metric" in fields:
+            mark_best(Best(**fields))
+        else:
+            save(Job.from_json(line), memory)
+    except WriterError as failed:
+        error = str(failed)
+    except Exception as failed:  # Whatever it is: it must not die without a word.
+        error = f"the checkpoint writer failed: {type(failed).__name__}: {' '.join(str(failed).split())}"
+    return {"error": error, "seconds": time.perf_counter() - begin}
+
+
+def main() -> None:
+    """Serve one rank. Arguments: the file descriptor of the memory that they share, and its number."""
+    memory, rank = (int(text) for text in sys.argv[1:])
+    os.nice(10)  # Training goes first.
+    if rank == 0:
+        import pipeline.model  # noqa: F401  Takes seconds: before anyone waits for them.
+    for line in sys.stdin:
+        reply = answer(line, memory)
+        with contextlib.suppress(BrokenPipeError):  # Its rank is gone.
+            print(json.dumps(reply), flush=True)

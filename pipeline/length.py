@@ -1,0 +1,80 @@
+"""How long, and how many: settings that people write with a unit."""
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
+
+    amount: float
+    unit: Literal["epochs", "steps", "samples", "%"]
+
+    @classmethod
+    def parse(cls, value: object) -> "Length":
+        if isinstance(value, Length):
+            return value
+        match = re.fullmatch(
+            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value)
+        )
+        if not match:
+            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
+        unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
+        amount = float(match[1])
+        if not math.isfinite(amount):
+            raise ValueError("that is no finite number.")
+        return cls(amount, unit)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        # Exact, so that what a checkpoint keeps is read back as the same length.
+        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
+        return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
+
+    def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
+        """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
+
+        num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
+        """
+        if self.unit == "steps":
+            exact = Fraction(self.amount)
+        elif self.unit == "samples":
+            exact = Fraction(self.amount) / global_batch
+        elif self.unit == "epochs":
+            exact = Fraction(self.amount) * num_samples / global_batch
+        else:
+            if total_steps is None:
+                raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
+            exact = Fraction(self.amount) * total_steps / 100
+        return math.floor(exact + Fraction(1, 2))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many samples of a split: a number, or '10%' of them."""
+
+    amount: float
+    unit: Literal["samples", "%"]
+
+    @classmethod
+    def parse(cls, value: object) -> "Limit":
+        if isinstance(value, Limit):
+            return value
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", str(value))
+        if not match or (match[2] == "%" and float(match[1]) > 100):
+            raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
+        return cls(float(match[1]), "%" if match[2] == "%" else "samples")
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
+        return f"{amount}%" if self.unit == "%" else amount
+
+    def count(self, num_samples: int) -> int:
+        """Of so many samples, to the nearest."""
+        exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
+        return math.floor(exact + Fraction(1, 2))

@@ -1,0 +1,33 @@
+"""Axial-ViT (ViT paper, D.6): each block becomes two, one that attends along rows, one along columns.
+
+A token then meets the H*W others in two steps of W and H, so attention costs H*W*(H + W), not (H*W)^2; the price is a
+second MLP. How a class token would take part is not published; the head reads the mean of all tokens.
+"""
+
+from torch import Tensor
+
+from pipeline.model.variants import ViTConfig
+from pipeline.model.vit import SelfAttention, VisionTransformer
+
+
+class AxialAttention(SelfAttention):
+    """Self-attention within each row of the patch grid, or within each column. (B, N, D) -> same."""
+
+    def __init__(self, config: ViTConfig, along_rows: bool):
+        rows, columns = config.grid
+        super().__init__(config, num_tokens=columns if along_rows else rows)
+        self.grid, self.along_rows = config.grid, along_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        cells = x.view(B, *self.grid, D)
+        lines = cells if self.along_rows else cells.transpose(1, 2)
+        attended = super().forward(lines.reshape(-1, lines.shape[2], D)).view(lines.shape)
+        return (attended if self.along_rows else attended.transpose(1, 2)).reshape(B, N, D)
+
+
+class AxialTransformer(VisionTransformer):
+    """A ViT of 2 x depth blocks: rows, columns, rows, columns, ..."""
+
+    def new_attention(self, block: int) -> SelfAttention:
+        return AxialAttention(self.config, along_rows=block % 2 == 0)

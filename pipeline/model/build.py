@@ -1,0 +1,15 @@
+"""From a configuration to a model."""
+
+from pipeline.model.axial import AxialTransformer
+from pipeline.model.resnet import ResNet
+from pipeline.model.variants import Config, ResNetConfig
+from pipeline.model.vit import VisionTransformer
+
+Model = VisionTransformer | ResNet
+
+
+def build(config: Config, seed: int = 0) -> Model:
+    """A new model of this configuration; see `create` for one by name."""
+    if isinstance(config, ResNetConfig):
+        return ResNet(config, seed)
+    return AxialTransformer(config, seed) if config.axial else VisionTransformer(config, seed)

@@ -1,0 +1,196 @@
+"""ResNets with GroupNorm and standardised kernels, which depend on no batch: BiT, and the one in front of a hybrid ViT.
+
+BiT (Kolesnikov et al., ECCV 2020, arXiv 1912.11370) is the paper's baseline, of pre-activation units; the hybrid's stem
+has units that normalise after each convolution. Each is written as its authors' code computes it, which decides whether
+published weights give the published logits: google-research/big_transfer, bit_pytorch/models.py, and
+google-research/vision_transformer, vit_jax/models_resnet.py.
+"""
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.model.layers import Dense, check_images, lecun_normal
+from pipeline.model.variants import ResNetConfig
+
+GROUPS = 32
+
+
+class StdConv(nn.Conv2d):
+    """A convolution without bias whose kernel is standardised for each output channel: mean 0, variance 1 (Qiao 2019)."""
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1):
+        super().__init__(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()  # of bf16 weights, the statistics too would be rounded
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        standard = (weight - mean) / torch.sqrt(variance + 1e-10)
+        return F.conv2d(x, standard.to(x.dtype), None, self.stride, self.padding)
+
+
+class PreActivationUnit(nn.Module):
+    """BiT's bottleneck: each convolution reads a normalised, rectified input. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
+
+    def __init__(self, inputs: int, mid: int, stride: int):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(GROUPS, inputs, eps=1e-5)
+        self.conv1 = StdConv(inputs, mid, 1)
+        self.norm2 = nn.GroupNorm(GROUPS, mid, eps=1e-5)
+        self.conv2 = StdConv(mid, mid, 3, stride)
+        self.norm3 = nn.GroupNorm(GROUPS, mid, eps=1e-5)
+        self.conv3 = StdConv(mid, 4 * mid, 1)
+        changes_shape = stride > 1 or inputs != 4 * mid
+        self.shortcut = StdConv(inputs, 4 * mid, 1, stride) if changes_shape else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(y)
+        y = self.conv1(y)
+        y = self.conv2(F.relu(self.norm2(y)))
+        return self.conv3(F.relu(self.norm3(y))) + shortcut
+
+
+class ResNet(nn.Module):
+    """BiT: a root that reduces 4 times, stages of pre-activation units, the mean over all places, a linear head.
+
+    Built on the CPU (or on the meta device: shapes only), with initial values that depend on `seed` alone.
+    `activation_checkpointing = True` recomputes each unit in the backward pass: less memory, a third more work.
+    """
+
+    def __init__(self, config: ResNetConfig, seed: int = 0):
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.root = StdConv(3, config.width, 7, stride=2)
+        self.units = nn.ModuleList(PreActivationUnit(*shape) for shape in unit_shapes(config.units, config.width))
+        self.norm = nn.GroupNorm(GROUPS, config.num_features, eps=1e-5)
+        self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
+        self.initialize(seed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features when the model has no head.
+
+        Raises ValueError for images of another shape or of an integer type.
+        """
+        return self.head(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, 3, height, width) -> (B, C), what the head reads: the mean over all places."""
+        check_images(images, self.config.image_size)
+        # Zeros, as the authors' code: what is pooled may be negative, and pooling's own padding is minus infinity.
+        x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
+        for unit in self.units:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(unit, x, use_reentrant=False)
+            else:
+                x = unit(x)
+        return F.relu(self.norm(x)).mean((2, 3))
+
+    def weight_decay_mask(self) -> set[str]:
+        """Names of the parameters that decay: the kernels; biases and norms do not."""
+        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Kernels as flax draws them, a zero head (big_vision, models/bit_paper.py); nothing on the meta device."""
+        if self.root.weight.is_meta:
+            return
+        _initialize(self.modules(), torch.Generator("cpu").manual_seed(seed))
+        if isinstance(self.head, Dense):
+            nn.init.zeros_(self.head.weight)
+            nn.init.constant_(self.head.bias, self.config.head_bias)
+
+
+def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
+    """(input channels, inner channels, stride) of every unit, in order. Stages double the width, and halve the sides."""
+    shapes, inputs = [], width
+    for stage, count in enumerate(units):
+        mid = width * 2**stage
+        for i in range(count):
+            shapes.append((inputs, mid, 2 if stage > 0 and i == 0 else 1))
+            inputs = 4 * mid
+    return shapes
+
+
+class SameStdConv(StdConv):
+    """As the hybrid's code computes it: padding "SAME", which is uneven, and 1e-5 added to the deviation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()
+        deviation, mean = torch.std_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        standard = (weight - mean) / (deviation + 1e-5)
+        return F.conv2d(_pad_same(x, self.kernel_size[0], self.stride[0]), standard.to(x.dtype), None, self.stride)
+
+
+class PostActivationUnit(nn.Module):
+    """The hybrid's bottleneck: each convolution is normalised, then rectified. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
+
+    def __init__(self, inputs: int, mid: int, stride: int):
+        super().__init__()
+        self.conv1 = SameStdConv(inputs, mid, 1)
+        self.norm1 = nn.GroupNorm(GROUPS, mid, eps=1e-6)
+        self.conv2 = SameStdConv(mid, mid, 3, stride)
+        self.norm2 = nn.GroupNorm(GROUPS, mid, eps=1e-6)
+        self.conv3 = SameStdConv(mid, 4 * mid, 1)
+        self.norm3 = nn.GroupNorm(GROUPS, 4 * mid, eps=1e-6)
+        changes_shape = stride > 1 or inputs != 4 * mid
+        self.shortcut = SameStdConv(inputs, 4 * mid, 1, stride) if changes_shape else None
+        self.shortcut_norm = nn.GroupNorm(GROUPS, 4 * mid, eps=1e-6) if changes_shape else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        y = self.norm3(self.conv3(y))
+        if self.shortcut is not None and self.shortcut_norm is not None:
+            x = self.shortcut_norm(self.shortcut(x))
+        return F.relu(x + y)
+
+
+class HybridStem(nn.Module):
+    """The ResNet whose output a hybrid ViT reads instead of pixels (ViT paper, section 3.1).
+
+    units: of each stage. (3, 4, 6, 3) is ResNet-50, reducing 32 times; (3, 4, 9) has its last stage's units in the one
+    before, reducing 16 times; () is the root alone, 4 times. (B, 3, height, width) -> (B, num_channels, h, w).
+    """
+
+    def __init__(self, units: tuple[int, ...], width: int = 64):
+        super().__init__()
+        self.num_channels = 4 * width * 2 ** (len(units) - 1) if units else width
+        self.root = SameStdConv(3, width, 7, stride=2)
+        self.norm = nn.GroupNorm(GROUPS, width, eps=1e-6)
+        self.units = nn.ModuleList(PostActivationUnit(*shape) for shape in unit_shapes(units, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.root(images)))
+        x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)  # nothing rectified is below the zeros
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Kernels as flax draws them; each unit's last scale 0, so that it begins as its shortcut."""
+        _initialize(self.modules(), generator)
+        for unit in cast(list[PostActivationUnit], self.units):
+            nn.init.zeros_(unit.norm3.weight)
+
+
+def _initialize(modules: Iterable[nn.Module], generator: torch.Generator) -> None:
+    for module in modules:
+        if isinstance(module, StdConv):
+            lecun_normal(module.weight, generator)
+        elif isinstance(module, nn.GroupNorm):
+            module.reset_parameters()  # weight 1, bias 0
+
+
+def _pad_same(x: Tensor, kernel_size: int, stride: int) -> Tensor:
+    """Zeros around the image as TensorFlow's "SAME": ceil(side / stride) outputs, the odd row and column at the end."""
+    height, width = (max((-(-side // stride) - 1) * stride + kernel_size - side, 0) for side in x.shape[2:])
+    return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))

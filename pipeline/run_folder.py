@@ -1,0 +1,157 @@
+"""What a run's folder says of the run in it: is one alive, how did the last start end, is it to stop. No heavy imports.
+
+lock             held by rank 0 as long as it lives; its text says who that is
+status.json      how the last start ended, or that it is running (or was killed: then nobody could say it ended)
+failures/*.json  why a rank gave up by itself; a rank that was killed leaves none
+stop             made by a person or a supervisor: the run commits, removes it and leaves
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import UserError
+
+# "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
+RESUME = 75
+_NOBODY = "a run that does not say who it is"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a start ended. step: what is committed at least. code: its exit code, -1 while it runs."""
+
+    status: Literal["running", "finished", "stopped", "failed", "refused"]
+    step: int
+    code: int
+    reason: str
+
+
+class RunFolder:
+    """The folder of one run, as the run itself uses it. Rank 0 locks it; `ours` once every rank knows that it did."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.ours = False
+        self.is_owner = self.is_locked = False
+        self._file: int | None = None
+
+    def lock(self) -> UserError | None:
+        """Take the folder until this process ends, or say who has it.
+
+        A record lock: the kernel drops it when its process dies, however that dies, and the file server when its host
+        does. Assumed: hosts that share the folder see each other's locks (NFS, GPFS, CephFS, BeeGFS; Lustre mounted
+        with `flock`). Where there are none at all, the run owns the folder without (`is_locked` stays False).
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        # Opened once and not closed: closing any descriptor of the file would drop the lock.
+        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_locked = True
+        except (BlockingIOError, PermissionError):
+            who = os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
+            os.close(file)
+            return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
+        except OSError:
+            pass  # No locks here.
+        self._file, self.is_owner = file, True
+        who = f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        os.ftruncate(file, 0)
+        os.pwrite(file, who.encode(), 0)
+        shutil.rmtree(self.path / "failures", ignore_errors=True)
+        return None
+
+    def unlock(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self.is_owner, self.is_locked = None, False, False
+
+    def say_status(self, status: Status) -> None:
+        """Replace status.json; only by the run that has the folder, on its rank 0."""
+        if self.is_owner:
+            write_atomically(self.path / "status.json", json.dumps(asdict(status)))
+
+    def say_failure(self, error: str, lost_others: bool) -> None:
+        """Leave word why this rank gives up. lost_others: because of another rank, not of itself."""
+        if self.ours:
+            folder = self.path / "failures"
+            folder.mkdir(exist_ok=True)
+            facts = {"rank": self.rank, "host": socket.gethostname(), "error": error, "lost_others": lost_others}
+            write_atomically(folder / f"rank-{self.rank:05d}.json", json.dumps(facts))
+
+    def take_back_failure(self) -> None:
+        (self.path / "failures" / f"rank-{self.rank:05d}.json").unlink(missing_ok=True)
+
+
+def holder(path: Path) -> str | None:
+    """Who has the run folder, None when nobody does. Not for the process that has it: the lock would be lost."""
+    try:
+        file = os.open(path / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return None
+
+
+def read_status(path: Path) -> Status | None:
+    """How the last start ended, None when there is no word of it."""
+    try:
+        return Status(**json.loads((path / "status.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def read_failures(path: Path) -> dict[int, dict]:
+    """What the ranks said that gave up by themselves in the last start, by rank."""
+    found = {}
+    for file in sorted((path / "failures").glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            facts = json.loads(file.read_text())
+            found[int(facts["rank"])] = facts
+    return found
+
+
+def forget_last_start(path: Path) -> None:
+    """Remove what the last start said, so that the next one's silence is not taken for it."""
+    (path / "status.json").unlink(missing_ok=True)
+    shutil.rmtree(path / "failures", ignore_errors=True)
+
+
+def stop_file(path: Path) -> Path:
+    return path / "stop"
+
+
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a small file so that a reader sees the old text or the new, never a part.
+
+    durable: it is on the disk before it is seen, also if the power goes.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        # A failed write() does not know its file, and "no space left" is of little use without.
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

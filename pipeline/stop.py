@@ -1,0 +1,262 @@
+"""Stopping a run so that nothing is lost: who may ask for it, how the ranks agree on a step, how a run says it ended.
+
+Asked by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run's folder, or by `train.stop_after_minutes`.
+A thread of each rank hears it, also while the main thread is inside a collective, and tells the others through the
+process group's store; so a rank that waits for data hears it too. What is done about it is decided together: with each
+item (a training step, a batch of evaluation) goes a sum over ranks that nobody waits for, and all leave before the same
+item. Before training begins there is nothing to commit, and a rank that is asked leaves at once.
+"""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from pipeline.config import RunConfig
+from pipeline.errors import Interrupted, Stopped, UserError
+from pipeline.run_folder import RESUME, RunFolder, Status, stop_file
+
+if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
+    from pipeline.distributed import Ranks
+
+T = TypeVar("T")
+
+BY_FILE = "the stop file"
+BY_LIMIT = "train.stop_after_minutes"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL_SECONDS = 1.0
+# How long one word with the store may take: rank 0, which keeps it, may hang.
+_STORE_PATIENCE = timedelta(seconds=5)
+# How long rank 0 stays for the others to hear of it, when it leaves before training begins.
+_SPREAD_SECONDS = 3.0
+# One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
+_ONE_INTERRUPT_SECONDS = 1.0
+# The deepspeed launcher kills what is left 30 s after SIGTERM.
+_LAST_WORD_SECONDS = 27.0
+# Before the limit: for the step at hand, for MLflow and for the exit; three times the longest commit comes on top.
+_RESERVE_SECONDS = 30.0
+_LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
+
+
+class Stop:
+    """Hears that the run is to stop, from the moment it is made. A context manager around the whole run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
+        self.reason = ""
+        self.step = 0
+        self.commit_seconds = 0.0
+        self.limit_seconds = config.train.stop_after_minutes * 60
+        self.begin = time.monotonic()  # No clock of the day: those jump.
+        self._training = False
+        self._ranks: Ranks | None = None
+        self._store: Any = None
+        self._lock = threading.Lock()
+        self._interrupted = self._terminated = float("inf")  # When SIGINT and SIGTERM were first heard.
+        self._before: dict[int, Any] = {}
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        if threading.current_thread() is threading.main_thread():
+            # The handlers do nothing: the number goes into the pipe, also while the main thread is busy in a library.
+            self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, _ignore)
+                signal.siginterrupt(number, False)
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what a run does with it
+    def __enter__(self) -> "Stop":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Say how the run ended, unless another one has the folder."""
+        with contextlib.suppress(OSError):  # The disk is full, which the error says already.
+            if error is None:
+                self.folder.say_status(Status("finished", self.step, 0, ""))
+            elif isinstance(error, UserError):
+                self.folder.say_status(Status("refused", self.step, 2, str(error)))
+            else:
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                self.folder.say_failure(text, bool(_LOST_OTHERS.search(text)))
+                asked = f" ({self.reason})" if self.reason else ""
+                self.folder.say_status(Status("failed", self.step, 1, text + asked))
+        self._closed = True
+        os.write(self._wake, b"\0")
+        self._thread.join()
+        if self._before:
+            signal.set_wakeup_fd(self._old_wake)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        os.close(self._woken)
+        os.close(self._wake)
+        self.folder.unlock()
+
+    def connect(self, ranks: "Ranks") -> None:
+        """Hear what other ranks are asked, from now on. The process group is there. Collective."""
+        if ranks.world_size > 1:
+            from torch.distributed import TCPStore
+
+            # A connection of its own: the process group's is held while it waits.
+            self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            self._store.set_timeout(_STORE_PATIENCE)
+        ranks.barrier()
+        self._ranks, self.folder.ours = ranks, True
+
+    def begin_training(self, step: int) -> None:
+        """From now on there is something to commit, and the ranks leave together. Collective."""
+        assert self._ranks is not None
+        self.committed(step)
+        with self._lock:
+            self._training = True
+        self._ranks.barrier()
+
+    def committed(self, step: int, seconds: float = 0.0) -> None:
+        """A checkpoint of `step` is on disk, and took `seconds`."""
+        self.step = step
+        self.commit_seconds = max(self.commit_seconds, seconds)
+        self.folder.say_status(Status("running", step, -1, ""))
+
+    def is_wanted(self) -> bool:
+        """Whether this rank has heard of it. Others may have not: only `together` says when to leave."""
+        return bool(self.reason)
+
+    def together(self, items: Iterator[T]) -> Iterator[T]:
+        """`items`, until the ranks agree to stop; then raises Stopped. Collective: each rank has as many items.
+
+        The question goes out one item ahead and the answer is there when it is needed. It goes out when the next item
+        is there, or when this rank knows that it will not be wanted: so nobody starts on an item that another rank
+        still waits for, and could not leave.
+        """
+        end: Any = object()
+
+        def take() -> Any:
+            if self.is_wanted():
+                return end
+            try:
+                return next(items, end)
+            except Interrupted:
+                return end
+
+        assert self._ranks is not None
+        item = take()
+        answer = self._ranks.sum_later(float(self.is_wanted()))
+        while True:
+            if answer():
+                raise Stopped
+            if item is end:
+                return
+            following = take()
+            answer = self._ranks.sum_later(float(self.is_wanted()))
+            yield item
+            item = following
+
+    def leave_if_wanted(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
+        assert self._ranks is not None
+        if self._ranks.sum(float(self.is_wanted()))[0]:
+            raise Stopped
+
+    def agreed_reason(self) -> str:
+        """Why the ranks stop, once they do. Collective."""
+        assert self._ranks is not None
+        return next(filter(None, self._ranks.gather(self.reason)))
+
+    def leave(self, step: int, reason: str) -> NoReturn:
+        """End this process with RESUME, all ranks together: the launcher kills the others when one has left.
+
+        Collective. Everything is committed; neither threads that still wait for data nor libraries can hold it up.
+        """
+        assert self._ranks is not None
+        self.step = step
+        self._say_stopped(RESUME, reason)
+        self._ranks.barrier()
+        _exit(RESUME)
+
+    # ------------------------------------------------------------------ the thread that listens
+    def _listen(self) -> None:
+        while not self._closed:
+            woken, _, _ = select.select([self._woken], [], [], _POLL_SECONDS)
+            for number in os.read(self._woken, 100) if woken else b"":
+                if number:
+                    self._hear(signal.Signals(number))
+            if not self.reason and (reason := self._asked_elsewhere()):
+                self._want(reason)
+            if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
+                self._terminated = float("inf")
+                late = f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM"
+                with contextlib.suppress(OSError):
+                    self.folder.say_failure(late, lost_others=True)
+                    self.folder.say_status(Status("failed", self.step, 1, late))
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > _ONE_INTERRUPT_SECONDS:
+            self._say_stopped(130, "a second SIGINT: what came after the last checkpoint is lost")
+            _exit(130)
+        if number == signal.SIGINT:
+            self._interrupted = min(self._interrupted, now)
+        if number == signal.SIGTERM:
+            self._terminated = min(self._terminated, now)
+        self._want(number.name)
+
+    def _asked_elsewhere(self) -> str:
+        """What asks this rank to stop, besides signals; empty when nothing does."""
+        if self._ranks is None:  # The others could not hear of it.
+            return ""
+        if self._ranks.is_main:
+            if stop_file(self.folder.path).exists():
+                return BY_FILE
+            reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
+            if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
+                return BY_LIMIT
+        with contextlib.suppress(RuntimeError):  # Rank 0, which keeps the store, has left.
+            if self._store is not None and self._store.check([_key()]):
+                return self._store.get(_key()).decode()
+        return ""
+
+    def _want(self, reason: str) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
+            with contextlib.suppress(RuntimeError):
+                if self._store is not None:
+                    self._store.set(_key(), self.reason)
+            if not self._training:
+                self._say_stopped(RESUME, f"{reason}, before training began")
+                if self._store is not None and self.folder.rank == 0:
+                    time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
+                _exit(RESUME)
+
+    def _say_stopped(self, code: int, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self.folder.take_back_failure()
+            self.folder.say_status(Status("stopped", self.step, code, reason))
+            if self.folder.is_owner:  # The stop file has had its effect: the next start is not to stop.
+                stop_file(self.folder.path).unlink(missing_ok=True)
+
+
+def _exit(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _key() -> str:
+    # torchrun's store outlives the ranks that it restarts.
+    return f"vit_pipeline/stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass

@@ -1,0 +1,98 @@
+"""One driver at a time for each output folder, and none is held up by a dead one."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_tools import dedup, index, shard, verify
+from data_tools.driver import only_driver
+from pipeline.data.bucket import AnyPath, to_path
+from pipeline.data.manifest import Dataset
+from pipeline.data_config import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = """
+import sys
+from data_tools.driver import only_driver
+from pipeline.data.bucket import to_path
+sys.argv[0] = "launch/shard.py"
+with only_driver(to_path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(folder: AnyPath) -> subprocess.Popen[str]:
+    """A process that has the folder."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("place", ["disk", "s3://bucket/out"])
+def test_the_second_is_refused_by_name_and_a_dead_one_holds_nobody(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    folder = to_path(place) if "://" in place else tmp_path / place
+    first = hold(folder)
+    try:
+        with pytest.raises(UserError, match="Wait until that ends, or stop it") as error, only_driver(folder):
+            pass
+        name = f"{folder} is being written by shard.py on {socket.gethostname()} (process {first.pid}, since 20"
+        assert str(error.value).startswith(name)
+        assert "\n" not in str(error.value)
+        # Another folder is another matter.
+        with only_driver(tmp_path / "other"):
+            pass
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    left = list(tmp_path.rglob("*lock"))
+    assert left, "the file stays, the lock does not"
+    with only_driver(folder):
+        (tmp_path / "kept").touch()
+        assert f"(process {os.getpid()}," in left[0].read_text()
+    assert not list(tmp_path.rglob("*lock"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_every_driver_asks(dataset: Dataset, source: Path, tmp_path: Path) -> None:
+    data, out = str(dataset.path), tmp_path / "out"
+    runs = {
+        out: lambda: shard.run(ShardConfig(source=str(source), out=str(out))),
+        tmp_path / "verify": lambda: verify.run(VerifyConfig(data=data, out=str(tmp_path / "verify"))),
+        tmp_path / "index": lambda: index.run(IndexConfig(source=data, out=str(tmp_path / "index"))),
+        dataset.path / "dedup": lambda: dedup.run(DedupConfig(data=data, split="train", against=[f"{data}:val"])),
+    }
+    for folder, run in runs.items():
+        with only_driver(folder), pytest.raises(UserError, match=rf"^{folder} is being written by"):
+            run()
+        assert not folder.exists(), "an empty folder does not stay"
+
+
+def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our opening the file and our locking it, its owner may have removed it: that would lock nothing."""
+    out, flock = tmp_path / "out", fcntl.flock
+
+    def too_late(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (out / ".lock").unlink()
+        out.rmdir()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with only_driver(out), pytest.raises(UserError, match="is being written by"), only_driver(out):
+        pass
+    assert not out.exists()

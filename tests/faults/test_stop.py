@@ -1,0 +1,310 @@
+"""Stopping at every moment of a run: all ranks leave with the code that means "resume me", and nothing is lost.
+
+One run is stopped over and over, each time in another way and at another moment, and must end as one that nobody touched.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import make_dataset
+from faulty_s3 import S3, copy_folder, stall
+from forked import Forge, ForkedRun, until
+from ranks import ROOT, metrics, settings
+
+from pipeline import model as models
+from pipeline.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
+
+SECONDS = 25
+STEPS = 48
+# Evaluation of 400 images one by one takes long enough to be met.
+LONG = (
+    f"train.length={STEPS} steps", "evaluate.every=16 steps", "checkpoint.every=12 steps", "evaluate.batch=1",
+    "model.dropout=0.1", "engine.peak_tflops=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    with Forge(tmp_path_factory.mktemp("forge")) as forge:
+        yield forge
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 400})
+
+
+@pytest.fixture(scope="module")
+def whole(forge: Forge, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody touches."""
+    out = tmp_path_factory.mktemp("whole")
+    assert forge.start(2, settings(data, out, "whole", *LONG)).wait() == [0, 0]
+    return out / "whole"
+
+
+def ends(run: ForkedRun, begin: float) -> None:
+    """All ranks leave with "resume me" within 25 s of `begin`."""
+    codes = run.wait()
+    assert codes == [RESUME] * len(codes), run.said()
+    assert time.monotonic() - begin < SECONDS
+    assert "Traceback" not in run.said(0) + run.said(1)
+
+
+def hears(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM, as ranks have from before their imports."""
+    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def at_step(run: ForkedRun, step: int) -> None:
+    until(lambda: f"step {step}/" in run.said())
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
+    forge: Forge, data: Path, whole: Path, tmp_path: Path, s3: tuple[S3, str]
+) -> None:
+    overrides = settings(data, tmp_path, "cut", *LONG)
+    folder = tmp_path / "cut"
+
+    def status() -> Status:
+        found = read_status(folder)
+        assert found
+        return found
+
+    # Warm-up: before anything is trained, and by a signal to the rank that does not keep the books.
+    run = forge.start(2, overrides)
+    until(lambda: (folder / "log.txt").exists() and all(map(hears, run.pids)))
+    begin = time.monotonic()
+    for rank in (0, 1):
+        run.send(rank, signal.SIGTERM)
+    ends(run, begin)
+    assert status() == Status("stopped", 0, RESUME, "SIGTERM, before training began")
+
+    # Training, one rank asked; nobody else may have the folder.
+    run = forge.start(2, overrides)
+    at_step(run, 3)
+    assert str(run.pids[0]) in str(holder(folder))
+    for rank in (0, 1):
+        run.send(rank, signal.SIGSTOP)
+    second = forge.start(1, overrides)
+    assert second.wait() == [2]
+    errors = [line for line in second.said().splitlines() if line.startswith("error")]
+    assert len(errors) == 1, second.said()
+    assert f"is in use by host {os.uname().nodename}, pid {run.pids[0]}" in errors[0]
+    assert status().status == "running", "the second run leaves the first one's word alone"
+    begin, seen = time.monotonic(), max(metrics(folder))
+    run.send(1, signal.SIGUSR1)
+    for rank in (0, 1):
+        run.send(rank, signal.SIGCONT)
+    ends(run, begin)
+    # The step under way, and perhaps the one after it.
+    assert status() == Status("stopped", max(metrics(folder)), RESUME, "SIGUSR1")
+    assert seen <= status().step <= seen + 3 < 16
+    assert holder(folder) is None
+
+    # Evaluation: it is given up, and made up for.
+    run = forge.start(2, overrides)
+    at_step(run, 16)
+    begin = time.monotonic()
+    run.send(0, signal.SIGINT)
+    ends(run, begin)
+    assert status() == Status("stopped", 16, RESUME, "SIGINT")
+    assert not (folder / "scores.json").exists()
+
+    # While a checkpoint is being written: it is the one that counts.
+    run = forge.start(2, overrides)
+    at_step(run, 17)  # The evaluation that is owed comes first.
+    assert run.said().index("step 16: val") < run.said().index("step 17/")
+    until(lambda: list((folder / "checkpoints").glob(".writing-step-00000024.*")))
+    begin = time.monotonic()
+    run.send(1, signal.SIGUSR1)
+    ends(run, begin)
+    found = status()
+    assert found == Status("stopped", found.step, RESUME, "SIGUSR1")
+    assert 24 <= found.step <= 27
+
+    # One rank waits for data that does not come; another, in the midst of a collective, is asked.
+    copy_folder(data, f"{s3[1]}/tiny")
+    run = forge.start(2, [*overrides, f"data.path={s3[1]}/tiny"])
+    at_step(run, found.step + 1)
+    s3[0].fail(stall, "train-000001.tar")
+    time.sleep(2)
+    stuck = max(metrics(folder))
+    begin = time.monotonic()
+    run.send(0, signal.SIGTERM)
+    ends(run, begin)
+    s3[0].reset()
+    assert stuck <= status().step <= stuck + 1 < 32
+
+    # A rank is killed: the other one leaves word of that.
+    run = forge.start(2, overrides)
+    at_step(run, status().step + 1)
+    run.send(1, signal.SIGKILL)
+    assert run.wait() == [1, -signal.SIGKILL]
+    assert (status().status, status().code) == ("failed", 1)
+    assert [failure["lost_others"] for failure in read_failures(folder).values()] == [True]
+
+    # A second SIGINT does not wait for anything: here, for a rank that does not answer.
+    run = forge.start(2, overrides)
+    at_step(run, status().step + 1)
+    run.send(1, signal.SIGSTOP)
+    run.send(0, signal.SIGINT)
+    time.sleep(1.2)
+    run.send(0, signal.SIGINT)
+    until(lambda: status().code == 130)
+    run.kill()
+    assert run.wait() == [130, -signal.SIGKILL]
+
+    assert forge.start(2, overrides).wait() == [0, 0]
+    assert status() == Status("finished", STEPS, 0, "")
+    same(folder, whole)
+
+
+def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "endless"
+    overrides = [*settings(data, tmp_path, "endless", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]
+    run = forge.start(2, overrides)
+    at_step(run, 3)
+    begin = time.monotonic()
+    stop_file(folder).touch()
+    ends(run, begin)
+    assert read_status(folder) == Status("stopped", max(metrics(folder)), RESUME, "the stop file")
+    assert not stop_file(folder).exists(), "the next start is not to stop"
+
+    # 33 s are 3 s from the start, and the rest is for the commit; a slow machine has not begun to train by then.
+    run = forge.start(1, [*overrides, "name=short", "train.stop_after_minutes=0.55"])
+    ends(run, time.monotonic())
+    status = read_status(tmp_path / "short")
+    assert status
+    assert (status.status, status.code) == ("stopped", RESUME)
+    assert status.reason.startswith("train.stop_after_minutes")
+
+
+# Adds a day to the time of the day while a file exists; clocks that only measure are left alone, as by the kernel.
+_CLOCK = """
+#include <cstdlib>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static long jump() { return access(getenv("CLOCK_JUMP"), F_OK) ? 0 : 86400; }
+extern "C" int clock_gettime(clockid_t id, struct timespec *now) {
+    int failed = syscall(SYS_clock_gettime, id, now);
+    if (!failed && id == CLOCK_REALTIME) now->tv_sec += jump();
+    return failed;
+}
+extern "C" int gettimeofday(struct timeval *now, void *) {
+    timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+extern "C" time_t time(time_t *result) {
+    timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    if (result) *result = precise.tv_sec;
+    return precise.tv_sec;
+}
+"""
+
+
+def process(family: psutil.Process, *words: str) -> psutil.Process:
+    """The first descendant whose command line has all these words."""
+    for child in family.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if all(word in " ".join(child.cmdline()) for word in words):
+                return child
+    raise AssertionError(words)
+
+
+def test_kills_under_the_real_launcher_and_the_supervisor(
+    forge: Forge, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A rank is killed, then the launcher's head; its body is asked to end. The clock jumps by a day, and back."""
+    folder, clock = tmp_path / "cut", tmp_path / "tomorrow"
+    (tmp_path / "clock.cc").write_text(_CLOCK)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.cc"], check=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = [
+        sys.executable,
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(port),
+    ]
+    overrides = settings(data, tmp_path, "cut", *LONG)
+    supervisor = subprocess.Popen(
+        [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "clock.so"),
+             "CLOCK_JUMP": str(clock)},
+    )  # fmt: skip
+    family = psutil.Process(supervisor.pid)
+
+    def events() -> list[str]:
+        file = folder / "supervise.jsonl"
+        return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def reached(start: int, step: int) -> bool:
+        assert supervisor.poll() is None, supervisor.communicate()[0]
+        now = read_status(folder)  # The supervisor removes it before each start.
+        return events().count("start") == start and now is not None and step in metrics(folder)
+
+    try:
+        until(lambda: (folder / "metrics.jsonl").exists() and reached(1, 4))
+        process(family, "--local_rank=1").kill()
+        clock.touch()
+
+        until(lambda: reached(2, 20))
+        ranks = [process(family, f"--local_rank={rank}") for rank in (0, 1)]
+        process(family, "bin/deepspeed").kill()
+        for rank in ranks:  # Else they might finish before anybody notices.
+            rank.suspend()
+        until(lambda: "stop" in events())
+        clock.unlink()
+        # What is left of the launcher signals one rank after another, and waits for each.
+        process(family, "deepspeed.launcher.launch", "--world_info").terminate()
+        for rank in ranks:
+            rank.resume()
+        assert not psutil.wait_procs(ranks, timeout=SECONDS)[1], "the launcher itself takes a little longer"
+        until(lambda: events().count("wait") == 2)
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(60) == RESUME
+    finally:
+        for child in [*family.children(recursive=True), family] if supervisor.poll() is None else []:
+            child.kill()
+    log = (folder / "supervise.log").read_text()
+    committed = read_status(folder)
+    assert committed
+    assert committed.step == max(metrics(folder))
+    assert f"start 2 failed at step {committed.step}: its launcher was killed; what was trained is committed" in log
+    times = [line[:19] for line in (folder / "log.txt").read_text().splitlines()]
+    assert times != sorted(times), "the clock did jump"
+    assert forge.start(2, overrides).wait() == [0, 0]
+    same(folder, whole)
+
+
+def same(cut: Path, whole: Path) -> None:
+    """The same losses, scores and weights to the bit."""
+    for name in ("loss", "grad_norm", "val_loss", "val_top1"):
+        assert metrics(cut, name) == metrics(whole, name), name
+    (_, a, _), (_, b, _) = models.read_weights(cut), models.read_weights(whole)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name

@@ -1,0 +1,333 @@
+"""What the paper's ablations and its successors vary in the ViT, each against its formula; and every model in training."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.errors import UserError
+from pipeline.model import build, config_from_dict, configure, create, load, save
+from pipeline.model.vit import DropPath, SelfAttention
+
+SIZE = (8, 12)  # 2 x 3 patches of 4
+
+
+def tiny(name="ViT-mu/4", **changes):
+    settings = {"width": 24, "depth": 3, "mlp_width": 40, "num_heads": 3}
+    return create(name, SIZE, 5, **settings | changes)
+
+
+def fill_randomly(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def random_images(count=2, size=SIZE, seed=2):
+    return torch.rand((count, 3, *size), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def added(model):
+    """What the model adds to the tokens before each block: blocks and embeddings replaced by nothing but a look."""
+    seen = []
+    for block in model.blocks:
+        block.forward = lambda x: (seen.append(x), x)[1]
+    model.encode(torch.zeros(1, math.prod(model.config.grid), model.config.width))
+    start = torch.zeros_like(seen[0])
+    if model.class_token is not None:
+        start[:, 0] = model.class_token.detach()
+    return [(after - before)[0] for before, after in zip([start, *seen], seen, strict=False)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_learned_positions_once_in_every_block_or_shared(pool):
+    stem, shared, blocks = (fill_randomly(tiny(positions_at=at, pool=pool)) for at in ("stem", "shared", "blocks"))
+    num_tokens = 6 + (pool == "token")
+    assert stem.positions.shape == shared.positions.shape == (1, num_tokens, 24)
+    assert blocks.positions.shape == (3, num_tokens, 24)
+    for model, expected in (
+        (stem, [stem.positions[0], torch.zeros(num_tokens, 24), torch.zeros(num_tokens, 24)]),
+        (shared, [shared.positions[0]] * 3),
+        (blocks, list(blocks.positions)),
+    ):
+        for found, table in zip(added(model), expected, strict=True):
+            torch.testing.assert_close(found, table, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pool", "at"), [("token", "stem"), ("gap", "stem"), ("token", "blocks")])
+def test_2d_positions_are_one_vector_of_the_column_and_one_of_the_row(pool, at):
+    """ViT paper, D.4: an X and a Y embedding of size D/2 each, concatenated."""
+    model = fill_randomly(tiny(positions="learned2d", positions_at=at, pool=pool))
+    assert model.positions.shape == (3 if at == "blocks" else 1, 2 + 3, 12)
+    for table, found in zip(model.positions, added(model), strict=False):
+        rows, columns = table[:2], table[2:]
+        patches = [torch.cat([columns[c], rows[r]]) for r in range(2) for c in range(3)]
+        zero = [torch.zeros(24)] if pool == "token" else []
+        torch.testing.assert_close(found, torch.stack(zero + patches), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_sine_cosine_positions_are_big_visions():
+    """models/vit.py, posemb_sincos_2d: [sin x, cos x, sin y, cos y] of 1 / 10000^(i / (D/4 - 1))."""
+    model = tiny(positions="sincos2d", pool="gap")
+    omega = 1 / 10_000 ** (np.arange(6) / 5)
+    expected = [
+        np.concatenate([np.sin(x * omega), np.cos(x * omega), np.sin(y * omega), np.cos(y * omega)])
+        for y in range(2)
+        for x in range(3)
+    ]
+    np.testing.assert_allclose(added(model)[0], np.stack(expected), atol=1e-6)
+    assert "positions" not in model.state_dict()
+    assert not any("positions" in name for name, _ in model.named_parameters())
+    assert not added(tiny(positions="sincos2d"))[0][0].any(), "the class token has no place"
+    assert all(not table.any() for table in added(tiny(positions="none")))
+
+
+@torch.no_grad()
+def test_relative_attention_adds_a_key_for_each_offset_to_the_logits():
+    """ViT paper, D.4, one token, one key and one head at a time."""
+    attention = tiny(positions="relative").blocks[0].attention
+    fill_randomly(attention)
+    table = attention.relative.table
+    assert table.shape == (2 * 7 - 1, 8)
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.view(2, 7, 3, 8) for part in attention.qkv(x).chunk(3, dim=2))
+    mixed = torch.zeros(2, 7, 3, 8)
+    for b, place, head in np.ndindex(2, 7, 3):
+        query = q[b, place, head]
+        logits = [query @ (k[b, other, head] + table[place - other + 6]) / math.sqrt(8) for other in range(7)]
+        mixed[b, place, head] = torch.stack(logits).softmax(0) @ v[b, :, head]
+    torch.testing.assert_close(attention(x), attention.out(mixed.reshape(2, 7, 24)), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_pooling_heads():
+    gap, attention = (fill_randomly(tiny(pool=pool, representation=True)) for pool in ("gap", "map"))
+    tokens = gap.encode(gap.embed(random_images()))
+    assert tokens.shape == (2, 6, 24)
+    torch.testing.assert_close(gap.features(random_images()), torch.tanh(gap.representation(tokens.mean(1))))
+
+    pool = attention.pool
+    tokens = attention.encode(attention.embed(random_images()))
+    read = torch.zeros(2, 24)
+    q, kv = pool.query(pool.probe)[0, 0], pool.key_value(tokens)
+    for b, head in np.ndindex(2, 3):
+        part = slice(8 * head, 8 * head + 8)
+        keys, values = kv[b, :, :24][:, part], kv[b, :, 24:][:, part]
+        read[b, part] = (keys @ q[part] / math.sqrt(8)).softmax(0) @ values
+    read = pool.out(read)
+    pooled = read + pool.mlp.down(F.gelu(pool.mlp.up(pool.mlp_norm(read)), approximate="tanh"))
+    torch.testing.assert_close(pool(tokens), pooled, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(attention.features(random_images()), torch.tanh(attention.representation(pooled)))
+
+
+@torch.no_grad()
+def test_overlapping_patches():
+    model = fill_randomly(tiny(patch_stride=2))
+    assert model.config.grid == (3, 5)
+    images = random_images()
+    kernel = model.patch_embedding.weight.view(24, -1)
+    patches = [images[:, :, r : r + 4, c : c + 4].reshape(2, -1) for r in (0, 2, 4) for c in (0, 2, 4, 6, 8)]
+    expected = torch.stack([patch @ kernel.T + model.patch_embedding.bias for patch in patches], dim=1)
+    torch.testing.assert_close(model.embed(images), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_axial_attention_sees_its_row_then_its_column():
+    model = fill_randomly(tiny("Axial-ViT-mu/4"))
+    assert len(model.blocks) == 6
+    tokens = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0))
+
+    def reached(blocks, changed):
+        other = tokens.clone()
+        other[0, changed] += 1
+        a, b = tokens, other
+        for block in blocks:
+            a, b = block(a), block(b)
+        return {(i // 3, i % 3) for i in range(6) if not torch.equal(a[0, i], b[0, i])}
+
+    assert reached(model.blocks[:1], 4) == {(1, 0), (1, 1), (1, 2)}
+    assert reached(model.blocks[1:2], 4) == {(0, 1), (1, 1)}
+    assert len(reached(model.blocks[:2], 4)) == 6
+
+    attention, plain = model.blocks[1].attention, SelfAttention(model.config, 2)
+    plain.load_state_dict(attention.state_dict())
+    cells = tokens.view(2, 3, 24)
+    for column in range(3):
+        torch.testing.assert_close(attention(tokens).view(2, 3, 24)[:, column], plain(cells[None, :, column])[0])
+
+
+def test_drop_path_skips_samples_and_keeps_the_mean():
+    skip = DropPath(0.25)
+    branch = torch.ones(4000, 2, 3)
+    torch.manual_seed(0)
+    first = skip(branch)
+    assert first.unique().tolist() == [0, pytest.approx(4 / 3)]
+    assert torch.equal(first, first[:, :1, :1].expand_as(first)), "a sample's branch is skipped as a whole"
+    assert first.mean().item() == pytest.approx(1, abs=0.05)
+    torch.manual_seed(0)
+    assert torch.equal(skip(branch), first)
+    assert skip.eval()(branch) is branch
+
+    model = tiny(drop_path=0.5)
+    assert [block.drop_path.rate for block in model.blocks] == [0.0, 0.25, 0.5]
+    assert [block.drop_path.rate for block in tiny("Axial-ViT-mu/4", drop_path=0.5).blocks][-1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Axial-ViT-B/16", {"pool": "token"}, "Use pool=gap or pool=map"),
+        ("ViT-B/16", {"patch_stride": 17}, "patch_stride = 17 must be from 1 to patch_size = 16"),
+        ("ViT-B/16", {"patch_stride": 12}, "image_size = 224 is not patch_size = 16 and whole strides of 12. Nearest sizes: 220"),
+        ("ViT-B/16", {"positions": "relative", "positions_at": "shared"}, "relative adds nothing to the tokens"),
+        ("ViT-B/16", {"positions": "sincos2d", "width": 90, "num_heads": 1}, "needs a width divisible by 4, not 90"),
+        ("ViT-B/16", {"drop_path": 1.0}, "drop_path = 1.0 must be in [0, 1)"),
+        ("R50+ViT-B/32", {"image_size": 240}, "240 is not divisible by patch_size = 32 (1 x 32). Nearest sizes: 224 or 256"),
+        ("R50+ViT-B/8", {}, 'did you mean "R50+ViT-B/16"'),
+        ("BiT-R50", {}, 'did you mean "BiT-R50x1"'),
+        ("BiT-R18x1", {}, "no model that we know"),
+        ("BiT-R50x1", {"dropout": 0.1}, "BiT-R50x1 has no dropout. Set model.dropout=0.0"),
+        ("BiT-R50x1", {"representation": True}, "Set model.representation=false"),
+        ("BiT-R50x1", {"width": 48}, "width = 48 must be a multiple of 32"),
+        ("ViT-B/16", {"droppath": 0.1}, "unknown field 'droppath'; did you mean \"drop_path\""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_way_out(name, changes, message):
+    with pytest.raises(UserError) as error:
+        configure(name, **{"image_size": 224, **changes})
+    assert message in str(error.value)
+
+
+# A small one of each kind: the names of the field, with what makes them quick.
+SMALL = {"width": 32, "depth": 2, "mlp_width": 48, "num_heads": 2}
+EVERY = {
+    "ViT-S/16": {},
+    "ViT-g/14": {"image_size": (28, 42)},
+    **{f"positions {p} {at}": {"name": "ViT-B/16", "positions": p, "positions_at": at, "pool": pool}
+       for p, at, pool in (("none", "stem", "token"), ("learned2d", "shared", "token"), ("sincos2d", "blocks", "gap"),
+                           ("relative", "stem", "map"))},
+    "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
+    "Axial-ViT-B/16": {"drop_path": 0.1},
+    "R+Ti/16": {"patch_size": 4},
+    "R26+S/32": {"stem": (1, 1), "image_size": (16, 24)},
+    "R50+ViT-B/16": {"stem": (2,), "pool": "gap", "patch_size": 2},
+    "R50+ViT-L/32": {"stem": (1, 1), "positions": "relative", "image_size": (16, 24)},
+    **{name: {"units": units, "width": 32} for name, units in (("BiT-R50x1", (1, 2)), ("BiT-R101x3", (2,)),
+                                                               ("BiT-R152x4", (1,)), ("BiT-R200x3", (1, 1)))},
+}  # fmt: skip
+
+
+def small(case, **more):
+    changes = dict(EVERY[case]) | more
+    name, size = changes.pop("name", case), changes.pop("image_size", (32, 48))
+    return create(name, size, 3, seed=1, **(changes if name.startswith("BiT") else SMALL | changes))
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_every_model_takes_a_step_and_comes_back_from_disk(case, tmp_path):
+    model = small(case)
+    images, labels = random_images(4, model.config.image_size), torch.tensor([0, 1, 2, 0])
+    decayed = model.weight_decay_mask()
+    assert decayed <= dict(model.named_parameters()).keys()
+    assert all(p.ndim == 1 for n, p in model.named_parameters() if n.endswith(".bias") or "norm" in n)
+    assert not decayed & {n for n, p in model.named_parameters() if p.ndim == 1}
+
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        torch.manual_seed(0)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters()), "every parameter takes part"
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(3), abs=1e-5), "a new head is zero"
+    assert losses[1] < losses[0]
+
+    save(model, tmp_path / "model.pt")
+    again = load(tmp_path / "model.pt").eval()
+    assert again.config == model.config == config_from_dict(model.config.to_dict())
+    with torch.no_grad():
+        assert torch.equal(again(images), model.eval()(images))
+    assert {n: t.shape for n, t in build(model.config).state_dict().items()} == {
+        n: t.shape for n, t in again.state_dict().items()
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", EVERY)
+def test_every_model_is_fine_tuned_at_another_size(case, tmp_path):
+    model = small(case)
+    save(model, tmp_path / "model.pt")
+    height, width = model.config.image_size
+    if getattr(model.config, "positions", "") == "relative":
+        with pytest.raises(UserError, match="relative positions of a 2 x 3 grid mean nothing on 4 x 3"):
+            load(tmp_path / "model.pt", image_size=(2 * height, width))
+        return
+    larger = load(tmp_path / "model.pt", image_size=(2 * height, width), num_classes=7).eval()
+    assert larger(random_images(1, (2 * height, width))).shape == (1, 7)
+    assert not larger.head.weight.any()
+    torch.testing.assert_close(
+        {n: t for n, t in larger.state_dict().items() if n != "positions" and not n.startswith("head.")},
+        {n: t for n, t in model.state_dict().items() if n != "positions" and not n.startswith("head.")},
+        rtol=0,
+        atol=0,
+    )
+
+
+@torch.no_grad()
+def test_2d_positions_are_resampled_line_by_line(tmp_path):
+    model = fill_randomly(tiny(positions="learned2d", positions_at="blocks"))
+    save(model, tmp_path / "model.pt")
+    positions = load(tmp_path / "model.pt", image_size=(12, 12)).positions
+    rows = model.positions[:, :2]
+    assert positions.shape == (3, 3 + 3, 12)
+    torch.testing.assert_close(positions[:, :3], torch.stack([rows[:, 0], rows.mean(1), rows[:, 1]], dim=1))
+    assert torch.equal(positions[:, 3:], model.positions[:, 2:])
+
+
+@pytest.mark.parametrize("case", ["overlapping", "BiT-R50x1"])
+def test_activation_checkpointing_changes_no_gradient(case):
+    images, gradients = random_images(4, (32, 48)), []
+    for switch in (False, True):
+        model = fill_randomly(small(case)).train()
+        model.activation_checkpointing = switch
+        torch.manual_seed(0)
+        model(images).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_default_model_is_as_it_was():
+    """Values that were drawn before there was anything else than the default: the last two of some tensors."""
+    model = create("ViT-mu/4", (8, 12), 5, width=24, depth=2, mlp_width=40, num_heads=3, representation=True, seed=3)
+    golden = {
+        "positions": (0.018317154, 0.012929708),
+        "patch_embedding.weight": (-0.021211391, -0.112849027),
+        "blocks.0.attention.qkv.weight": (0.127189919, -0.113501459),
+        "blocks.0.mlp.up.bias": (-3.37e-07, 1.146e-06),
+        "blocks.1.attention.out.weight": (-0.187005565, -0.020892488),
+        "blocks.1.mlp.down.weight": (0.152112171, -0.150997743),
+        "blocks.1.mlp.down.bias": (-1.251e-06, 1.691e-06),
+        "representation.weight": (0.183802426, -0.154177472),
+    }
+    state = model.state_dict()
+    for name, values in golden.items():
+        assert state[name].flatten()[-2:].tolist() == pytest.approx(values, rel=1e-3), name
+    assert replace(model.config) == config_from_dict(
+        {k: v for k, v in model.config.to_dict().items()
+         if k not in ("pool", "positions", "positions_at", "patch_stride", "stem", "axial", "drop_path")}
+    ), "files of before these fields are read"  # fmt: skip
+
+
+def test_a_change_may_make_an_image_size_fit():
+    assert configure("ViT-B/16", 220, patch_stride=12).grid == (18, 18)
