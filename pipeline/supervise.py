@@ -151,6 +151,7 @@ class Supervisor:
         left = {name: slots for name, slots in self.hosts.items() if name not in dropped}
         if not dropped or not left:
             return
+        first = next(iter(self.hosts))
         self.hosts = largest_fitting(left, self._fits)
         idle = sum(left.values()) - sum(self.hosts.values())
         unused = f"; {idle} slots stay idle, for the batch of {self.run.train.global_batch}" if idle else ""
@@ -160,8 +161,11 @@ class Supervisor:
         )
         path = self.folder / "hostfile"
         write_hostfile(path, self.hosts)
-        # The address of the first host is asked anew. One host alone would be started here, whatever its name.
-        self.command = _with_options(self.command, {"--hostfile": str(path), "--master_addr": None}, ["--force_multi"])
+        options: dict[str, str | None] = {"--hostfile": str(path)}
+        if first not in self.hosts:
+            options["--master_addr"] = None  # Of the host that is gone: DeepSpeed asks the first one that is left.
+        # One host alone would be started here, whatever its name.
+        self.command = _with_options(self.command, options, ["--force_multi"])
 
     def _count_failures(self, hosts: list[str], why: str) -> None:
         for name in hosts:

@@ -98,10 +98,12 @@ def network(size: int, visible: Sequence[Path]) -> Iterator[list[Host]]:
 
     visible: folders that all of them and this machine share, even if they lie in /tmp. Raises OSError.
     """
+    folders = {folder.resolve() for folder in visible}
+    hidden = [f for f in folders if f.parts[:2] == ("/", "tmp") and not folders.intersection(f.parents)]
     with contextlib.ExitStack() as stack:
 
         def start(name: str, number: int) -> Host:
-            host = Host(name, f"10.77.0.{number}", visible)
+            host = Host(name, f"10.77.0.{number}", hidden)
             stack.callback(host.kill)
             return host
 
