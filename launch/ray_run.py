@@ -31,10 +31,10 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     settings = schema.load(RunConfig, config, overrides)
     for name, path in (("out", settings.out), ("data.path", settings.data.path)):
         cluster.shared_path(name, path)
-    heard: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: heard.append(number))
     cluster.connect()
+    heard: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):  # After Ray has set its own.
+        signal.signal(number, lambda number, frame: heard.append(number))
     return cluster.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
 
 

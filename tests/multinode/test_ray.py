@@ -1,4 +1,4 @@
-"""`ray job submit` on a cluster of two hosts, one of which dies while it works."""
+"""`ray job submit` on a cluster of two hosts: a run that is stopped and goes on; sharding, while one of them dies."""
 
 import contextlib
 import json
@@ -13,20 +13,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import hosts
 import psutil
 import pytest
 from hosts import Host
+from ranks import finish, metrics, settings, start
 from raw_images import contents, jpeg
+
+from pipeline.run_folder import RESUME, read_status
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+STEPS = 400
 SAMPLES_PER_SHARD, NUM_SHARDS = 40, 12
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def checkout(home: Path) -> Path:
     """What a user has: this repository, and beside its files more than should be sent to a cluster."""
-    folder = tmp_path / "checkout"
+    folder = home / "checkout"
     for name in ("launch", "pipeline", "data_tools", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (".gitignore", "pyproject.toml"):
@@ -35,15 +45,15 @@ def checkout(tmp_path: Path) -> Path:
         (folder / name).mkdir(parents=True)
         with open(folder / name / "large.tar", "wb") as file:
             file.truncate(2**32)
-    (folder / "elsewhere").rename(tmp_path / "elsewhere")
-    (folder / "datasets").symlink_to(tmp_path / "elsewhere")
+    (folder / "elsewhere").rename(home / "elsewhere")
+    (folder / "datasets").symlink_to(home / "elsewhere")
     return folder
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def source(home: Path) -> Path:
     """Pictures large enough that a shard takes some time."""
-    folder = tmp_path / "raw"
+    folder = home / "raw"
     data = [jpeg(seed, width=640, height=480) for seed in range(4)]
     for i in range(SAMPLES_PER_SHARD * NUM_SHARDS):
         path = folder / f"class{i % 3}" / f"{i:04d}.jpg"
@@ -52,15 +62,19 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def environment(home: Path) -> dict[str, str]:
     """Of the cluster and who talks to it; nothing of this machine's own Ray."""
-    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    (home / "token").write_text("0123456789abcdef" * 4)
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(tmp_path),
+        "HOME": str(home),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_AUTH_TOKEN_PATH": str(home / "token"),
+        "RAY_JOB_STOP_WAIT_TIME_S": "30",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "eth0",
         # A dead node is given up after seconds.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "3",
@@ -70,26 +84,32 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture
-def cluster(two_hosts: list[Host], environment: dict[str, str], tmp_path: Path) -> Iterator[list[Host]]:
+@pytest.fixture(scope="module")
+def cluster(can_have_hosts: None, environment: dict[str, str], home: Path) -> Iterator[list[Host]]:
     """A Ray of one CPU on each host."""
-    head, worker = two_hosts
+    with hosts.network(2, [home, ROOT, Path(environment["TORCH_EXTENSIONS_DIR"])]) as nodes:
+        processes = _start_ray(nodes, environment, home)
+        yield nodes
+        for host, process in zip(nodes, processes, strict=True):
+            host.kill()
+            process.wait()
+
+
+def _start_ray(nodes: list[Host], environment: dict[str, str], home: Path) -> list[subprocess.Popen]:
+    head, worker = nodes
     join = {
         head: ["--head", "--port=6379", "--dashboard-host=0.0.0.0", "--no-monitor"],
         worker: [f"--address={head.address}:6379"],
     }
     processes = []
-    for host in two_hosts:
-        log = tmp_path / f"{host.name}.log"
+    for host in nodes:
+        log = home / f"{host.name}.log"
         command = ["ray", "start", "--block", f"--node-ip-address={host.address}", *join[host]]
         command += ["--num-cpus=1", "--object-store-memory=100000000", "--include-log-monitor=false"]
         with open(log, "w") as file:
             processes.append(host.start(*command, env=environment, stdout=file, stderr=subprocess.STDOUT))
         wait_for(lambda log=log: "Ray runtime started" in log.read_text(), processes[-1], log)
-    yield two_hosts
-    for host, process in zip(two_hosts, processes, strict=True):
-        host.kill()
-        process.wait()
+    return processes
 
 
 def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, seconds: float = 180) -> T:
@@ -116,11 +136,11 @@ def frozen_task(host: Host) -> psutil.Process | None:
     return None
 
 
-@pytest.fixture
-def undisturbed(source: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen]:
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, environment: dict[str, str], home: Path) -> Iterator[subprocess.Popen]:
     """The same job on this machine, into the folder `undisturbed`, while the cluster starts."""
     alone = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
-    command = [sys.executable, *shard_command(source, tmp_path / "undisturbed"), "num_tasks=1"]
+    command = [sys.executable, *shard_command(source, home / "undisturbed"), "num_tasks=1"]
     with subprocess.Popen(command, cwd=ROOT, env=alone) as process:
         yield process
         process.terminate()
@@ -130,12 +150,49 @@ def shard_command(source: Path, out: Path) -> list[str]:
     return ["launch/shard.py", f"source={source}", f"out={out}", f"samples_per_shard={SAMPLES_PER_SHARD}"]
 
 
+def test_ranks_on_ray_stop_and_go_on(
+    checkout: Path, environment: dict[str, str], cluster: list[Host], dataset: Path, home: Path
+) -> None:
+    head, _ = cluster
+    shutil.copytree(dataset, home / "data")
+    run = settings(home / "data", home / "runs", "on_ray", f"train.length={STEPS} steps", "evaluate.every=100%")
+    environment = {**environment, "RAY_ADDRESS": f"http://{head.address}:8265"}
+    folder = home / "runs/on_ray"
+
+    def submit(number: int) -> tuple[subprocess.Popen, Path]:
+        log = home / f"train-{number}.log"
+        command = ["ray", "job", "submit", "--submission-id", f"train-{number}", "--working-dir", ".", "--", "python"]
+        command += ["launch/ray_run.py", "launch/pretrain.py", *run]
+        with open(log, "w") as file:
+            return head.start(*command, cwd=checkout, env=environment, stdout=file, stderr=subprocess.STDOUT), log
+
+    job, log = submit(1)
+    wait_for(lambda: "step 3/" in log.read_text(), job, log)
+    head.run("ray", "job", "stop", "train-1", env=environment)
+    job.wait(timeout=60)
+    assert "rank 0 on 10.77.0." in log.read_text()
+    stopped = read_status(folder)
+    assert stopped
+    assert (stopped.status, stopped.code, stopped.reason) == ("stopped", RESUME, "SIGTERM")
+    assert 3 <= stopped.step < STEPS
+
+    alone = start(1, [[*run, f"out={home / 'alone'}"]])
+    job, log = submit(2)
+    assert job.wait(timeout=180) == 0, log.read_text()
+    finish(alone)
+    assert "24 = 2 ranks x 2 x 6 samples" in log.read_text()
+    found, expected = metrics(folder), metrics(home / "alone/on_ray")
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=2e-3), step
+
+
 def test_a_node_that_dies_costs_its_tasks_and_no_byte(
     checkout: Path, source: Path, environment: dict[str, str], undisturbed: subprocess.Popen, cluster: list[Host],
-    tmp_path: Path,
+    home: Path,
 ) -> None:  # fmt: skip
     head, worker = cluster
-    out, log = tmp_path / "out", tmp_path / "job.log"
+    out, log = home / "out", home / "job.log"
     environment = {**environment, "RAY_ADDRESS": f"http://{head.address}:8265"}
     submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python", *shard_command(source, out)]
     with open(log, "w") as file:
@@ -163,4 +220,4 @@ def test_a_node_that_dies_costs_its_tasks_and_no_byte(
     assert "launch/shard.py" in sent
     assert "large.tar" not in sent
     assert undisturbed.wait(timeout=120) == 0
-    assert contents(out) == contents(tmp_path / "undisturbed")
+    assert contents(out) == contents(home / "undisturbed")
