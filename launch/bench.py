@@ -1,4 +1,4 @@
-"""Command: how fast data is read and written, beside others. See `data_tools/bench/`."""
+"""Command: how fast data is read and written, and a step is made, beside others. See `data_tools/bench/`, `pipeline/bench.py`."""
 
 import sys
 import tempfile
@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
+from pipeline.config import TrainBenchConfig
 from pipeline.data_config import BenchConfig
 
 
@@ -21,13 +22,33 @@ def bench(config: BenchConfig) -> None:
         (loaders if config.what == "data" else shards).run(config, Path(folder))
 
 
-if __name__ == "__main__":
+def bench_train(config: TrainBenchConfig) -> None:
+    from pipeline.bench import run
+
+    run(config)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
+    del sys.argv[1]
+    main(
+        TrainBenchConfig,
+        bench_train,
+        """
+        Measure the pipeline's training step beside the same model, batch and optimizer in a bare PyTorch loop, in turns.
+
+          python launch/bench.py train
+          python launch/bench.py train model=ViT-L/16 batch=64 precision=bf16 steps=20
+
+        On a busy machine the median of many short rounds says more than few long ones.
+        """,
+    )
+elif __name__ == "__main__":
     main(
         BenchConfig,
         bench,
         """
         Measure the data loader (data) or sharding (shard) side by side with others, in turns, on the same images; or
-        what augmentation costs (augment).
+        what augmentation costs (augment). `bench.py train --help` is about the training step.
 
           python launch/bench.py data source=photos
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5

@@ -1,0 +1,122 @@
+"""What the pipeline's training step costs beside a bare PyTorch loop of the same model, batch and optimizer.
+
+In one process, in turns: a machine that is busy for a while is so for both.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from pipeline import model as models
+from pipeline import objective, optim
+from pipeline.config import EngineConfig, OptimizerConfig, TrainBenchConfig
+from pipeline.data.loader import Batch, normalise
+from pipeline.distributed import Ranks, from_environment
+from pipeline.engine import Engine, start_ranks
+from pipeline.plan import Plan
+from pipeline.profile import Meter, StepClock, peak_flops, peak_memory
+
+_CLASSES = 1000
+_LR = 1e-3
+
+
+def run(config: TrainBenchConfig) -> float:
+    """Print the speed of both; returns the share by which the pipeline's step takes longer, the median over rounds."""
+    ranks = from_environment()
+    assert ranks.world_size == 1, "a bare loop is one process"
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    start_ranks(ranks, timeout_minutes=10)
+    batch = _batch(config.batch, config.image_size)
+    contestants = {"pipeline": _pipeline_step(config, ranks, batch), "bare PyTorch": _bare_step(config, ranks, batch)}
+    print(f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, on {ranks.device}; "
+          f"ZeRO stage {config.zero_stage}, {torch.get_num_threads()} threads", flush=True)  # fmt: skip
+    first = {name: step(0) for name, step in contestants.items()}
+    print("loss of the first step: " + ", ".join(f"{name} {loss:.5f}" for name, loss in first.items()), flush=True)
+
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(1, config.rounds + 1):
+        for name, step in contestants.items():
+            begin = time.perf_counter()
+            for i in range(config.steps):
+                step(1 + (round_number - 1) * config.steps + i)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append((time.perf_counter() - begin) / config.steps)
+        told = ", ".join(f"{name} {taken[-1] * 1e3:,.1f} ms a step" for name, taken in seconds.items())
+        print(f"round {round_number} of {config.rounds}: {told}", flush=True)
+
+    overhead = statistics.median(ours / bare - 1 for ours, bare in zip(*seconds.values(), strict=True))
+    per_image = _flops(config)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    peak, source = peak_flops(ranks.device, dtype, config.peak_tflops)
+    for name, taken in seconds.items():
+        rate = config.batch / statistics.median(taken)
+        print(f"{name:12}  {rate:10,.1f} images/s  MFU {per_image * rate / peak:.1%}")
+    print(f"peak {peak / 1e12:.2f} TFLOP/s ({source}), {peak_memory(ranks.device) / 2**30:.2f} GiB with both in memory")
+    print(f"the pipeline's step takes {overhead:+.1%} (median of {config.rounds} rounds)")
+    return overhead
+
+
+def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """As the loop of `train.py` does it, with its clock, meter and agreed loss."""
+    model, optimizer = _model_and_optimizer(config)
+    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, accumulation=1, micro_batch=config.batch,
+                num_samples=10**6, global_batch=config.batch, world_size=1)  # fmt: skip
+    clock = StepClock(ranks.device)
+    engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
+    engine = Engine(model, optimizer, engine_config, OptimizerConfig(), plan, ranks, 0, clock)
+    meter = Meter(ranks, clock, flops_per_image=1.0, peak=1.0)
+    loss_of = partial(objective.batch_loss, kind="softmax", label_smoothing=0.0)
+
+    def step(number: int) -> float:
+        result = engine.train_step(number, [batch], _LR, loss_of)
+        meter.step(config.batch)
+        if (number + 1) % config.steps == 0:
+            meter.read()
+            ranks.mean(result.loss)
+        return float(result.loss) if number == 0 else 0.0
+
+    return step
+
+
+def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """What a person writes first: forward, loss, backward, clip, step."""
+    model, _ = _model_and_optimizer(config)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model.to(ranks.device, dtype)
+    optimizer = optim.build(model, model.weight_decay_mask(), OptimizerConfig(lr=_LR))
+
+    def step(number: int) -> float:
+        images = normalise(batch.images, ranks.device, dtype)
+        labels = batch.labels[:, 0].to(ranks.device)
+        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OptimizerConfig().clip)
+        optimizer.step()
+        return float(loss.detach()) if number == 0 else 0.0
+
+    return step
+
+
+def _model_and_optimizer(config: TrainBenchConfig) -> tuple[models.Model, torch.optim.Optimizer]:
+    model = models.create(config.model, config.image_size, _CLASSES, seed=0)
+    model.train()
+    return model, optim.build(model, model.weight_decay_mask(), OptimizerConfig())
+
+
+def _flops(config: TrainBenchConfig) -> float:
+    return models.training_flops_per_image(models.configure(config.model, config.image_size, _CLASSES))
+
+
+def _batch(size: int, image_size: int) -> Batch:
+    """Noise: a step takes the same time whatever it sees."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
+    labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))
+    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size))
