@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
-from pipeline.config import HostsConfig, RunConfig
+from pipeline.config import HostsConfig, LaunchConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.hosts import read_hostfile
 
@@ -39,7 +39,7 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     """Write `.deepspeed_env`, ask every host, print a table; returns the answers. Raises UserError when any is unfit."""
     slots = read_hostfile(Path(config.hostfile))
     of_run = schema.load(RunConfig, config.run)
-    carried = write_environment(shlex.split(of_run.launch.env))
+    carried = write_environment(of_run.launch)
     print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
     out = Path(of_run.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -63,14 +63,14 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     return answers
 
 
-def write_environment(patterns: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Write what DeepSpeed's launcher exports on every host: NAME=value as given, and variables here that match.
 
     Returns the names. The file is for its owner's eyes, as there may be credentials in it. DeepSpeed puts values into a
     shell command as they are, and pdsh replaces %: both are escaped here.
     """
     chosen: dict[str, str] = {}
-    for pattern in patterns:
+    for pattern in shlex.split(launch.env):
         name, given, value = pattern.partition("=")
         if given:
             chosen[name] = value
