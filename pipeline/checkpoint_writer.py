@@ -35,7 +35,7 @@ from pipeline.checkpoint import (
     write_whole,
 )
 from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
-from pipeline.fragments import BYTES, INDEX, Fragments
+from pipeline.fragments import BYTES, EMA, INDEX, WEIGHTS, Fragments
 
 # A writer that says nothing for so long is gone, with its host: its rank's part will not come.
 GIVE_UP_SECONDS = 60.0
@@ -215,7 +215,8 @@ def _write_model(path: AnyPath, fragments: Fragments, commit: Commit) -> dict[st
 
     from pipeline.model import config_from_dict, save_state
 
-    weights = {name: torch.from_numpy(array) for name, array in fragments.whole("weights").items()}
+    state = EMA if EMA in fragments.states else WEIGHTS
+    weights = {name: torch.from_numpy(array) for name, array in fragments.whole(state).items()}
     config = config_from_dict(commit.model)
     if not isinstance(path, BucketPath):
         save_state(weights, config, path / "model.pt", commit.extra)

@@ -136,6 +136,9 @@ class OptimizerConfig:
         0.1, "Of dense kernels, times the learning rate; Adam: decoupled, SGD: added to the gradient."
     )
     clip: float = setting(1.0, "Largest global gradient norm; 0 is no clipping.")
+    ema_decay: float = setting(
+        0.0, "Of the running mean of the weights that is then evaluated and exported, as 0.9999 (Polyak); 0 is none."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +280,7 @@ class RunConfig:
             if value < 0:
                 raise UserError(f"{name} = {value} must not be negative.")
         below_one = {"optimizer.beta1": self.optimizer.beta1, "optimizer.beta2": self.optimizer.beta2,
+                     "optimizer.ema_decay": self.optimizer.ema_decay,
                      "optimizer.momentum": self.optimizer.momentum}  # fmt: skip
         for name, value in below_one.items():
             if not 0 <= value < 1:

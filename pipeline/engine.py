@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,9 @@ from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
 from pipeline.data.mix import Mixing, mix_images
 from pipeline.distributed import Ranks
-from pipeline.fragments import Fragments, Range
+from pipeline.ema import Ema
+from pipeline.errors import Stopped
+from pipeline.fragments import EMA, Fragments, Range
 from pipeline.plan import Plan
 from pipeline.profile import StepClock
 from pipeline.saver import Part
@@ -97,12 +99,15 @@ class Engine:
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
         self.clip = optimizer_config.clip
+        self.ema: Ema | None = None
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
+        if optimizer_config.ema_decay:
+            self.ema = Ema(engine_state.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
 
     def train_step(
         self,
@@ -144,6 +149,8 @@ class Engine:
                 norm = self._guard_gradient()
             with self.clock.device("optimizer"):
                 self.engine.step()
+        if self.ema:
+            self.ema.update()
         if norm is None:
             norm = self.engine.get_global_grad_norm()
         return StepResult(total / len(batches), math.nan if norm is None else float(norm))
@@ -169,6 +176,24 @@ class Engine:
         self.engine.eval()
         return self.engine(normalise(images, self.ranks.device, self.dtype)).float()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model computes with the mean of its weights, if there is one. Collective."""
+        if self.ema is None:
+            yield
+            return
+        self._swap(self.ema)
+        try:
+            yield
+        except Stopped:  # On all ranks; what is trained is saved next.
+            self._swap(self.ema)
+            raise
+        self._swap(self.ema)
+
+    def _swap(self, ema: Ema) -> None:
+        ema.swap()
+        engine_state.publish(self.engine)
+
     def part(self) -> Part:
         """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
         shards = engine_state.shards(self.engine, self.ranks.rank)
@@ -180,12 +205,16 @@ class Engine:
                 if place.length:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
-        states = engine_state.states(self.engine, shards)
+        states = self._states(shards)
         return Part(
             ranges,
             {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
              for name, flats in states.items()},
         )  # fmt: skip
+
+    def _states(self, shards: list[engine_state.Shard]) -> dict[str, list[Tensor]]:
+        states = engine_state.states(self.engine, shards)
+        return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> dict[str, Any]:
         """What else is to be restored: plain numbers, the same on every rank."""
@@ -204,8 +233,11 @@ class Engine:
         """
         fragments.check(self.shapes)
         shards = engine_state.shards(self.engine, self.ranks.rank)
-        engine_state.begin_states(self.engine, shards, fragments.states, counters["optimizer_steps"])
-        for name, flats in engine_state.states(self.engine, shards).items():
+        of_optimizer = [name for name in fragments.states if name != EMA]
+        engine_state.begin_states(self.engine, shards, of_optimizer, counters["optimizer_steps"])
+        for name, flats in self._states(shards).items():
+            if name not in fragments.states:
+                continue
             wanted = []
             for flat, shard in zip(flats, shards, strict=True):
                 for place in shard.places:
@@ -215,6 +247,8 @@ class Engine:
             for target, part in wanted:
                 target.copy_(torch.from_numpy(part.out))
         engine_state.publish(self.engine)
+        if self.ema and EMA not in fragments.states:
+            self.ema.begin()  # Switched on later.
         self.engine.global_steps = counters["global_steps"]
         self.engine.skipped_steps = counters["skipped_steps"]
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The state that is the weights themselves; the others have the optimizer's names: exp_avg, momentum_buffer.
-WEIGHTS = "weights"
+from pipeline.fragments import WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ import numpy as np
 from pipeline.data.bucket import AnyPath
 from pipeline.errors import UserError
 
+# States that are no optimizer's: the weights themselves, and their running mean.
+WEIGHTS, EMA = "weights", "ema"
 INDEX = "index.json"
 BYTES = 4
 _READ_AHEAD = 2**23

@@ -177,8 +177,9 @@ def _dtype(precision: Precision) -> torch.dtype:
 
 
 def _moments_bytes(optimizer: OptimizerConfig) -> int:
-    """Of the optimizer's fp32 state for each parameter."""
-    return 8 if optimizer.name == "adam" else 4 * bool(optimizer.momentum)
+    """Of the optimizer's fp32 state for each parameter, and of the mean of the weights."""
+    moments = 8 if optimizer.name == "adam" else 4 * bool(optimizer.momentum)
+    return moments + 4 * bool(optimizer.ema_decay)
 
 
 def _optimizer_work(optimizer: OptimizerConfig) -> int:

@@ -145,11 +145,12 @@ def _run(config: RunConfig, stop: Stop) -> None:
             return engine.forward(images)
 
         split_name = config.data.eval_split
-        scores = score(
-            predict(forward, evaluation, config.model.image_size, config.augment, config.train.loss,
-                    config.evaluate.batch, config.data.threads, ranks, stop=stop),
-            evaluation,
-        )  # fmt: skip
+        with engine.averaged():
+            scores = score(
+                predict(forward, evaluation, config.model.image_size, config.augment, config.train.loss,
+                        config.evaluate.batch, config.data.threads, ranks, stop=stop),
+                evaluation,
+            )  # fmt: skip
         console.say(f"step {step:,}: {split_name} {scores}")
         named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
         if config.checkpoint.best:

@@ -1,5 +1,6 @@
 """Training on several real ranks: the same numbers as plain PyTorch, and exact resume after SIGKILL."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from ranks import ROOT, STEPS, finish, kill_after, metrics, settings, start
 from pipeline import model as models
 from pipeline import objective, schema
 from pipeline.checkpoint import read_state
-from pipeline.config import RunConfig
+from pipeline.config import AugmentConfig, RunConfig
 from pipeline.data.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.manifest import open_dataset
 from pipeline.data.mix import draw_mixing, mix_images
 from pipeline.data.order import SampleOrder
+from pipeline.distributed import Ranks
+from pipeline.evaluate.classify import predict, score
 from pipeline.fragments import Fragments
 from pipeline.schedule import learning_rate
 
@@ -28,6 +31,9 @@ BIT = ("model.name=BiT-R50x1", *NO_SIZES, "model.representation=false", "train.l
        "schedule.warmup=0 steps", "train.micro_batch=12")  # fmt: skip
 HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d",
           "engine.zero_stage=3")  # fmt: skip
+
+
+EVERY_STEP = ("checkpoint.every=1 steps", "checkpoint.keep=9", "schedule.decay=constant")
 
 
 def plain_losses(overrides: list[str], steps: int = STEPS) -> list[float]:
@@ -88,6 +94,11 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     ]
     runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
+    for stage in range(4):  # Each again, in a second life.
+        ema = settings(
+            dataset, out, f"ema{stage}", f"engine.zero_stage={stage}", *EVERY_STEP, "optimizer.ema_decay=0.8"
+        )
+        runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
     finish(start(2, runs))
     return out
@@ -100,6 +111,29 @@ def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int
     assert sorted(found) == list(range(1, STEPS + 1))
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Path, dataset: Path, stage: int) -> None:
+    run = matrix / f"ema{stage}"
+    steps = [Fragments.open(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)]
+    new = models.create("ViT-Ti/8", 16, 4, representation=True, width=32, depth=2, mlp_width=64, num_heads=2)
+    expected = {name: parameter.detach().numpy().astype(np.float64) for name, parameter in new.named_parameters()}
+    for fragments in steps:
+        weights = fragments.whole("weights")
+        expected = {name: 0.8 * mean + 0.2 * weights[name] for name, mean in expected.items()}
+    found, model = steps[-1].whole("ema"), models.load(run)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
+        assert np.array_equal(found[name], parameter.detach().numpy()), "what is exported"
+        assert np.abs(found[name] - weights[name]).max() > 1e-5
+    data = open_dataset(dataset).split("val")
+    model.eval()
+    with torch.no_grad():
+        alone, cpu = Ranks(0, 0, 1, torch.device("cpu")), torch.device("cpu")
+        forward = lambda images: model(normalise(images, cpu, torch.float32))  # noqa: E731
+        scores = score(predict(forward, data, 16, AugmentConfig(), "softmax", 37, 1, alone), data)
+    assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
 
 
 def test_sgd_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
