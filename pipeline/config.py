@@ -13,6 +13,7 @@ from pipeline.length import Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
+TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
 
 def _length(text: str, doc: str) -> Length:
@@ -154,7 +155,13 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage: what is sharded over ranks.")
-    precision: Precision = setting("bf16", "Of weights and activations; master weights and moments are fp32.")
+    precision: TrainPrecision = setting(
+        "bf16", "Of weights and activations; master weights and moments are fp32. fp16, for old GPUs, scales the loss."
+    )
+    offload: bool = setting(
+        False, "Keep the optimizer's state in host memory, and step there: less GPU memory, slower."
+    )
+    compile: bool = setting(False, "torch.compile the model: minutes at the start, for speed on a GPU.")
     activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
     peak_tflops: float = setting(0.0, "Peak of one device, for MFU; 0 looks it up, or measures it on unknown devices.")
     timeout_minutes: float = setting(10.0, "How long a collective may wait for a rank before the run fails.")
@@ -358,11 +365,13 @@ class RunConfig:
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
-        if self.engine.precision == "bf16" and self.engine.zero_stage == 0:
+        if self.engine.precision != "fp32" and self.engine.zero_stage == 0:
             raise UserError(
-                "engine.precision = bf16 with engine.zero_stage = 0 takes a wrong first Adam step in DeepSpeed. "
-                "Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
+                f"engine.precision = {self.engine.precision} with engine.zero_stage = 0 takes a wrong first Adam step in "
+                "DeepSpeed. Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
             )
+        if self.engine.offload and self.engine.zero_stage == 0:
+            raise UserError("engine.offload needs engine.zero_stage=1, 2 or 3: at stage 0 nothing is kept apart.")
 
 
 @dataclass(frozen=True, kw_only=True)

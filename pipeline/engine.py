@@ -45,6 +45,9 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
+_FIRST_SCALE_POWER = 12
+# What DeepSpeed's dynamic loss scaler remembers.
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _DROPOUT = 5
 
 
@@ -100,12 +103,14 @@ class Engine:
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
-        self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         self.settings = deepspeed_settings(config, optimizer_config, plan)
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
+        if config.compile:
+            self.engine.compile()
         if optimizer_config.ema_decay:
             self.ema = Ema(engine_state.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
 
@@ -223,6 +228,9 @@ class Engine:
             "optimizer_steps": engine_state.optimizer_steps(self.engine, shards),
             "global_steps": int(self.engine.global_steps),
             "skipped_steps": self.skipped_steps,
+            "loss_scale": {name: getattr(self._loss_scaler, name) for name in _LOSS_SCALE}
+            if self._loss_scaler
+            else None,
         }
 
     @torch.no_grad()
@@ -251,6 +259,14 @@ class Engine:
             self.ema.begin()  # Switched on later.
         self.engine.global_steps = counters["global_steps"]
         self.engine.skipped_steps = counters["skipped_steps"]
+        if self._loss_scaler and counters.get("loss_scale"):
+            for name, value in counters["loss_scale"].items():
+                setattr(self._loss_scaler, name, value)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """DeepSpeed's, in fp16."""
+        return self.engine.optimizer.loss_scaler if self.dtype == torch.float16 else None
 
     def count_communication(self) -> None:
         """Time every collective of DeepSpeed from now on; each then waits for its end, which costs overlap."""
@@ -287,10 +303,15 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
-    if config.precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-        # DeepSpeed would accumulate in bf16, which loses small gradients.
+    if config.offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.precision != "fp32":
+        settings[config.precision] = {"enabled": True}
+        # DeepSpeed would accumulate in 16 bits, which loses small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision == "fp16":
+        # Its own first scale, 2^16, skips the first steps of a ViT, whose head begins at zero.
+        settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
 
 

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from pipeline.activations import saved_bytes
-from pipeline.config import EngineConfig, OptimizerConfig, Precision, RunConfig
+from pipeline.config import EngineConfig, OptimizerConfig, RunConfig, TrainPrecision
 from pipeline.errors import UserError
 from pipeline.model import Config, Model, build, num_parameters
 from pipeline.plan import Plan
@@ -93,6 +93,8 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     inputs = input_bytes(model, micro_batch, engine.precision)
     state = _moments_bytes(config.optimizer)
     optimizer = state * P if engine.zero_stage == 0 else (4 + state) * p
+    if engine.offload:
+        optimizer = 0
     weights = e * P
     gathered = e * P
     if engine.zero_stage == 3:
@@ -119,7 +121,7 @@ def _gradients_and_buffers(
     fixed, copy = e * REDUCE_BUCKET, e * min(P, REDUCE_BUCKET)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, copy, work)
-    if stage == 1 and e == 2:
+    if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
         # DeepSpeed's BF16_Optimizer: fp32 gradients of the whole model on every rank, all through the run, and the
         # 16-bit ones beside them until the step. What is reduced is a flat fp32 copy, itself copied to 16 bits.
         return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
@@ -152,7 +154,7 @@ def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig)
     return saved.total + loss + again + gradients
 
 
-def input_bytes(model: Config, micro_batch: int, precision: Precision) -> int:
+def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
     """Bytes of a micro-batch's images: normalised in fp32, and their 16-bit copy that the model reads."""
     height, width = model.image_size
     return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + _element(precision))
@@ -168,12 +170,12 @@ def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
     return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
 
 
-def _element(precision: Precision) -> int:
+def _element(precision: TrainPrecision) -> int:
     return 4 if precision == "fp32" else 2
 
 
-def _dtype(precision: Precision) -> torch.dtype:
-    return torch.float32 if precision == "fp32" else torch.bfloat16
+def _dtype(precision: TrainPrecision) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def _moments_bytes(optimizer: OptimizerConfig) -> int:

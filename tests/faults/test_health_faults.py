@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_dataset
 from ranks import ROOT, metrics, settings
+from tiny import make_dataset
 
 from pipeline.checkpoint import read_state
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import make_dataset
 from faulty_s3 import S3, copy_folder, stall
 from forked import Forge, ForkedRun, until
 from ranks import ROOT, metrics, settings
+from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file

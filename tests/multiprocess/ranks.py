@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
-_WORKER = """
+WORKER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from pipeline import schema
@@ -35,7 +35,7 @@ def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def start(world_size: int, runs: list, worker: str = _WORKER) -> list[subprocess.Popen]:
+def start(world_size: int, runs: list, worker: str = WORKER) -> list[subprocess.Popen]:
     """One process per rank; each goes through `runs` (overrides of a RunConfig) one after another, or does as `worker`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

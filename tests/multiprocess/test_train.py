@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from ranks import ROOT, STEPS, finish, kill_after, metrics, settings, start
 
@@ -33,6 +34,11 @@ HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.
           "engine.zero_stage=3")  # fmt: skip
 
 
+# DeepSpeed asks a CPU whether it is fast at fp16; any is able to.
+_WITH_FP16 = ranks.WORKER.replace(
+    "with mistakes",
+    "from deepspeed.accelerator import get_accelerator; get_accelerator().is_fp16_supported = lambda: True\nwith mistakes",
+)
 EVERY_STEP = ("checkpoint.every=1 steps", "checkpoint.keep=9", "schedule.decay=constant")
 
 
@@ -91,8 +97,14 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             (1, "bf16"),
             (2, "bf16"),
             (3, "bf16"),
+            (1, "fp16"),
+            (2, "fp16"),
+            (3, "fp16"),
         )
     ]
+    for stage in (1, 3):
+        offload = settings(dataset, out, f"offload{stage}", f"engine.zero_stage={stage}", "engine.offload=true")
+        runs += [[*offload, "schedule.decay=constant", "train.length=3 steps"], [*offload, "schedule.decay=constant"]]
     runs += [settings(dataset, out, "sgd", *SGD), settings(dataset, out, "mixed", *MIXED)]
     for stage in range(4):  # Each again, in a second life.
         ema = settings(
@@ -100,7 +112,7 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
-    finish(start(2, runs))
+    finish(start(2, runs, _WITH_FP16))
     return out
 
 
@@ -134,6 +146,27 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
         forward = lambda images: model(normalise(images, cpu, torch.float32))  # noqa: E731
         scores = score(predict(forward, data, 16, AugmentConfig(), "softmax", 37, 1, alone), data)
     assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
+    """With a scaled loss; the scale is in the checkpoint, and grows as in a run that nobody interrupts."""
+    run = matrix / f"stage{stage}-fp16"
+    expected, found = plain_losses(settings(dataset, matrix, "plain")), metrics(run)
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=1e-3)
+    assert max(metrics(run, "skipped_steps").values()) == 0
+    assert read_state(run / "checkpoints" / "step-00000006")["engine"]["loss_scale"] == {
+        "cur_scale": 2**12, "cur_iter": STEPS, "last_overflow_iter": -1, "cur_hysteresis": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_on_the_host_does_the_same_and_resumes(dataset: Path, matrix: Path, stage: int) -> None:
+    expected, found = (
+        plain_losses(settings(dataset, matrix, "plain", "schedule.decay=constant")),
+        metrics(matrix / f"offload{stage}"),
+    )
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
 
 
 def test_sgd_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
