@@ -15,11 +15,12 @@ from pipeline.errors import UserError
 T = TypeVar("T")
 
 
-def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "") -> None:
+def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "") -> None:
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     about: what the command does; its first line stands at the top of `--help`, above every field of `cls`.
-    subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
+    subject: a setting that may be given as a plain first word, `bench.py data` for what=data. flag: a setting of true or
+    false that may be given as `--flag`.
     Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
     """
     parser = argparse.ArgumentParser(
@@ -31,9 +32,13 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that win over the file")
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    if flag:
+        parser.add_argument(f"--{flag}", action="store_true", help=f"the same as {flag}=true")
     arguments = parser.parse_intermixed_args()  # Settings may stand before --config, too.
     if subject and arguments.overrides and "=" not in arguments.overrides[0]:
         arguments.overrides[0] = f"{subject}={arguments.overrides[0]}"
+    if flag and getattr(arguments, flag):
+        arguments.overrides.append(f"{flag}=true")
     with mistakes_in_one_line():
         function(schema.load(cls, arguments.config, arguments.overrides))
 
