@@ -15,7 +15,7 @@ from pipeline import config as settings
 from pipeline import data_config as data_settings
 from pipeline import schema
 from pipeline.config import Length, RunConfig
-from pipeline.data_config import IndexConfig, ShardConfig
+from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan
 
@@ -154,6 +154,9 @@ def test_every_field_is_documented(command: type) -> None:
 def test_shipped_file_loads_and_plans(path: Path) -> None:
     if path.parent.name in ("data", "index"):
         assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
+        return
+    if path.name == "prepare.yaml":
+        assert schema.load(VtabPrepareConfig, path).originals
         return
     config = schema.load(RunConfig, path)
     num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
@@ -420,7 +423,13 @@ def test_a_tree_is_read_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "command"), [("pretrain.py", RunConfig), ("shard.py", ShardConfig), ("index.py", IndexConfig)]
+    ("script", "command"),
+    [
+        ("pretrain.py", RunConfig),
+        ("shard.py", ShardConfig),
+        ("index.py", IndexConfig),
+        ("vtab_prepare.py", VtabPrepareConfig),
+    ],
 )
 def test_help_lists_every_field(script: str, command: type) -> None:
     done = subprocess.run(

@@ -57,11 +57,11 @@ class Files:
 
     def below(self, folder: str) -> dict[str, Place]:
         """Every file below a folder that is called so, wherever it is: name inside the folder -> place."""
-        found = {}
+        found: dict[str, Place] = {}
         for name, place in self._places.items():
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
             if mark and not _is_hidden(before) and not _is_hidden(rest):
-                found[rest] = place
+                found.setdefault(rest, place)
         if not found:
             raise self.missing(f"a folder {folder}")
         return dict(sorted(found.items()))

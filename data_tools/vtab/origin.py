@@ -1,11 +1,11 @@
 """Where a task's images come from: the published files, a prepared copy of tensorflow_datasets, or lists."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from data_tools.shard import resolve
-from data_tools.vtab import arrays, image_files, lists, records_of_dmlab, tfds
+from data_tools.vtab import arrays, image_files, lists, tfrecords
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.files import Files, MissingError, sources_of
 from data_tools.vtab.original import Original
@@ -27,7 +27,7 @@ _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "resisc45": image_files.resisc45,
     "retinopathy": image_files.retinopathy,
     "clevr": image_files.clevr,
-    "dmlab": records_of_dmlab.dmlab,
+    "dmlab": tfrecords.dmlab,
     "kitti": image_files.kitti,
     "dsprites": arrays.dsprites,
     "smallnorb": arrays.smallnorb,
@@ -64,18 +64,19 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
     published: refuse what has not the published checksums and numbers of images. Raises UserError.
     """
     dataset = DATASETS[task.dataset]
+    notes = []
     if origin.kind == "tfds":
-        original = tfds.read(dataset, task, origin.folder)
+        original = tfrecords.read(dataset, task, origin.folder)
     else:
         files = Files(dataset, origin.folder, staging, published)
         original = _READERS[dataset.name](files, task)
-        if files.unchecked:
-            original.notes.append(f"not checked against a published checksum: {', '.join(files.unchecked)}")
+        if published and files.unchecked:
+            notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
     if published:
         _check_counts(task, original, origin.folder)
     else:
-        original.notes.append("published=false: checksums and numbers of images were not compared")
-    return original
+        notes.append("published=false: checksums and numbers of images were not compared")
+    return replace(original, notes=[*original.notes, *notes])
 
 
 def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:

@@ -26,7 +26,7 @@ class Task:
     crop: bool = True
 
 
-# In the order of the ViT paper's Table 9, but for KITTI, which stands where VTAB's code has it.
+# In the order of the ViT paper's Table 9.
 TASKS: tuple[Task, ...] = (
     Task("caltech101", "Caltech101", "natural", "caltech101", 102, 6084),
     Task("cifar100", "CIFAR-100", "natural", "cifar100", 100, 10_000),
@@ -42,9 +42,9 @@ TASKS: tuple[Task, ...] = (
     Task("clevr_count", "Clevr-Count", "structured", "clevr", 8, 15_000, crop=False),
     Task("clevr_distance", "Clevr-Dist", "structured", "clevr", 6, 15_000, crop=False),
     Task("dmlab", "DMLab", "structured", "dmlab", 6, 22_735, crop=False),
-    Task("kitti_distance", "KITTI-Dist", "structured", "kitti", 4, 711, crop=False),
     Task("dsprites_location", "dSpr-Loc", "structured", "dsprites", 16, 73_728, flip=False, crop=False),
     Task("dsprites_orientation", "dSpr-Ori", "structured", "dsprites", 16, 73_728, flip=False),
+    Task("kitti_distance", "KITTI-Dist", "structured", "kitti", 4, 711, crop=False),
     Task("smallnorb_azimuth", "sNORB-Azim", "structured", "smallnorb", 18, 12_150, flip=False),
     Task("smallnorb_elevation", "sNORB-Elev", "structured", "smallnorb", 9, 12_150),
 )

@@ -23,7 +23,7 @@ from PIL import Image
 from raw_images import encoded, write_folder, write_tar, write_zip
 
 # Samples are enough for splits of these sizes: the tests make the real ones, 800 and 200, smaller.
-NUM_TRAIN, NUM_VAL = 40, 10
+NUM_TRAIN, NUM_VAL = 20, 5
 
 
 @dataclass
@@ -235,9 +235,9 @@ def resisc45(root: Path, truth: Truth) -> None:
 def retinopathy(root: Path, truth: Truth) -> None:
     rows: dict[str, list[str]] = {"train": [], "test": []}
     # An eye: a disc on black.
-    y, x = np.mgrid[:60, :80]
-    eye = (((y - 30) ** 2 + (x - 40) ** 2 < 25**2)[..., None] * [200, 80, 40]).astype(np.uint8)
-    for pool, part, count in (("train", "train", 45), ("validation", "test", 15), ("test", "test", 5)):
+    y, x = np.mgrid[:52, :54]
+    eye = (((y - 26) ** 2 + (x - 27) ** 2 < 25**2)[..., None] * [200, 80, 40]).astype(np.uint8)
+    for pool, part, count in (("train", "train", 25), ("validation", "test", 8), ("test", "test", 4)):
         for number in range(count):
             key, label = f"{number}_{'left' if pool == 'validation' else 'right'}", number % 5
             data = simplejpeg.encode_jpeg(np.maximum(eye, number), quality=90)

@@ -1,24 +1,29 @@
-"""A data set as tensorflow_datasets has prepared it: <name>/<version>/<name>-<split>.tfrecord-00000-of-00016 and so on.
+"""Data sets that are TFRecord files: DMLab as its authors publish it, and any as tensorflow_datasets has prepared it.
 
-Its records stand in the order of the hash, so each is checked against the key that it should have; of those versions
-that keep no key (numbers of images), the order tells it. Images stay where they are, and are read by offset.
+The latter are <name>/<version>/<name>-<split>.tfrecord-00000-of-00016 and so on. Their records stand in the order of the
+hash, so each is checked against the key that it should have; of versions that keep no key (a number), the order tells it.
+Images stay where they are, and are read by offset.
 """
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from data_tools.vtab import labels
 from data_tools.vtab.datasets import DataSet
-from data_tools.vtab.files import MissingError, Place, sources_of
+from data_tools.vtab.examples import Example, records
+from data_tools.vtab.files import Files, MissingError, Place, sources_of
 from data_tools.vtab.original import Original, Pool
-from data_tools.vtab.records import Example, records
 from data_tools.vtab.split import hashed_order
-from pipeline.data.bucket import AnyPath
+from pipeline.data.bucket import AnyPath, to_path
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
+
+# What makes the key of a record; given the class names, too, that the data set keeps.
+Key = Callable[[Example, list[str]], str | None]
 
 # Folders of Caltech101 that do not have the name of their class, which is all lower case.
 _CALTECH_FOLDERS = {
@@ -26,33 +31,65 @@ _CALTECH_FOLDERS = {
 }
 
 
+def dmlab(files: Files, task: Task) -> Original:
+    """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label; read within the tar."""
+    pools = {}
+    for pool in ("train", "validation", "test"):
+        content = _Content(_KEYS["dmlab"], [], _label)
+        for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
+            path = to_path(shard.archive) if shard.archive else files.folder / shard.name
+            content.add(path, shard.offset, shard.size, shard.name)
+        pools[pool] = Pool([str(key) for key in content.keys], np.array(content.labels, np.int64), content.places)
+    return Original([str(number) for number in range(task.num_classes)], pools)
+
+
 def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
-    """Every record of every pool. versions: the folder of the data set. Raises MissingError when the data set is not prepared there, UserError for damage."""
+    """Every record of every pool of a prepared data set. versions: its folder.
+
+    Raises MissingError when there is none of the right version, UserError for one that is damaged.
+    """
     folder = _version(dataset, versions)
     names = _label_names(folder)
-    key_of, label_of = _KEYS[dataset.name], _LABELS[task.name]
-    pools = {}
+    pools, notes = {}, []
     for pool in dataset.counts:
-        keys: list[str | None] = []
-        values: list[int] = []
-        places: list[Place] = []
-        for path, count in _shards(folder, dataset.tfds.partition("/")[0], pool):
-            before = len(places)
-            with path.open("rb") as file:
-                for offset, data in records(file, 0, path.stat().st_size, str(path)):
-                    try:
-                        example = Example(data)
-                        start, end = example.span("image")
-                        keys.append(key_of(example, names))
-                        values.append(label_of(example))
-                    except (KeyError, ValueError) as error:
-                        raise UserError(f"{path}: a record is no example of {dataset.name} ({error}).") from None
-                    where = f"{path.name}, record {len(places) - before}"
-                    places.append(Place(where, str(path), offset + start, end - start))
-            if count != len(places) - before:
-                raise UserError(f"{path} has {len(places) - before:,} records, but dataset_info.json says {count:,}.")
-        pools[pool] = Pool(_checked(keys, pool, folder), np.array(values, np.int64), places)
-    return Original(_class_names(task, names), pools)
+        content = _Content(_KEYS[dataset.name], names, _LABELS[task.name])
+        for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
+            found = content.add(path, 0, path.stat().st_size, path.name)
+            if found != expected:
+                raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
+        if None in content.keys:
+            notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
+        keys = _checked(content.keys, pool, folder)
+        pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
+    return Original(_class_names(task, names), pools, notes)
+
+
+@dataclass
+class _Content:
+    """The samples of some files."""
+
+    key_of: Key
+    names: list[str]
+    label_of: Callable[[Example], int]
+    keys: list[str | None] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def add(self, path: AnyPath, start: int, size: int, name: str) -> int:
+        """Every record of the file at path[start : start + size]; how many there are."""
+        before = len(self.keys)
+        with path.open("rb") as file:
+            for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
+                where = f"{name}, record {number}"
+                try:
+                    example = Example(data)
+                    first, end = example.span("image")
+                    self.keys.append(self.key_of(example, self.names))
+                    self.labels.append(self.label_of(example))
+                except (KeyError, ValueError) as error:
+                    raise UserError(f"{path}: {where} has not what it should have ({error}).") from None
+                self.places.append(Place(where, str(path), offset + first, end - first))
+        return len(self.keys) - before
 
 
 def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
@@ -86,15 +123,14 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
 
 def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
     """The keys of a pool's records, in the order of the hash; those of records without one are numbers."""
-    known = [key for key in keys if key is not None]
-    if not known:
-        return [str(number) for number in hashed_order(pool, [str(number) for number in range(len(keys))]).tolist()]
+    known = [str(number) for number in range(len(keys))] if None in keys else [str(key) for key in keys]
     order = hashed_order(pool, known)
-    if len(known) != len(keys) or (order != np.arange(len(keys))).any():
-        row = int(np.flatnonzero(order != np.arange(len(keys)))[0]) if len(known) == len(keys) else keys.index(None)
+    if None in keys:
+        return [known[row] for row in order.tolist()]
+    if wrong := np.flatnonzero(order != np.arange(len(keys))).tolist():
         raise UserError(
-            f"{folder}: the records of {pool!r} are not in the order of the hash of their keys, the first one that is not "
-            f"is {keys[row]!r} ({row:,}). Prepare it again, with shuffling as it is by default."
+            f"{folder}: the records of {pool!r} are not in the order of the hash of their keys; record {wrong[0]:,} is "
+            f"{known[wrong[0]]!r}. Prepare it again, with shuffling as it is by default."
         )
     return known
 
@@ -128,7 +164,7 @@ def _class_and_name(example: Example, names: list[str]) -> str:
     return f"{name.rpartition('_')[0]}_{name}"
 
 
-_KEYS: dict[str, Callable[[Example, list[str]], str | None]] = {
+_KEYS: dict[str, Key] = {
     "caltech101": _caltech,
     "cifar100": _number,
     "dtd": _feature("file_name"),
