@@ -30,7 +30,7 @@ _DSPRITES = DATASETS["dsprites"].files[0].name
 _DSPRITES_ORIENTATION, _DSPRITES_X = 3, 4  # Columns of latents/classes.
 _NORB_TYPES: dict[int, np.dtype] = {507333717: np.dtype(np.uint8), 507333716: np.dtype("<i4")}
 _NORB_ELEVATION, _NORB_AZIMUTH = 1, 2  # Columns of info.
-_BLOCK_BYTES = 2**26
+_BLOCK_BYTES = 2**27
 
 
 def cifar100(files: Files, task: Task) -> Original:

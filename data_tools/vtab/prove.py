@@ -45,8 +45,9 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
             print(f"{task.name}: NOT PROVED: {'; '.join(problems)}", flush=True)
         else:
             counts = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
-            notes = "".join(f"; note: {note}" for note in dataset.info["source"]["vtab"]["notes"])
-            print(f"{task.name}: proved: {counts}{again}{notes}", flush=True)
+            notes = dataset.info["source"]["vtab"]["notes"]
+            said = "proved with reservations" if notes else "proved"
+            print("; ".join([f"{task.name}: {said}: {counts}{again}", *notes]), flush=True)
     if absent:
         print(f"not there: {', '.join(absent)}")
     if unproved:
