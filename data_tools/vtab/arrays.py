@@ -55,21 +55,22 @@ def svhn(files: Files, task: Task) -> Original:
     pools = {}
     for pool in ("train", "test"):
         path = files.plain(f"{pool}_32x32.mat")
-        digits = _mat(path, "y").ravel().astype(np.int64) % 10
+        digits = mat(path, "y").ravel().astype(np.int64) % 10
         pools[pool] = Pool(_numbers(len(digits)), digits, _of_mat(path))
     return Original([str(digit) for digit in range(10)], pools)
 
 
 def _of_mat(path: AnyPath) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
-        images = _mat(path, "X")
+        images = mat(path, "X")
         for row in rows.tolist():
             yield np.ascontiguousarray(images[..., row])
 
     return read
 
 
-def _mat(path: AnyPath, name: str) -> np.ndarray:
+def mat(path: AnyPath, name: str) -> np.ndarray:
+    """An array of a MATLAB file. Raises UserError for a damaged file, and one without the array."""
     try:
         with path.open("rb") as file:
             return loadmat(file, variable_names=[name])[name]

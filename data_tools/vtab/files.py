@@ -1,6 +1,7 @@
 """The files of a source data set: those in its folder, and those in its archives, which stay packed."""
 
 import hashlib
+import tarfile
 import zipfile
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from pipeline.data.bucket import AnyPath, name_inside, walk_files
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 
-_TARS, _ARCHIVES = (".tar", ".tar.gz", ".tgz"), (".tar", ".tar.gz", ".tgz", ".zip")
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 # Archives that others hand the same files out in.
 _ALSO = {"caltech101": ["101_ObjectCategories.tar.gz"]}
 _BLOCK = 2**24
@@ -50,8 +51,11 @@ class Files:
         self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in self._own]
         self._places: dict[str, Place] = {}
         for path in archives:
-            for place in self._members(path):
-                self._places.setdefault(place.name, place)
+            try:
+                for place in self._members(path):
+                    self._places.setdefault(place.name, place)
+            except (tarfile.TarError, zipfile.BadZipFile) as error:
+                raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
         for name, (_, size) in self._own.items():
             self._places.setdefault(name, Place(name, "", 0, size))
 
@@ -128,11 +132,7 @@ class Files:
         return archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
 
     def _members_of_zip(self, path: AnyPath) -> Iterable[Place]:
-        try:
-            zipped = zipfile.ZipFile(path.open("rb"))
-        except zipfile.BadZipFile as error:
-            raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
-        with zipped:
+        with path.open("rb") as file, zipfile.ZipFile(file) as zipped:
             for member in zipped.infolist():
                 name = member.filename
                 if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not _is_hidden(name):

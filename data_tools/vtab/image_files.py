@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.io import loadmat
 
 from data_tools.vtab import convert, labels
+from data_tools.vtab.arrays import mat
 from data_tools.vtab.datasets import UNREADABLE
 from data_tools.vtab.files import Files, Place
 from data_tools.vtab.original import Original, Pool
@@ -71,11 +71,10 @@ def dtd(files: Files, task: Task) -> Original:
 def flowers102(files: Files, task: Task) -> Original:
     """jpg/image_00001.jpg; ids of each split in setid.mat, labels from 1 of all images in imagelabels.mat."""
     places = files.below("jpg")
-    ids = loadmat(io.BytesIO(files.content("setid.mat")))
-    of_image = loadmat(io.BytesIO(files.content("imagelabels.mat")))["labels"].ravel()
+    of_image = mat(files.plain("imagelabels.mat"), "labels").ravel()
     pools = {}
     for name, part in {"train": "trnid", "validation": "valid", "test": "tstid"}.items():
-        numbers = ids[part].ravel().tolist()
+        numbers = mat(files.plain("setid.mat"), part).ravel().tolist()
         label_of = {f"image_{number:05d}.jpg": int(of_image[number - 1]) - 1 for number in numbers}
         pools[name] = _pool(list(label_of), places, label_of.__getitem__)
     return Original([str(number) for number in range(task.num_classes)], pools)

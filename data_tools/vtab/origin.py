@@ -69,7 +69,12 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
         original = tfrecords.read(dataset, task, origin.folder)
     else:
         files = Files(dataset, origin.folder, staging, published)
-        original = _READERS[dataset.name](files, task)
+        try:
+            original = _READERS[dataset.name](files, task)
+        except UserError:
+            raise
+        except (ValueError, KeyError, IndexError) as error:  # Of text and tables that are not what was published.
+            raise UserError(f"{origin.folder}: its files are not as they were published ({error!r}).") from error
         if published and files.unchecked:
             notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
     if published:

@@ -70,7 +70,7 @@ def _tasks(names: list[str]) -> list[Task]:
 def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
     settings = ShardConfig(
         source=str(origin.folder),
-        out=config.out.rstrip("/") + f"/{task.name}",
+        out=str(shard.resolve("out", config.out) / task.name),
         splits=dict.fromkeys(SPLITS, ""),
         samples_per_shard=config.samples_per_shard,
         # A test image less, and the score is another.

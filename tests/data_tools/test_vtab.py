@@ -349,6 +349,35 @@ def test_files_that_are_not_the_published_ones_are_refused(made: tuple[Path, Tru
     assert "has 120 images of 'train', but 31,500 were published" in refused(config)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "file", "damage", "said"),
+    [
+        ("eurosat", "EuroSAT.zip", lambda data: data[:-100], "EuroSAT.zip is damaged"),
+        ("cifar100", "cifar-100-binary.tar.gz", lambda data: data[:-100], "cifar-100-binary.tar.gz is damaged"),
+        ("dtd", "dtd-r1.0.1.tar.gz", lambda data: data[:9000], "dtd-r1.0.1.tar.gz is damaged (cut off at byte 9000"),
+        ("svhn", "test_32x32.mat", lambda data: data[:-100], "test_32x32.mat is damaged"),
+        ("smallnorb", "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz", lambda data: data[:-9999], "is damaged"),
+        ("patch_camelyon", "camelyonpatch_level_2_split_test_y.h5.gz", lambda data: data[:-9], "_y.h5.gz is damaged"),
+        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b"level", b"grade"), "no column 'level'"),
+        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b",1", b",?"), "not as they were published"),
+        (
+            "retinopathy",
+            "trainLabels.csv",
+            lambda data: data + b"99_left,0\n",
+            "1 of 26 images are not there, such as 99_left",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    dataset: str, file: str, damage: Callable[[bytes], bytes], said: str, made: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made[0] / "originals" / dataset, tmp_path / "originals" / dataset)
+    (folder / file).write_bytes(damage((folder / file).read_bytes()))
+    assert said in refused(settings(tmp_path / "out", originals=str(tmp_path / "originals")))
+    # Nothing half-written stays.
+    assert not list((tmp_path / "out").rglob("*"))
+
+
 def test_other_forms_of_the_same_files(made: tuple[Path, Truth], tmp_path: Path) -> None:
     """dSprites as .npz, Caltech101 without the official list, CLEVR and KITTI unpacked: what differs is said."""
     originals = tmp_path / "originals"
