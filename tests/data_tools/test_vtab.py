@@ -404,7 +404,7 @@ def test_other_forms_of_the_same_files(made: tuple[Path, Truth], tmp_path: Path)
 def test_the_command_proves_and_says_what_is_wrong_in_one_line(made: tuple[Path, Truth], tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "--prove"]
     shutil.copytree(made[0] / "out" / "eurosat", tmp_path / "eurosat")
-    done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
     assert done.returncode == 2
     assert "eurosat: NOT PROVED: eurosat: 120 samples of 'train' are too few" in done.stdout
