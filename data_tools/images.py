@@ -11,6 +11,9 @@ import simplejpeg
 
 from pipeline.data.decode import decode
 
+# Bytes that a block of deflate holds when it is stored.
+_STORED_BLOCK = 2**16 - 1
+
 
 def shrink(data: bytes, short: int, method: Literal["area", "antialias"], quality: int) -> tuple[bytes, int, int]:
     """The image with its short side resized to `short`: (JPEG bytes, width, height), upright, RGB.
@@ -31,17 +34,25 @@ def shrink(data: bytes, short: int, method: Literal["area", "antialias"], qualit
 
 
 def to_png(planes: bytes) -> bytes:
-    """A PNG of the 8-bit pixels of a square image, plane after plane (all of red, then green, then blue).
+    """A PNG of the 8-bit pixels of a square image, plane after plane (all of red, then green, then blue)."""
+    side = math.isqrt(len(planes) // 3)
+    return png(np.frombuffer(planes, np.uint8).reshape(3, side, side).transpose(1, 2, 0))
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """A PNG of uint8 pixels: (H, W) gray or (H, W, 3) RGB.
 
     Not compressed: what zlib makes differs between its builds, and a shard must not depend on the machine it was made on.
     """
-    side = math.isqrt(len(planes) // 3)
-    pixels = np.frombuffer(planes, np.uint8).reshape(3, side, side).transpose(1, 2, 0).reshape(side, 3 * side)
+    height, width = pixels.shape[:2]
     # Each row begins with the number of its filter: 0, none.
-    rows = np.pad(pixels, ((0, 0), (1, 0))).tobytes()
-    assert len(rows) < 2**16, "a stored block of deflate holds no more"
-    stored = b"\x78\x01\x01" + struct.pack("<HH", len(rows), len(rows) ^ 0xFFFF) + rows
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0))).tobytes()
+    stored = b"\x78\x01"
+    for start in range(0, len(rows), _STORED_BLOCK):
+        block = rows[start : start + _STORED_BLOCK]
+        is_last = start + _STORED_BLOCK >= len(rows)
+        stored += struct.pack("<BHH", is_last, len(block), len(block) ^ 0xFFFF) + block
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if pixels.ndim == 3 else 0, 0, 0, 0)
     data = stored + struct.pack(">I", zlib.adler32(rows))
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 

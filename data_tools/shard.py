@@ -10,12 +10,13 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data_tools import cluster
 from data_tools.classes import apply_rules, readable_names, small_classes
@@ -32,6 +33,8 @@ from pipeline.data.patience import StorageError
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
+# What finds the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
+Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
 STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"
 # Settings that decide what the bytes are; a folder made with others is left alone.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
@@ -49,20 +52,23 @@ class Plan:
     bounds: list[tuple[int, int]]
 
 
-def run(config: ShardConfig) -> Dataset:
-    """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written."""
+def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
+    """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written.
+
+    list_samples: what finds the samples of config.source.
+    """
     source, out = _folders(config)
     with only_driver(out):
-        return _run(source, out, config)
+        return _run(source, out, config, list_samples)
 
 
-def _run(source: AnyPath, out: AnyPath, config: ShardConfig) -> Dataset:
+def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
     started = time.monotonic()
     held = _held(out)
     _refuse_other_settings(out, config, held)
     try:
         _sweep(out)
-        listing = apply_rules(list_source(source, config, out / STAGING), config)
+        listing = apply_rules(list_samples(source, config, out / STAGING), config)
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, held, listing)
@@ -78,6 +84,9 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig) -> Dataset:
             file.write(json.dumps(identity).encode())
         if not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)
+        for name, table in listing.beside.items():
+            with replacing(out / name) as file:
+                pq.write_table(table, file, compression="zstd")
         listing, copies = split, None
         if config.merge_copies:
             listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks)
@@ -136,6 +145,7 @@ def make_jobs(
             jpeg_quality=config.jpeg_quality,
             whole=config.inspect == "decode",
             known=known.get(name),
+            convert=listing.convert,
         )
 
 
@@ -256,6 +266,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
             "samples": len(listing),
             "bytes": listing.num_bytes,
             "sha256": listing.digest(),
+            **listing.about,
         },
     }
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tarfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -27,7 +28,7 @@ _WRITEBACK, _PAGE = 2**23, 2**12
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to be: rows are those of `Listing.rows`, in the order in which they go into the tar.
+    """One shard to be: rows are those of `Listing.rows`, in the order in which they go into the tar; convert is its own.
 
     known: the shard's row in the manifest of a finished data set, if there is one.
     """
@@ -42,6 +43,7 @@ class Job:
     jpeg_quality: int
     whole: bool
     known: Shard | None
+    convert: Callable[[bytes], bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tupl
 
 def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
     """(file, extension, width, height) as the shard has it, of a file of the source. Raises ValueError for a bad one."""
+    if job.convert:
+        data = job.convert(data)
     ext, width, height = inspect(data, whole=False)
     if job.resize_short and min(width, height) > job.resize_short:
         data, width, height = shrink(data, job.resize_short, job.resize_filter, job.jpeg_quality)

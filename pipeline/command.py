@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from pipeline import schema
 from pipeline.errors import UserError
@@ -20,7 +20,8 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
 
     about: what the command does; its first line stands at the top of `--help`, above every field of `cls`.
     subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
-    flag: a setting that may be given as an option too, `--cluster 8x8xH100` for cluster=8x8xH100.
+    flag: a setting that may be given as an option too, `--cluster 8x8xH100` for cluster=8x8xH100; `--prove` for one of true
+    or false.
     Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
     """
     with mistakes_in_one_line():
@@ -39,7 +40,10 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subje
     # The deepspeed launcher adds this to every rank's command line; the rank comes from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     if flag:
-        parser.add_argument(f"--{flag}", metavar="VALUE", dest="flag", help=f"the same as {flag}=VALUE")
+        is_switch = get_type_hints(cls)[flag] is bool
+        kind: dict[str, Any] = {"action": "store_const", "const": "true"} if is_switch else {"metavar": "VALUE"}
+        value = "true" if is_switch else "VALUE"
+        parser.add_argument(f"--{flag}", dest="flag", help=f"the same as {flag}={value}", **kind)
     given = parser.parse_intermixed_args(arguments)  # Settings may stand before --config, too.
     if subject and given.overrides and "=" not in given.overrides[0]:
         given.overrides[0] = f"{subject}={given.overrides[0]}"

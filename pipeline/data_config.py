@@ -94,6 +94,36 @@ class ShardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VtabPrepareConfig:
+    """VTAB-1k's 19 tasks: original files, or prepared copies of them -> a data set for each."""
+
+    originals: str = setting(
+        "", "Folder of a folder for each source data set, with the files as their authors publish them (docs/vtab.md)."
+    )
+    tfds: str = setting("", "data_dir of tensorflow_datasets with prepared data sets, for those not in originals.")
+    lists: str = setting(
+        "", "Folder of vtab-1k as train800.txt, ..., for tasks in neither; their splits cannot be proved."
+    )
+    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the tasks' data sets")
+    tasks: list[str] = setting(list, "Names of tasks; empty is all whose files are there.")
+    published: bool = setting(
+        True, "Whether files must have the published sizes and checksums, and pools the published numbers of images."
+    )
+    prove: bool = setting(False, "Write nothing: compute the splits of the data sets in out again, and compare.")
+    samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
+    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        if not (self.prove or self.originals or self.tfds or self.lists):
+            raise UserError("Say where the images are: originals=..., tfds=..., or lists=... (docs/vtab.md).")
+        if self.samples_per_shard < 1:
+            raise UserError(f"samples_per_shard = {self.samples_per_shard} must be at least 1.")
+        if self.num_tasks < 0:
+            raise UserError(f"num_tasks = {self.num_tasks} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class IndexConfig:
     """A manifest for webdataset shards that stay where they are."""
 

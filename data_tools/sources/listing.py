@@ -1,7 +1,7 @@
 """The sample table: which images a source holds, of which class and split, under which key, and where they lie."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,9 @@ _BATCH = 2**16
 class Listing:
     """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over.
 
-    root: the folder that names of files of their own are relative to.
+    root: the folder that names of files of their own are relative to. convert: what each image file goes through before
+    it is written, a function of a module, so that tasks find it; None copies the bytes. about: what else dataset.json
+    says of the source. beside: tables that are kept in the data set's folder, by file name.
     """
 
     source: AnyPath
@@ -48,6 +50,9 @@ class Listing:
     containers: list[str]
     table: pa.Table
     notes: list[str]
+    convert: Callable[[bytes], bytes] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, pa.Table] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)

@@ -1,5 +1,6 @@
 """Images made anew are what their filter says."""
 
+import io
 from typing import Literal
 
 import cv2
@@ -8,7 +9,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from data_tools.images import shrink
+from data_tools.images import png, shrink
 from pipeline.data.decode import decode
 
 
@@ -26,3 +27,12 @@ def test_smaller_copies(method: Literal["area", "antialias"]) -> None:
     error = {name: np.abs(decode(data).astype(int) - image).mean() for name, image in references.items()}
     assert error.pop(method) < 1
     assert min(error.values()) > 5
+
+
+# The last needs more than one of the blocks that a PNG's bytes are stored in.
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (7, 5, 3), (96, 96, 3), (300, 250, 3)])
+def test_pixels_as_png(shape: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    image = Image.open(io.BytesIO(png(pixels)))
+    assert image.mode == ("RGB" if len(shape) == 3 else "L")
+    assert np.array_equal(np.asarray(image), pixels)

@@ -1,0 +1,213 @@
+"""TFRecord files of tf.train.Example, read without TensorFlow: records, their checksums, their features.
+
+A file is records one after another: length (u64), masked CRC-32C of the length, the bytes, masked CRC-32C of the bytes,
+all little-endian. An Example is a protocol buffer: a map from names to lists of bytes, of floats or of int64s.
+"""
+
+import functools
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from pipeline.errors import UserError
+
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reflected.
+_BLOCK = 1024
+_BLOCKS_AT_ONCE = 64
+_MASK_DELTA = 0xA282EAD8
+# Protocol buffers: how a field is stored.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# Feature: which of its fields is set says what its list holds.
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
+
+
+class Example:
+    """The features of one record. Of bytes only the place is kept, so that an image can be read where it is.
+
+    data: the record. spans: name -> (start, end) within data of each bytes value. numbers: name -> float32 or int64.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        """Raises ValueError when data is no Example."""
+        self.data = data
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+        self.numbers: dict[str, np.ndarray] = {}
+        try:
+            for number, _, start, end in _fields(data, 0, len(data)):
+                if number == 1:
+                    for entry, _, first, last in _fields(data, start, end):
+                        if entry == 1:
+                            self._add(first, last)
+        except (IndexError, struct.error):
+            raise ValueError("its protocol buffer is cut off") from None
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where the one bytes value of a feature begins and ends. Raises KeyError."""
+        (span,) = self.spans[name]
+        return span
+
+    def text(self, name: str) -> str:
+        """The one bytes value of a feature, as text. Raises KeyError."""
+        start, end = self.span(name)
+        return self.data[start:end].decode()
+
+    def integer(self, name: str) -> int:
+        """The one int64 of a feature. Raises KeyError."""
+        (value,) = self.numbers[name].tolist()
+        return value
+
+    def list(self, name: str) -> np.ndarray:
+        """All numbers of a feature; none when the record does not have it (an empty sequence)."""
+        return self.numbers.get(name, np.zeros(0, np.int64))
+
+    def _add(self, start: int, end: int) -> None:
+        """An entry of the map: key (1) and Feature (2)."""
+        name, feature = "", (0, 0)
+        for number, _, first, last in _fields(self.data, start, end):
+            if number == 1:
+                name = self.data[first:last].decode()
+            elif number == 2:
+                feature = (first, last)
+        for kind, _, first, last in _fields(self.data, *feature):
+            values = list(_fields(self.data, first, last))
+            if kind == _BYTES_LIST:
+                self.spans[name] = [(value[2], value[3]) for value in values]
+            elif kind == _FLOAT_LIST:
+                parts = [self.data[value[2] : value[3]] for value in values]
+                self.numbers[name] = np.frombuffer(b"".join(parts), "<f4")
+            elif kind == _INT64_LIST:
+                self.numbers[name] = np.array([number for value in values for number in _integers(self.data, value)])
+
+
+def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
+    """(offset of its bytes in the file, bytes) of every record of the TFRecord file at file[start:end].
+
+    Raises UserError for one that is cut off, or whose checksums are wrong. where: what the file is called in errors.
+    """
+    position = start
+    while position < end:
+        file.seek(position)
+        header = file.read(min(12, end - position))
+        length = int.from_bytes(header[:8], "little")
+        if len(header) < 12 or struct.unpack("<I", header[8:])[0] != _masked(_crc32c_of_few(header[:8])):
+            raise UserError(
+                f"{where} is damaged: at byte {position - start:,} no record begins. Make or fetch it again."
+            )
+        if position + length + 16 > end:
+            raise UserError(f"{where} is cut off, within the record at byte {position - start:,}. Fetch it again.")
+        data = file.read(length)
+        if struct.unpack("<I", file.read(4))[0] != _masked(crc32c(data)):
+            raise UserError(f"{where} is damaged: the record at byte {position - start:,} has another checksum.")
+        yield position + 12, data
+        position += length + 16
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C of bytes.
+
+    A CRC is linear: that of a block is the XOR of what each byte, at its distance from the end, adds to it. So NumPy
+    looks up all bytes of many blocks at once, and only joining the blocks is a loop.
+    """
+    if len(data) < 4:
+        return _crc32c_of_few(data)
+    tables = _tables()
+    # Zeros in front change nothing once the register, all ones at first, is put into the first four bytes.
+    padding = -len(data) % _BLOCK
+    content = np.zeros(padding + len(data), np.uint8)
+    content[padding:] = np.frombuffer(data, np.uint8)
+    content[padding : padding + 4] ^= 0xFF
+    blocks = content.reshape(-1, _BLOCK)
+    places = np.arange(0, _BLOCK * 256, 256, dtype=np.intp)
+    by_byte = [_table_of(place) for place in range(4)]
+    register = 0
+    for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        added = np.bitwise_xor.reduce(
+            tables.take(places + blocks[first : first + _BLOCKS_AT_ONCE], mode="clip"), axis=1
+        )
+        for value in added.tolist():
+            # The register so far stands, in the same way, in the block's first four bytes.
+            register = (
+                value
+                ^ by_byte[0][register & 0xFF]
+                ^ by_byte[1][(register >> 8) & 0xFF]
+                ^ by_byte[2][(register >> 16) & 0xFF]
+                ^ by_byte[3][register >> 24]
+            )
+    return register ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _tables() -> np.ndarray:
+    """(_BLOCK * 256,) uint32: what a byte adds to the CRC of a block, by its place in the block and its value."""
+    last = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        last = np.where(last & 1, (last >> 1) ^ np.uint32(_POLYNOMIAL), last >> 1).astype(np.uint32)
+    tables = np.empty((_BLOCK, 256), np.uint32)
+    tables[-1] = last
+    for place in range(_BLOCK - 2, -1, -1):
+        after = tables[place + 1]
+        tables[place] = last[after & 0xFF] ^ (after >> 8)
+    return tables.ravel()
+
+
+@functools.cache
+def _table_of(place: int) -> list[int]:
+    """The table of one place of a block; the last one is that of the common byte-wise algorithm."""
+    return _tables().reshape(_BLOCK, 256)[place].tolist()
+
+
+def _crc32c_of_few(data: bytes) -> int:
+    table, register = _table_of(_BLOCK - 1), 0xFFFFFFFF
+    for byte in data:
+        register = table[(register ^ byte) & 0xFF] ^ (register >> 8)
+    return register ^ 0xFFFFFFFF
+
+
+def _masked(crc: int) -> int:
+    """As TFRecord stores a CRC: turned by 15 bits, so that a file of CRCs has no odd CRC of its own."""
+    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """(number, how it is stored, start, end) of each field of the message at data[start:end].
+
+    start and end are those of the content: of bytes without their length, of a varint with all its bytes.
+    """
+    while start < end:
+        tag, start = _varint(data, start)
+        number, kind = tag >> 3, tag & 7
+        if kind == _BYTES:
+            size, start = _varint(data, start)
+            after = start + size
+        elif kind == _VARINT:
+            after = _varint(data, start)[1]
+        elif kind in (_FIXED64, _FIXED32):
+            after = start + (8 if kind == _FIXED64 else 4)
+        else:
+            raise ValueError(f"its protocol buffer has a field of kind {kind}")
+        if after > end:
+            raise ValueError("its protocol buffer is cut off")
+        yield number, kind, start, after
+        start = after
+
+
+def _integers(data: bytes, field: tuple[int, int, int, int]) -> Iterator[int]:
+    """The int64s of a field: packed, or one alone."""
+    _, _, position, end = field
+    while position < end:
+        value, position = _varint(data, position)
+        yield value - 2**64 if value >= 2**63 else value
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """(value, position after it)."""
+    value, shift = 0, 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7

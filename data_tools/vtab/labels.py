@@ -1,0 +1,52 @@
+"""The labels that VTAB makes of what its structured data sets say (google-research/task_adaptation, data/*.py).
+
+Distances are compared as float32, as tensorflow_datasets keeps them.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+COUNTS = [str(count) for count in range(3, 11)]
+DEPTHS = ["0-8", "8-8.5", "8.5-9", "9-9.5", "9.5-10", "10-100"]
+DISTANCES = ["0-8 m", "8-20 m", "20-999 m", "none"]
+LOCATIONS = [f"x {first}-{first + 1}" for first in range(0, 32, 2)]
+ORIENTATIONS = [str(number) for number in range(16)]
+AZIMUTHS = [f"{degrees} degrees" for degrees in range(0, 360, 20)]
+ELEVATIONS = [f"{degrees} degrees" for degrees in range(30, 75, 5)]
+
+# Lower ends of the bins: the label is the last one that the distance is above.
+_DEPTH_BINS = np.array([0, 8, 8.5, 9, 9.5, 10], np.float32)
+_DISTANCE_BINS = np.array([-100, 8, 20, 999], np.float32)
+_NO_VEHICLE = np.float32(1000)
+# KITTI's object types are Car, Van, Truck, Pedestrian, ...: the first three are vehicles.
+VEHICLES = ("Car", "Van", "Truck")
+
+
+def clevr_count(num_objects: int) -> int:
+    """3 to 10 objects are labels 0 to 7."""
+    return num_objects - 3
+
+
+def clevr_distance(depths: Iterable[float]) -> int:
+    """Bin of the nearest object. depths: of all objects, the third of their pixel coordinates."""
+    return _bin(min(np.float32(depth) for depth in depths), _DEPTH_BINS)
+
+
+def kitti_distance(distances: Iterable[float]) -> int:
+    """Bin of the nearest vehicle; the last when there is none. distances: of cars, vans and trucks, z in metres."""
+    return _bin(min([np.float32(distance) for distance in distances] + [_NO_VEHICLE]), _DISTANCE_BINS)
+
+
+def dsprites_location(x_position: np.ndarray) -> np.ndarray:
+    """32 places along x, two to a label."""
+    return x_position // 2
+
+
+def dsprites_orientation(orientation: np.ndarray) -> np.ndarray:
+    """40 orientations, alternately three and two to a label."""
+    return np.floor(orientation / 2.5).astype(np.int64)
+
+
+def _bin(distance: np.float32, lower_ends: np.ndarray) -> int:
+    return int(np.searchsorted(lower_ends, distance, side="left")) - 1

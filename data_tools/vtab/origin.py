@@ -1,0 +1,96 @@
+"""Where a task's images come from: the published files, a prepared copy of tensorflow_datasets, or lists."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from data_tools.shard import resolve
+from data_tools.vtab import arrays, image_files, lists, tfrecords
+from data_tools.vtab.datasets import DATASETS, UNREADABLE
+from data_tools.vtab.files import Files, MissingError, sources_of
+from data_tools.vtab.original import Original
+from pipeline.data.bucket import AnyPath
+from pipeline.data_config import VtabPrepareConfig
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import Task
+
+_READERS: dict[str, Callable[[Files, Task], Original]] = {
+    "caltech101": image_files.caltech101,
+    "cifar100": arrays.cifar100,
+    "dtd": image_files.dtd,
+    "flowers102": image_files.flowers102,
+    "pets": image_files.pets,
+    "sun397": image_files.sun397,
+    "svhn": arrays.svhn,
+    "patch_camelyon": arrays.patch_camelyon,
+    "eurosat": image_files.eurosat,
+    "resisc45": image_files.resisc45,
+    "retinopathy": image_files.retinopathy,
+    "clevr": image_files.clevr,
+    "dmlab": tfrecords.dmlab,
+    "kitti": image_files.kitti,
+    "dsprites": arrays.dsprites,
+    "smallnorb": arrays.smallnorb,
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """kind: which of the settings names it. folder: of the data set, or of the task's lists."""
+
+    kind: Literal["originals", "tfds", "lists"]
+    folder: AnyPath
+
+
+def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
+    """The first of originals, tfds and lists that has a folder for the task. Raises MissingError when none has."""
+    dataset = DATASETS[task.dataset]
+    if config.originals:
+        folder = resolve("originals", config.originals) / dataset.name
+        if folder.is_dir() and any(folder.iterdir()):
+            return Origin("originals", folder)
+    if config.tfds:
+        folder = resolve("tfds", config.tfds) / dataset.tfds
+        if folder.is_dir():
+            return Origin("tfds", folder)
+    if config.lists and (found := lists.find(task, resolve("lists", config.lists))):
+        return Origin("lists", found)
+    raise MissingError(sources_of(dataset))
+
+
+def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool) -> Original:
+    """All samples of a task, from originals or tfds.
+
+    published: refuse what has not the published checksums and numbers of images. Raises UserError.
+    """
+    dataset = DATASETS[task.dataset]
+    notes = []
+    if origin.kind == "tfds":
+        original = tfrecords.read(dataset, task, origin.folder)
+    else:
+        files = Files(dataset, origin.folder, staging, published)
+        try:
+            original = _READERS[dataset.name](files, task)
+        except UserError:
+            raise
+        except (ValueError, KeyError, IndexError) as error:  # Of text and tables that are not what was published.
+            raise UserError(f"{origin.folder}: its files are not as they were published ({error!r}).") from error
+        if published and files.unchecked:
+            notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
+    if published:
+        _check_counts(task, original, origin.folder)
+    else:
+        notes.append("published=false: checksums and numbers of images were not compared")
+    return replace(original, notes=[*original.notes, *notes])
+
+
+def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:
+    for pool, expected in DATASETS[task.dataset].counts.items():
+        keys = original.pools[pool].keys
+        if len(keys) - (UNREADABLE in keys) != expected:
+            raise UserError(
+                f"{folder} has {len(keys):,} images of {pool!r}, but {expected:,} were published. Is a file missing? "
+                "(published=false takes what is there; scores are then not those of VTAB.)"
+            )
+    if len(original.classes) != task.num_classes:
+        raise UserError(f"{folder} has {len(original.classes)} classes, but {task.title} has {task.num_classes}.")

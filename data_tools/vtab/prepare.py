@@ -1,0 +1,128 @@
+"""VTAB-1k's tasks as data sets: each task is a source of the sharding job, whose samples carry key, label and split.
+
+A data set keeps, beside its manifest, keys.parquet: pool, key and label of every sample that a split could have been made
+of. So whoever has the data set can compute the splits again (`prove.py`).
+"""
+
+import functools
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from data_tools import shard
+from data_tools.sources.listing import Collector, Listing
+from data_tools.vtab import lists
+from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.files import MissingError
+from data_tools.vtab.keys import KEYS_FILE, digest, key_table
+from data_tools.vtab.origin import Origin, find_origin, read_original
+from data_tools.vtab.original import Original, places_of
+from data_tools.vtab.prove import prove
+from data_tools.vtab.split import SPLITS, choose, shard_key
+from pipeline.data.bucket import AnyPath, to_path
+from pipeline.data_config import ShardConfig, VtabPrepareConfig
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import TASKS, Task
+
+
+def run(config: VtabPrepareConfig) -> None:
+    """Make, finish or verify the data set of every task whose files are there, and name the others; or prove the splits.
+
+    A task that fails does not keep others from being made. Raises UserError in the end when one failed, or was asked for
+    by name and is missing.
+    """
+    tasks = _tasks(config.tasks)
+    if config.prove:
+        prove(tasks, config)
+        return
+    made, missing, failed = [], {}, {}
+    for task in tasks:
+        try:
+            origin = find_origin(task, config)
+        except MissingError as error:
+            missing[task.name] = str(error)
+            continue
+        print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
+        try:
+            _make(task, origin, config)
+            made.append(task.name)
+        except UserError as error:
+            failed[task.name] = str(error)
+            print(f"failed: {task.name}: {error}", file=sys.stderr, flush=True)
+    _report(made, missing)
+    wrong = failed | (missing if config.tasks else {})
+    if wrong or not made:
+        few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
+        raise UserError(
+            f"{len(wrong)} of {len(tasks)} tasks were not made: {few}" if wrong else "No task has its files."
+        )
+
+
+def _tasks(names: list[str]) -> list[Task]:
+    known = {task.name: task for task in TASKS}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
+    return [known[name] for name in names] or list(TASKS)
+
+
+def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
+    settings = ShardConfig(
+        source=str(origin.folder),
+        out=str(shard.resolve("out", config.out) / task.name),
+        splits=dict.fromkeys(SPLITS, ""),
+        samples_per_shard=config.samples_per_shard,
+        # A test image less, and the score is another.
+        max_bad_share=0.0,
+        num_tasks=config.num_tasks,
+    )
+    shard.run(settings, functools.partial(_list, task, origin, config.published))
+
+
+def _list(
+    task: Task, origin: Origin, published: bool, source: AnyPath, settings: ShardConfig, staging: AnyPath
+) -> Listing:
+    """The task's samples; see `shard.Lister`."""
+    about: dict[str, Any] = {"task": task.name, "from": origin.kind, "published": published, "notes": []}
+    if origin.kind == "lists":
+        listing = lists.listing(task, source, published)
+    else:
+        original = read_original(task, origin, staging, published)
+        listing = _listing(task, original, source, settings.splits, staging)
+        about["notes"] = original.notes
+        about["keys_sha256"] = digest(listing.beside[KEYS_FILE])
+    return replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about})
+
+
+def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:
+    chosen = choose(DATASETS[task.dataset], {name: pool.keys for name, pool in original.pools.items()})
+    collector = Collector(source, splits, by_folders=False, classes=original.classes)
+    places = {
+        name: places_of(pool, np.concatenate(wanted), staging / f"{name}.images")
+        for name, pool in original.pools.items()
+        if (wanted := [rows[name] for rows in chosen.values() if name in rows])
+    }
+    containers: dict[str, int] = {"": -1}
+    for split, pools in chosen.items():
+        for name, rows in pools.items():
+            pool = original.pools[name]
+            for row in rows.tolist():
+                place = places[name][row]
+                if place.archive not in containers:
+                    containers[place.archive] = collector.add_container(to_path(place.archive))
+                label = int(pool.labels[row])
+                if not 0 <= label < len(original.classes):
+                    raise UserError(f"{source}: {pool.keys[row]} has label {label} of {len(original.classes)} classes.")
+                collector.sample(
+                    split, shard_key(name, pool.keys[row]), [original.classes[label]], place.name,
+                    containers[place.archive], place.offset, place.size, place.packed,
+                )  # fmt: skip
+    table = key_table(original.pools)
+    return replace(collector.finish(), convert=original.convert, beside={KEYS_FILE: table})
+
+
+def _report(made: list[str], missing: dict[str, str]) -> None:
+    for name, where in missing.items():
+        print(f"missing: {name}: {where}")
+    print(f"{len(made)} of {len(TASKS)} tasks are ready{': ' if made else ''}{', '.join(made)}", flush=True)

@@ -1,0 +1,159 @@
+"""Whether the splits of prepared tasks are VTAB-1k's: computed again from the keys, and compared with the manifest.
+
+The images are not read: that the shards hold what the manifest says is for `launch/verify.py` to see.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from data_tools.shard import resolve
+from data_tools.vtab.datasets import DATASETS, UNREADABLE
+from data_tools.vtab.files import MissingError
+from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
+from data_tools.vtab.origin import find_origin, read_original
+from data_tools.vtab.original import Pool
+from data_tools.vtab.split import choose, shard_key
+from pipeline.data.bucket import remove_tree
+from pipeline.data.manifest import INFO, Dataset, open_dataset
+from pipeline.data_config import VtabPrepareConfig
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import Task
+
+_STAGING = ".prove"
+_NAMED = 3
+
+
+def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
+    """Print for each task in config.out whether its splits are proved. Raises UserError when those of one are not.
+
+    Where originals or tfds has a task's files, keys and labels are read again, too, and compared.
+    """
+    out = resolve("out", config.out)
+    there = [task for task in tasks if (out / task.name / INFO).exists()]
+    absent = [task.name for task in tasks if task not in there]
+    if not there or (config.tasks and absent):
+        raise UserError(f"{out} has no data set {', '.join(absent)}. Make it first: without prove.")
+    unproved = []
+    for task in there:
+        dataset = open_dataset(out / task.name)
+        problems = list(_problems(task, dataset))
+        again = "" if problems else _read_again(task, dataset, config, problems)
+        if problems:
+            unproved.append(task.name)
+            print(f"{task.name}: NOT PROVED: {'; '.join(problems)}", flush=True)
+        else:
+            counts = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+            notes = dataset.info["source"]["vtab"]["notes"]
+            said = "proved with reservations" if notes else "proved"
+            print("; ".join([f"{task.name}: {said}: {counts}{again}", *notes]), flush=True)
+    if absent:
+        print(f"not there: {', '.join(absent)}")
+    if unproved:
+        raise UserError(f"{len(unproved)} of {len(there)} tasks are not proved: {', '.join(unproved)}.")
+
+
+def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
+    """What speaks against the data set's splits, in words."""
+    about = dataset.info["source"].get("vtab")
+    if about is None or about["task"] != task.name:
+        yield f"it was not made as {task.name} by launch/vtab_prepare.py"
+        return
+    if about["from"] == "lists":
+        yield "it was made of lists, which keep no keys: from the published files, or tfds, it can be"
+        return
+    if not dataset.is_whole():
+        yield "the manifest's tables are not those that dataset.json was written with"
+    try:
+        table = read_keys(dataset.path / KEYS_FILE)
+    except (OSError, pa.ArrowException) as error:
+        yield f"{KEYS_FILE} cannot be read ({error}): run launch/vtab_prepare.py on it again"
+        return
+    if digest(table) != about["keys_sha256"]:
+        yield f"{KEYS_FILE} is not the one that dataset.json was written with"
+    pools = by_pool(table)
+    if about["published"]:
+        yield from _wrong_counts(task, pools)
+    try:
+        chosen = choose(DATASETS[task.dataset], {name: keys for name, (keys, _) in pools.items()})
+    except UserError as error:
+        yield str(error)
+        return
+    for split, rows in chosen.items():
+        expected = {
+            shard_key(name, pools[name][0][row]): int(pools[name][1][row])
+            for name, of_pool in rows.items()
+            for row in of_pool.tolist()
+        }
+        found, _ = _rows(dataset, split)
+        yield from _differences(split, expected, found)
+    yield from _wrong_union(dataset)
+
+
+def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:
+    for pool, count in DATASETS[task.dataset].counts.items():
+        keys, _ = pools.get(pool, ([], None))
+        if len(keys) - (UNREADABLE in keys) != count:
+            yield f"{KEYS_FILE} has {len(keys):,} samples of {pool!r}, but {count:,} were published"
+
+
+def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Key -> label (a list, if it is not one), and key -> sha256 of the image; empty for a split that is not there."""
+    found, hashes = {}, {}
+    if split in dataset.splits:
+        for table in dataset.table(split).read(["key", "labels", "sha256"]):
+            for row in table.to_pylist():
+                found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
+                hashes[row["key"]] = row["sha256"]
+    return found, hashes
+
+
+def _differences(split: str, expected: dict[str, int], found: dict[str, Any]) -> Iterator[str]:
+    others = [key for key in expected.keys() & found.keys() if expected[key] != found[key]]
+    for what, keys in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has, and should not,", found.keys() - expected.keys()),
+        ("has with another label", others),
+    ):
+        if keys:
+            some = sorted(keys)[:_NAMED]
+            yield f"{split} {what} {len(keys):,}: {', '.join(some)}{', ...' if len(keys) > _NAMED else ''}"
+
+
+def _wrong_union(dataset: Dataset) -> Iterator[str]:
+    """The images of train800val200 are those of the two."""
+    parts = [_rows(dataset, split)[1] for split in ("train800", "val200", "train800val200")]
+    if parts[0] | parts[1] != parts[2]:
+        yield "train800val200 has other images than train800 and val200"
+
+
+def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
+    """Compare with the files that it was made of, if they are there; what was done, in words."""
+    about = dataset.info["source"]["vtab"]
+    try:
+        origin = find_origin(task, config)
+    except MissingError:
+        return ""
+    if origin.kind != about["from"]:
+        return ""
+    staging = dataset.path / _STAGING
+    try:
+        original = read_original(task, origin, staging, about["published"])
+    except UserError as error:
+        problems.append(str(error))
+        return ""
+    finally:
+        remove_tree(staging)
+    problems += _changed(original.pools, by_pool(read_keys(dataset.path / KEYS_FILE)))
+    return f"; keys and labels read again from {origin.folder}"
+
+
+def _changed(now: Mapping[str, Pool], kept: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:
+    for name in sorted(now.keys() | kept.keys()):
+        if name not in now or name not in kept:
+            yield f"pool {name!r} is only in {'the source' if name in now else KEYS_FILE}"
+            continue
+        pool, (keys, labels) = now[name], kept[name]
+        expected = dict(zip(pool.keys, pool.labels.tolist(), strict=True))
+        yield from _differences(f"{KEYS_FILE}, pool {name!r},", expected, dict(zip(keys, labels.tolist(), strict=True)))

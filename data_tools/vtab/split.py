@@ -1,0 +1,74 @@
+"""Which samples are VTAB-1k's train800, val200 and test: a rule on keys alone, so that anyone can check it.
+
+tensorflow_datasets keeps the samples of each of its splits (here: pools) in the order of md5(name of the pool + key), and
+VTAB cuts its splits out of that order. So keys and names of pools are all that is needed.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from data_tools.sources.listing import IMAGE_EXTENSIONS
+from data_tools.vtab.datasets import DataSet
+from pipeline.errors import UserError
+
+NUM_TRAIN, NUM_VAL = 800, 200
+SPLITS = ("train800", "val200", "train800val200", "test")
+# Pool -> rows of its samples.
+Rows = dict[str, np.ndarray]
+
+
+def hashed_order(pool: str, keys: Sequence[str]) -> np.ndarray:
+    """(n,) int64: rows of the keys in the order of md5(pool + key)."""
+    salted = hashlib.md5(pool.encode(), usedforsecurity=False)
+
+    def digest(key: str) -> bytes:
+        own = salted.copy()
+        own.update(key.encode())
+        return own.digest()
+
+    digests = [digest(key) for key in keys]
+    return np.array(sorted(range(len(keys)), key=digests.__getitem__), np.int64)
+
+
+def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
+    """For each of SPLITS the rows that belong to it, in the order of the hash. pools: name -> keys of all its samples.
+
+    Raises UserError when a pool is missing, has a key twice, or has too few samples for its splits.
+    """
+    parts = {"train800": ("train", 0, NUM_TRAIN)}
+    for split, part, count in (("val200", dataset.val, NUM_VAL), ("test", dataset.test, None)):
+        if part.pool not in pools:
+            raise UserError(f"{dataset.name}: there are no samples of {part.pool!r}.")
+        start = part.start(len(pools[part.pool]))
+        parts[split] = (part.pool, start, start + count if count else len(pools[part.pool]))
+    _check_room(dataset.name, parts, pools)
+    orders = {pool: hashed_order(pool, keys) for pool, keys in pools.items()}
+    rows = {split: {pool: orders[pool][start:end]} for split, (pool, start, end) in parts.items()}
+    both = [*rows["train800"].items(), *rows["val200"].items()]
+    union = {pool: np.concatenate([chosen for name, chosen in both if name == pool]) for pool, _ in both}
+    return {split: union if split == "train800val200" else rows[split] for split in SPLITS}
+
+
+def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mapping[str, Sequence[str]]) -> None:
+    """Every part is inside its pool, and they do not overlap; no key is there twice."""
+    for pool, keys in pools.items():
+        if len(set(keys)) != len(keys):
+            raise UserError(f"{name}: of the {len(keys):,} keys of {pool!r} only {len(set(keys)):,} are different.")
+        inside = sorted((start, end, split) for split, (other, start, end) in parts.items() if other == pool)
+        for (_, end, split), (start, _, following) in zip(inside, [*inside[1:], (len(keys), 0, "end")], strict=True):
+            if end > start:
+                raise UserError(
+                    f"{name}: {len(keys):,} samples of {pool!r} are too few, {split} would end at {end:,} and "
+                    f"{following} begin at {start:,}."
+                )
+        if any(start >= end for start, end, _ in inside):
+            raise UserError(f"{name}: {len(keys):,} samples of {pool!r} leave none for a split.")
+
+
+def shard_key(pool: str, key: str) -> str:
+    """The key that a sample has in shards, where dots and a leading slash have a meaning: train/banded/banded_0002."""
+    stem, ext = os.path.splitext(key)
+    return f"{pool}/{(stem if ext.lower() in IMAGE_EXTENSIONS else key).lstrip('/')}".replace(".", "_")
