@@ -239,7 +239,8 @@ class VisionTransformer(nn.Module):
         """(B, rows*columns, D) -> (B, N, D): the class token in front, where the model has one."""
         if self.class_token is None:
             return patches
-        return torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)
+        # Not len(patches), which torch.export would take as a constant.
+        return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
 
     def add_positions(self, x: Tensor, block: int) -> Tensor:
         """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""

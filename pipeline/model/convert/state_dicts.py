@@ -18,7 +18,7 @@ from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ViTConfig
+from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig
 from pipeline.model.vit import VisionTransformer
 
 GELUS: dict[str, Gelu] = {
@@ -212,20 +212,11 @@ def to_timm(
     Raises UserError for a model that timm does not have.
     """
     if isinstance(model, ResNet):
-        bit = model.config
-        name = next(
-            (f"{layers}x{bit.width / 64:g}" for layers, units in RESNET_UNITS.items() if units == bit.units), ""
-        )
-        if name not in _TIMM_BITS:
-            raise UserError(
-                f"timm has no BiT of units {bit.units} and width {bit.width}; it has {', '.join(_TIMM_BITS)}."
-            )
-        tensors = bit_entries(bit, flax=False).write(model.state_dict())
-        architecture, args = f"resnetv2_{name}_bit", dict[str, Any]()
+        tensors = bit_entries(model.config, flax=False).write(model.state_dict())
     else:
         config, state = as_plain(model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False)
         tensors = vit_entries(config, NAMES["timm"]).write(state)
-        architecture, args = _timm_architecture(config)
+    architecture, args = timm_architecture(model.config)
     found = {
         "architecture": architecture,
         "num_classes": model.config.num_classes,
@@ -239,8 +230,14 @@ def to_timm(
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
 
-def _timm_architecture(config: ViTConfig) -> tuple[str, dict[str, Any]]:
-    """(a name that timm knows, the arguments that make it this model)."""
+def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
+    """(a name that timm knows, the arguments that make it this model). Raises UserError for what timm does not have."""
+    if isinstance(config, ResNetConfig):
+        layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
+        if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
+            known = ", ".join(_TIMM_BITS)
+            raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
+        return f"resnetv2_{name}_bit", {}
     D, M = config.width, config.mlp_width
     args: dict[str, Any] = {
         "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
