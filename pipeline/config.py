@@ -206,7 +206,9 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    weights: str | None = setting(None, "Start from these weights: an official .npz, our .pt, a checkpoint or a run.")
+    weights: str | None = setting(
+        None, "Start from these weights: a run, a checkpoint, our .pt, or of others (docs/weights.md)."
+    )
     new_head: bool = setting(True, "With init.weights: replace the head by one zero-initialised linear layer.")
 
 
@@ -380,7 +382,9 @@ class SamplesConfig:
 class ScoreConfig:
     """Scores of trained weights on a split of a data set, and a report of them."""
 
-    weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
+    weights: str = setting(
+        REQUIRED, "What is scored: a run, a checkpoint, our .pt, or weights of others (docs/weights.md)"
+    )
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")

@@ -19,7 +19,7 @@ WAY_OUT = "Use the checkpoint before it, or fetch the file again."
 # As Hugging Face and timm call them; config.json beside them is theirs.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # Where training scripts put the state dict in what they save.
-_WRAPPERS = ("state_dict", "model", "teacher")
+_WRAPPERS = ("state_dict", "model")
 
 
 def find_file(path: Path) -> Path:

@@ -176,22 +176,22 @@ def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
     first = names.block.format(0)
     has_table = names.positions in tensors or facts.without_table is None
     rows = shape(names.positions, "(1, 1 + N, D)")[1] if has_table else None
-    # Without a token in the file: its table may say that one is missing.
-    has_token = names.class_token in tensors or (not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows)
+    has_token = names.class_token in tensors
+    if names.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
+        has_token = True  # and it is missing, as the check of all tensors will say
     depth = len({match[1] for key in tensors if (match := re.match(_block_pattern(names), key))})
     mlp_width = outputs(first + names.up, "(D, M)", "(M, D)")
     if names.flax:
         num_heads = _heads_apart(tensors, names, width)
     else:
         num_heads = facts.num_heads or _usual_heads(width, depth, mlp_width)
-    cell = patch_size * (1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0))
     return ViTConfig(
         width=width,
         depth=depth,
         mlp_width=mlp_width,
         num_heads=num_heads,
         patch_size=patch_size,
-        image_size=_image_size(facts.image_size, cell, names.positions, rows, has_token),
+        image_size=_image_size(facts.image_size, pixels_of_patch(patch_size, stem), names.positions, rows, has_token),
         num_classes=outputs(names.head, "(D, K)", "(K, D)") if has(names.head) else 0,
         representation=has(names.representation),
         gelu=facts.gelu,
@@ -200,6 +200,11 @@ def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
         stem=stem,
         layer_norm_eps=facts.layer_norm_eps,
     )
+
+
+def pixels_of_patch(patch_size: int, stem: tuple[int, ...] | None) -> int:
+    """Side in pixels of what a token stands for."""
+    return patch_size * (1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0))
 
 
 def _block_pattern(names: Names) -> str:

@@ -3,6 +3,7 @@
 What these projects compute: erf GELU unless they say otherwise; LayerNorm's eps 1e-6, Hugging Face's ViT 1e-12.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.names import NAMES, Facts, find_config, vit_entries
+from pipeline.model.convert.names import NAMES, Facts, find_config, pixels_of_patch, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
-from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
+from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig
 from pipeline.model.vit import VisionTransformer
@@ -99,10 +100,10 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[s
     if config.get("label_names"):
         extra["classes"] = list(config["label_names"])
     images = preprocessing.from_timm(cfg)
-    size = args.get("img_size") or images.view.get("image_size")
+    size = _pair(args.get("img_size") or images.view.get("image_size"))
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
-        bit = find_bit(tensors, _pair(size) or (224, 224))
+        bit = find_bit(tensors, size or (224, 224))
         _refuse_normalisation(images)
         return bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images)
 
@@ -110,11 +111,7 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[s
     if pool not in ("token", "map") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool} beside a class token; ours reads one or the other.")
     scaled = _simplify(tensors, notes)
-    if (
-        "cls_token" in tensors
-        and "pos_embed" in tensors
-        and args.get("no_embed_class", _is_square(tensors["pos_embed"]))
-    ):
+    if "cls_token" in tensors and _has_no_class_row(tensors, size):
         table = tensors["pos_embed"]
         tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
@@ -124,8 +121,8 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[s
             "LayerScale and no config.json: images taken as normalised by ImageNet's mean, as DINOv2 and DeiT III"
         )
     facts = Facts(
-        _gelu(args.get("act_layer") or "gelu"), num_heads=args.get("num_heads"), image_size=_pair(size),
-        without_table="none",
+        _gelu(args.get("act_layer") or "gelu"), num_heads=args.get("num_heads"), image_size=size,
+        without_table="none" if args.get("pos_embed") in ("none", "") else None,
     )  # fmt: skip
     return _read(tensors, "timm", facts, images, extra)
 
@@ -270,7 +267,7 @@ def to_huggingface(
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
     has_head = model.config.num_classes > 0
     config, state = as_plain(model, "Hugging Face's ViT", ("token",), hybrids=False, representation=not has_head)
-    prefix = {True: "vit.", False: ""}[has_head]
+    prefix = "vit." if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
         for key, tensor in vit_entries(config, NAMES["huggingface"]).write(state).items()
@@ -309,9 +306,15 @@ def _class_names(config: Json) -> list[str] | None:
     return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
 
 
-def _is_square(table: Tensor) -> bool:
-    """Whether a table has rows for a square grid, and none for a class token."""
-    return table.ndim == 3 and int(table.shape[1] ** 0.5) ** 2 == table.shape[1] > 1
+def _has_no_class_row(tensors: dict[str, Tensor], told: tuple[int, int] | None) -> bool:
+    """Whether timm's positions are of the patches alone: as the image size tells, else where they are a square."""
+    table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
+    if table is None or table.ndim != 3 or kernel.ndim != 4:
+        return False
+    rows, side = table.shape[1], pixels_of_patch(kernel.shape[-1], find_stem(tensors))
+    if told is not None and rows - (patches := (told[0] // side) * (told[1] // side)) in (0, 1):
+        return rows == patches
+    return rows > 1 and math.isqrt(rows) ** 2 == rows
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
