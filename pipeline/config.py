@@ -216,7 +216,9 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    weights: str | None = setting(None, "Start from these weights: an official .npz, our .pt, a checkpoint or a run.")
+    weights: str | None = setting(
+        None, "Start from these weights: a run, a checkpoint, our .pt, or of others (docs/weights.md)."
+    )
     new_head: bool = setting(True, "With init.weights: replace the head by one zero-initialised linear layer.")
 
 
@@ -434,7 +436,9 @@ class SamplesConfig:
 class ScoreConfig:
     """Scores of trained weights on a split of a data set, and a report of them."""
 
-    weights: str = setting(REQUIRED, "What is scored: an official .npz, our .pt, a checkpoint folder or a run folder")
+    weights: str = setting(
+        REQUIRED, "What is scored: a run, a checkpoint, our .pt, or weights of others (docs/weights.md)"
+    )
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
@@ -491,6 +495,44 @@ class HostsConfig:
     run: str = setting(REQUIRED, "YAML file of the run")
     min_free_gb: float = setting(20.0, "Free space that the output folder must have, in GB.")
     max_clock_offset: float = setting(5.0, "Seconds that a host's clock may differ from this one's.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Weights written for another program, or from one of its formats into ours."""
+
+    weights: str = setting(
+        REQUIRED, "Any that we read: a run, a checkpoint, .pt, .npz, or of timm, Hugging Face, DINOv2"
+    )
+    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export"] = setting(
+        REQUIRED,
+        "safetensors: ours; timm, huggingface: folders that they load; npz: vision_transformer's, BiT's; big_vision's",
+    )
+    out: str = setting(REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder")
+    image_size: int = setting(0, "Side in pixels of the images that it will read; 0 is the weights' own.")
+    kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
+        "zoom", "With image_size: how positions are resampled; the official code's, Hugging Face's, timm's."
+    )
+    head: bool = setting(True, "false: the features alone, without head and representation layer.")
+    tolerance: float = setting(
+        1e-4, "Largest difference of logits between ours and the other side, as a share of the largest; else refused."
+    )
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        suffixes = {
+            "safetensors": ".safetensors",
+            "npz": ".npz",
+            "big_vision": ".npz",
+            "onnx": ".onnx",
+            "torch_export": ".pt2",
+        }
+        if not self.out.endswith(suffixes.get(self.format, "")):
+            raise UserError(f"out = {self.out} of format = {self.format} must end in {suffixes[self.format]}.")
+        if self.image_size < 0:
+            raise UserError(f"image_size = {self.image_size} must not be negative.")
+        if not 0 <= self.tolerance < 1:
+            raise UserError(f"tolerance = {self.tolerance} must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -468,9 +468,7 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("pretrain.py", RunConfig),
         ("shard.py", ShardConfig),
         ("index.py", IndexConfig),
-    if path.name == "prepare.yaml":
-        assert schema.load(VtabPrepareConfig, path).originals
-        return
+        ("vtab_prepare.py", VtabPrepareConfig),
         ("supervise.py", settings.SuperviseConfig),
     ],
 )

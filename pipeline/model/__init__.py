@@ -10,13 +10,14 @@
 from typing import Any
 
 from pipeline.model.build import Model, build
-from pipeline.model.convert import to_npz
+from pipeline.model.convert.official import to_npz
+from pipeline.model.convert.state_dicts import to_huggingface, to_timm
 from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.position import resample_positions, resample_state
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer
-from pipeline.model.weights import load, read_weights, save, save_state
+from pipeline.model.weights import load, read_weights, save, save_safetensors, save_state
 
 __all__ = [
     "Config",
@@ -37,8 +38,11 @@ __all__ = [
     "resample_positions",
     "resample_state",
     "save",
+    "save_safetensors",
     "save_state",
+    "to_huggingface",
     "to_npz",
+    "to_timm",
     "training_flops_per_image",
 ]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.model.variants import ViTConfig
 
-Kernel = Literal["zoom", "bicubic"]
+Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 Grid = tuple[int, int]
 
 
@@ -79,8 +79,10 @@ class RelativePositions(nn.Module):
         return torch.einsum("bhqd,qkd->bhqk", q, keys) / math.sqrt(q.shape[3])
 
 
-def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) -> dict[str, Tensor]:
-    """A model's state with its positions on the patch grid of another image size, by the official kernel ("zoom").
+def resample_state(
+    state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, kernel: Kernel = "zoom"
+) -> dict[str, Tensor]:
+    """A model's state with its positions on the patch grid of another image size; see resample_positions.
 
     Raises UserError for relative positions: an offset of a sequence is another offset on another grid.
     """
@@ -93,10 +95,10 @@ def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) 
             f"{new.grid[1]}. Keep image_size = {old.image_size[0]} x {old.image_size[1]}."
         )
     if old.positions == "learned":
-        state["positions"] = resample_positions(state["positions"], new.grid, "zoom", old.grid)
+        state["positions"] = resample_positions(state["positions"], new.grid, kernel, old.grid)
     elif old.positions == "learned2d":
         parts = zip(state["positions"].split(old.grid, dim=1), old.grid, new.grid, strict=True)
-        resampled = [resample_positions(part, (length, 1), "zoom", (then, 1)) for part, then, length in parts]
+        resampled = [resample_positions(part, (length, 1), kernel, (then, 1)) for part, then, length in parts]
         state["positions"] = torch.cat(resampled, dim=1)
     return state
 
@@ -106,8 +108,8 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
 
     table: (T, 1 + h*w, D) or (T, h*w, D), floats; the class token's row, if there, is kept as it is.
     grid: (rows, columns) of the new grid; need not be square.
-    kernel: "zoom" is what the official code does (scipy.ndimage.zoom of order 1: bilinear, corners aligned);
-        "bicubic" is what timm does at run time (antialiased, corners not aligned).
+    kernel: "zoom" is what the official code does (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic"
+        what Hugging Face and DINOv2 do at run time, "bicubic_antialias" what timm does (corners not aligned).
     old_grid: (rows, columns) of the table; without it the table must be square.
     Returns (T, [1 +] rows*columns, D) of the table's dtype. An unchanged grid gives the table itself.
     Raises ValueError when the table is not of the old grid, or not a square grid and no old grid is given.
@@ -131,8 +133,8 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     image = image.to(torch.promote_types(table.dtype, torch.float32))  # bf16 would round the corners' weights
     if kernel == "zoom":
         image = F.interpolate(image, size=grid, mode="bilinear", align_corners=True)
-    elif kernel == "bicubic":
-        image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+    elif kernel in ("bicubic", "bicubic_antialias"):
+        image = F.interpolate(image, size=grid, mode="bicubic", antialias=kernel == "bicubic_antialias")
     else:
-        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom" or "bicubic".')
+        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
     return torch.cat([class_row, image.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

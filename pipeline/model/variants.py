@@ -75,6 +75,7 @@ class ViTConfig:
     patch_stride: int | None = None  # cells from patch to patch; below patch_size they overlap. None: patch_size
     stem: tuple[int, ...] | None = None  # a hybrid: units of each stage of the ResNet in front; () is its root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
+    layer_norm_eps: float = 1e-6  # flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "mlp_width", "num_heads", "patch_size"):
@@ -92,6 +93,8 @@ class ViTConfig:
         for name in ("dropout", "drop_path"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"model: {name} = {getattr(self, name)} must be in [0, 1).")
+        if not self.layer_norm_eps > 0:
+            raise UserError(f"model: layer_norm_eps = {self.layer_norm_eps} must be greater than 0.")
         self._check_positions()
         if self.axial and self.pool == "token":
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")

@@ -31,8 +31,6 @@ from pipeline.model.layers import Dense, check_images, lecun_normal
 from pipeline.model.resnet import HybridStem
 from pipeline.model.variants import ViTConfig
 
-LAYER_NORM_EPS = 1e-6  # flax's default; torch's is 1e-5
-
 
 class PatchEmbedding(nn.Conv2d):
     """A convolution with kernel P x P and stride P (less, where patches overlap): one linear map of each patch."""
@@ -126,9 +124,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, attention: SelfAttention, drop_path: float):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.attention = attention
-        self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.mlp = Mlp(config)
         self.drop_path = DropPath(drop_path)
 
@@ -151,7 +149,7 @@ class AttentionPooling(nn.Module):
         self.query = Dense(config.width, config.width)
         self.key_value = Dense(config.width, 2 * config.width)  # rows: all of k, all of v
         self.out = Dense(config.width, config.width)
-        self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.mlp = Mlp(config)
 
     def initialize(self, generator: torch.Generator) -> None:
@@ -190,7 +188,7 @@ class VisionTransformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
-        self.norm = nn.LayerNorm(config.width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.pool = AttentionPooling(config) if config.pool == "map" else None
         self.representation = Dense(config.width, config.width) if config.representation else None
         self.head = Dense(config.width, config.num_classes) if config.num_classes else nn.Identity()
@@ -241,7 +239,8 @@ class VisionTransformer(nn.Module):
         """(B, rows*columns, D) -> (B, N, D): the class token in front, where the model has one."""
         if self.class_token is None:
             return patches
-        return torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)
+        # Not len(patches), which torch.export would take as a constant.
+        return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
 
     def add_positions(self, x: Tensor, block: int) -> Tensor:
         """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""

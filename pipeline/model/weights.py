@@ -1,13 +1,14 @@
-"""Weights on disk: one file of our own, and one `load` for every place where weights may lie.
+"""Weights on disk: one file of our own, in two forms, and one `load` for every place where weights may lie.
 
-The file is a torch zip of plain data, readable with torch.load(weights_only=True):
+model.pt is a torch zip of plain data, readable with torch.load(weights_only=True):
 
     {"format": "vit-weights/1", "model": config.to_dict(), "state": {name: fp32 CPU tensor}, "extra": {...}}
+
+A .safetensors of ours holds the state as its tensors and the rest as JSON in its metadata, under "vit-weights".
 """
 
+import json
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.model import files
 from pipeline.model.build import Model, build
-from pipeline.model.convert import read_npz
-from pipeline.model.position import resample_state
+from pipeline.model.convert.official import read_npz
+from pipeline.model.convert.state_dicts import from_state_dict
+from pipeline.model.files import WAY_OUT
+from pipeline.model.position import Kernel, resample_state
 from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair, config_from_dict
 
 FORMAT = "vit-weights/1"
-WAY_OUT = "Use the checkpoint before it, or fetch the file again."
+METADATA = "vit-weights"  # of our .safetensors
 StrPath = str | os.PathLike[str]
 
 
@@ -52,47 +56,55 @@ def save_state(
         "state": {name: _plain_copy(tensor) for name, tensor in state.items()},
         "extra": extra,
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)  # the rename itself
+    files.write_whole(path, lambda file: torch.save(content, file))
+
+
+def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
+    """As `save`, as .safetensors with configuration and `extra` in its metadata."""
+    extra = dict(extra or {})
+    _check_plain(extra, "extra")
+    about = {"format": FORMAT, "model": model.config.to_dict(), "extra": extra}
+    state = {name: _plain_copy(tensor) for name, tensor in model.state_dict().items()}
+    files.write_safetensors(state, Path(path), {METADATA: json.dumps(about)})
 
 
 def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
-    """-> (configuration, fp32 CPU state, extra) from any place that `load` takes; an .npz has no extra.
+    """-> (configuration, fp32 CPU state, extra) from any place that `load` takes.
 
-    Raises UserError, one line with the path and the way out, for a file that is damaged or another model's.
+    extra of weights of others: "classes" and "preprocessing" where files beside them say so, and "notes", lines on what
+    was assumed and rewritten. Raises UserError, one line with the path and the way out, for a file that is damaged or
+    another model's.
     """
-    path = _find_file(Path(path))
+    path = files.find_file(Path(path))
     if path.suffix == ".npz":
-        return *read_npz(path), {}
-
+        config, state, notes = read_npz(path)
+        return config, state, {"notes": notes}
+    content: Any
+    if path.suffix == ".safetensors":
+        tensors, metadata = files.open_safetensors(path)
+        content = {**json.loads(metadata[METADATA]), "state": tensors} if METADATA in metadata else tensors
+    else:
+        content = files.open_torch(path)
+    is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+    of_others = None if is_ours else files.state_dict_in(content)
     try:
-        # torch.load does not compare checksums: a flipped bit would become a wrong weight.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path}: not a readable weights file ({reason}). {WAY_OUT}") from error
-    if damaged:
-        raise UserError(f'{path}: damaged, the checksum of "{damaged}" is wrong. {WAY_OUT}')
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f'{path}: not a weights file of this pipeline (no format "{FORMAT}"). {WAY_OUT}')
+        if of_others is not None:
+            return from_state_dict(of_others, files.beside(path))
+        if not is_ours:
+            raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {WAY_OUT}')
+        return *_ours(content), content.get("extra", {})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
+
+def _ours(content: dict[str, Any]) -> tuple[Config, dict[str, Tensor]]:
     try:
         config = config_from_dict(content.get("model", {}))
     except UserError as error:
-        raise UserError(f"{path}: {error} {WAY_OUT}") from error
+        raise UserError(f"{error} {WAY_OUT}") from error
     if problem := _mismatch(content.get("state"), config):
-        raise UserError(f"{path}: {problem} {WAY_OUT}")
-    return config, content["state"], content.get("extra", {})
+        raise UserError(f"{problem} {WAY_OUT}")
+    return config, content["state"]
 
 
 def load(
@@ -106,17 +118,21 @@ def load(
     drop_path: float | None = None,
     representation: bool | None = None,
     seed: int = 0,
+    kernel: Kernel = "zoom",
 ) -> Model:
     """Build a model from weights, changed to a new task or resolution where asked.
 
-    path: an official .npz; a weights file of ours; a checkpoint folder that holds model.pt; or a run folder, whose
-        checkpoints/latest names the checkpoint.
-    image_size: side or (height, width); positions are resampled to its grid as the official code does (kernel "zoom").
+    path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
+        .bin, .pth), or the folder with config.json; a weights file of ours; a checkpoint folder that holds model.pt; or
+        a run folder, whose checkpoints/latest names the checkpoint.
+    image_size: side or (height, width); positions are resampled to its grid.
     num_classes: another number than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
         the class token, the representation layer dropped (ViT paper, B.1.1). 0: no head, the representation layer kept.
-    gelu, dropout, drop_path: default to the file's; an .npz counts as "tanh", 0 and 0. A ResNet has none of them.
+    gelu, dropout, drop_path: default to the file's; an .npz counts as "tanh", 0 and 0, state dicts of others as what
+        their project computes. A ResNet has none of them.
     representation: overrides whether the layer stays (or, in front of a new head, is made anew).
     seed: of whatever is new.
+    kernel: of resample_positions; "zoom" is the official code's.
     Returns a model of fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features it was not trained on.
     """
@@ -147,7 +163,7 @@ def load(
             dropout=old.dropout if dropout is None else dropout,
             drop_path=old.drop_path if drop_path is None else drop_path,
         )
-        state = resample_state(state, old, config)
+        state = resample_state(state, old, config, kernel)
     elif gelu or dropout or drop_path or representation:
         raise UserError(f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them.")
 
@@ -156,24 +172,6 @@ def load(
     dropped = {name for name in state if name not in own or (name.startswith("head.") and not keep_head)}
     model.load_state_dict({**own, **{n: t for n, t in state.items() if n not in dropped}})
     return model
-
-
-def _find_file(path: Path) -> Path:
-    """The weights file of a file, a checkpoint folder or a run folder."""
-    if path.is_file():
-        return path
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder.")
-    if (path / "model.pt").is_file():
-        return path / "model.pt"
-    pointer = path / "checkpoints" / "latest"
-    if not pointer.is_file():
-        raise UserError(f"{path}: holds neither model.pt nor checkpoints/latest. Name a checkpoint, a run, or a file.")
-    name = pointer.read_text().strip()
-    file = path / "checkpoints" / name / "model.pt"
-    if not name or not file.is_file():
-        raise UserError(f'{pointer}: names "{name}", but {file} is not there. Name another checkpoint folder.')
-    return file
 
 
 def _mismatch(state: object, config: Config) -> str | None:
@@ -210,11 +208,3 @@ def _check_plain(value: object, where: str) -> None:
         raise ValueError(
             f"{where} is a {type(value).__name__}; a weights file holds plain data only: str, int, list ..."
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -49,7 +49,10 @@ def random_arrays(layout="released", representation=True, seed=0):
 
 
 def equations(arrays, images, gelu="tanh", layout="released"):
-    """ViT paper, Eq. 1-4 and Appendix A, in float64, on official tensors. images: (B, H, W, 3) -> logits (B, K)."""
+    """ViT paper, Eq. 1-4 and Appendix A, in float64, on official tensors. images: (B, H, W, 3) -> logits (B, K).
+
+    Without a class token the head reads the mean of all tokens, or with MAPHead_0 attention pooling (big_vision).
+    """
     w = {key: a.astype(np.float64) for key, a in arrays.items()}
     norm_1, attention, norm_2, mlp = MODULES[layout]
 
@@ -62,34 +65,48 @@ def equations(arrays, images, gelu="tanh", layout="released"):
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2)))
 
+    def dense(x, key):
+        return x @ w[f"{key}/kernel"] + w[f"{key}/bias"]
+
+    def attend(x, y, key):
+        """Queries of x (B, N, D) to y (B, M, D) -> (B, N, D)."""
+        q, k, v = (
+            np.einsum("bnd,dhe->bhne", z, w[f"{key}/{part}/kernel"]) + w[f"{key}/{part}/bias"][:, None]
+            for z, part in ((x, "query"), (y, "key"), (y, "value"))
+        )
+        scores = np.einsum("bhne,bhme->bhnm", q, k) / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("bhnm,bhme->bhne", weights, v)
+        return np.einsum("bhne,hed->bnd", mixed, w[f"{key}/out/kernel"]) + w[f"{key}/out/bias"]
+
+    def two_layers(x, key):
+        return dense(act(dense(x, f"{key}/Dense_0")), f"{key}/Dense_1")
+
     patch = w["embedding/kernel"].shape[0]
     rows, columns = images.shape[1] // patch, images.shape[2] // patch
     patches = [
         images[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch] for r in range(rows) for c in range(columns)
     ]
     x = np.stack([np.einsum("bhwc,hwcd->bd", p, w["embedding/kernel"]) + w["embedding/bias"] for p in patches], axis=1)
-    z = np.concatenate([np.repeat(w["cls"], len(x), axis=0), x], axis=1) + w["Transformer/posembed_input/pos_embedding"]
-    for i in range(sum(key.endswith(f"{attention}/out/bias") for key in w)):
+    class_token = [np.repeat(w["cls"], len(x), axis=0)] if "cls" in w else []
+    z = np.concatenate([*class_token, x], axis=1) + w["Transformer/posembed_input/pos_embedding"]
+    for i in range(sum(key.endswith(f"{attention}/out/bias") and "encoderblock" in key for key in w)):
         block = f"Transformer/encoderblock_{i}"
         y = norm(z, f"{block}/{norm_1}")
-        q, k, v = (
-            np.einsum("bnd,dhe->bhne", y, w[f"{block}/{attention}/{part}/kernel"])
-            + w[f"{block}/{attention}/{part}/bias"][:, None]
-            for part in ("query", "key", "value")
-        )
-        scores = np.einsum("bhne,bhme->bhnm", q, k) / np.sqrt(q.shape[-1])
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("bhnm,bhme->bhne", weights, v)
-        out = np.einsum("bhne,hed->bnd", mixed, w[f"{block}/{attention}/out/kernel"])
-        z = z + out + w[f"{block}/{attention}/out/bias"]
-        y = norm(z, f"{block}/{norm_2}")
-        y = act(y @ w[f"{block}/{mlp}/Dense_0/kernel"] + w[f"{block}/{mlp}/Dense_0/bias"])
-        z = z + y @ w[f"{block}/{mlp}/Dense_1/kernel"] + w[f"{block}/{mlp}/Dense_1/bias"]
-    y = norm(z, "Transformer/encoder_norm")[:, 0]
+        z = z + attend(y, y, f"{block}/{attention}")
+        z = z + two_layers(norm(z, f"{block}/{norm_2}"), f"{block}/{mlp}")
+    z = norm(z, "Transformer/encoder_norm")
+    if "MAPHead_0/probe" in w:
+        read = attend(np.repeat(w["MAPHead_0/probe"], len(z), axis=0), z, "MAPHead_0/MultiHeadDotProductAttention_0")[
+            :, 0
+        ]
+        y = read + two_layers(norm(read, "MAPHead_0/LayerNorm_0"), "MAPHead_0/MlpBlock_0")
+    else:
+        y = z[:, 0] if class_token else z.mean(1)
     if "pre_logits/kernel" in w:
-        y = np.tanh(y @ w["pre_logits/kernel"] + w["pre_logits/bias"])
-    return y @ w["head/kernel"] + w["head/bias"]
+        y = np.tanh(dense(y, "pre_logits"))
+    return dense(y, "head")
 
 
 @pytest.fixture(name="random_arrays", scope="session")

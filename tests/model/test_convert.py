@@ -4,7 +4,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.model import ViTConfig, create, load, to_npz
-from pipeline.model.convert import from_npz, read_npz
+from pipeline.model.convert.official import from_npz, read_npz
 
 ATTENTION = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1"
 MLP = "Transformer/encoderblock_1/MlpBlock_3"
@@ -67,15 +67,15 @@ def test_in_and_out_again_is_exact(npz, random_arrays, layout, representation):
 
 def test_out_and_in_again_is_exact():
     model = create("ViT-mu/4", 12, 7, representation=True, width=24, depth=3, mlp_width=40, num_heads=3)
-    config, state = from_npz(to_npz(model))
-    assert config == model.config
+    config, state, notes = from_npz(to_npz(model))
+    assert (config, notes) == (model.config, [])
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_the_architecture_is_found_in_the_tensors(npz):
-    config, _ = read_npz(npz())
+    config, _, _ = read_npz(npz())
     assert config == ViTConfig(16, 2, 16, 4, 4, (16, 16), 16, representation=True, gelu="tanh")
-    config, _ = read_npz(npz(representation=False, **{"head/kernel": None, "head/bias": None}), gelu="erf")
+    config, _, _ = read_npz(npz(representation=False, **{"head/kernel": None, "head/bias": None}), gelu="erf")
     assert config == ViTConfig(16, 2, 16, 4, 4, (16, 16), 0, representation=False, gelu="erf")
 
 
@@ -100,9 +100,9 @@ def a(*shape):
         ({"Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel": a(16, 3, 5)}, "is (16, 3, 5)"),
         ({"head/kernel": a(16, 16) * np.nan}, '"head/kernel" (16, 16) holds 256 NaN or Inf'),
         ({"head/bias": np.ones(16, np.int64)}, '"head/bias" should hold floats, but holds int64'),
-        ({"extra/kernel": a(3)}, '"extra/kernel" (3,) is not part of this ViT (1 such)'),
+        ({"extra/kernel": a(3)}, '"extra/kernel" (3,) is not part of this model (1 such)'),
         ({"Transformer/encoderblock_3/LayerNorm_0/scale": a(16)}, 'encoderblock_2/LayerNorm_0/scale" (16,) is missing'),
-        ({"conv_root/kernel": a(7, 7, 3, 64)}, "a ResNet or a hybrid"),
+        ({"conv_root/kernel": a(7, 7, 3, 64)}, '"gn_root/scale" (64,) is missing'),
     ],
 )
 def test_a_bad_file_names_the_key_and_the_shapes(npz, changes, message):

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -37,12 +39,46 @@ def test_a_table_without_class_row():
     np.testing.assert_allclose(resampled.numpy(), as_the_official_code(positions, (3, 3), (5, 4)), atol=1e-12)
 
 
-def test_bicubic_keeps_a_constant_and_differs_from_zoom():
-    assert torch.allclose(resample_positions(torch.ones(1, 17, 2), (7, 7), "bicubic"), torch.ones(1, 50, 2))
+def cubic(distance, a):
+    """Keys' kernel (1981)."""
+    x = np.abs(distance)
+    return np.where(
+        x <= 1, (a + 2) * x**3 - (a + 3) * x**2 + 1, np.where(x < 2, a * (x**3 - 5 * x**2 + 8 * x - 4), 0.0)
+    )
+
+
+def cubic_matrix(old, new, antialias):
+    """(new, old): each new place's weights of the old ones, by the formulae; places are centres of cells."""
+    scale = old / new
+    wide = max(scale, 1.0) if antialias else 1.0  # the kernel widens as it shrinks
+    centres = (np.arange(new) + 0.5) * scale - 0.5
+    matrix = np.zeros((new, old))
+    for row, centre in enumerate(centres):
+        for place in range(int(np.floor(centre - 2 * wide)), int(np.ceil(centre + 2 * wide)) + 1):
+            # Without antialias (a = -0.75) the border repeats; with it (a = -0.5, as Pillow) what is outside has no weight.
+            weight = cubic((place - centre) / wide, -0.5 if antialias else -0.75)
+            if not antialias or 0 <= place < old:
+                matrix[row, np.clip(place, 0, old - 1)] += weight
+    return matrix / matrix.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("kernel", ["bicubic", "bicubic_antialias"])
+@pytest.mark.parametrize(
+    ("old", "new"), [((14, 14), (24, 24)), ((37, 37), (16, 16)), ((4, 4), (7, 3)), ((3, 5), (5, 3))]
+)
+def test_bicubic_is_that_of_the_formulae(kernel, old, new):
+    positions = table(1 + old[0] * old[1])
+    resampled = resample_positions(positions, new, kernel, old)
+    rows, columns = (cubic_matrix(*pair, kernel == "bicubic_antialias") for pair in zip(old, new, strict=True))
+    expected = np.einsum("yh,xw,hwd->yxd", rows, columns, positions[0, 1:].numpy().reshape(*old, -1))
+    assert torch.equal(resampled[:, 0], positions[:, 0])
+    np.testing.assert_allclose(resampled[0, 1:].numpy(), expected.reshape(new[0] * new[1], -1), atol=1e-12)
+
+
+def test_the_kernels_differ():
     positions = table(17)
-    bicubic, bilinear = (resample_positions(positions, (7, 7), kernel) for kernel in ("bicubic", "zoom"))
-    assert bicubic.shape == bilinear.shape == (1, 50, 6)
-    assert not torch.allclose(bicubic, bilinear, atol=0.01)
+    grown = [resample_positions(positions, (7, 7), kernel) for kernel in ("zoom", "bicubic", "bicubic_antialias")]
+    assert all((a - b).abs().max() > 0.01 for a, b in itertools.combinations(grown, 2))
 
 
 def test_the_same_grid_is_the_same_table():

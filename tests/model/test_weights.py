@@ -192,7 +192,7 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"blocks.0.norm1.weight": torch.ones(3)}, 'no format "vit-weights/1"'),
+        ({"blocks.0.norm1.weight": torch.ones(3)}, "neither named as timm's nor as Hugging Face's"),
         ([1, 2], "no format"),
         ({"format": "vit-weights/2"}, "no format"),
         ({"format": "vit-weights/1"}, "not complete"),

@@ -1,0 +1,248 @@
+"""What each project calls the parts of a ViT, and from that: its tensors, one by one, and a configuration found in them."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pipeline.errors import UserError
+from pipeline.model.convert import resnets
+from pipeline.model.convert.entries import Entries, Tensors
+from pipeline.model.variants import VARIANTS, Gelu, ViTConfig
+
+
+class PoolNames(NamedTuple):
+    """Of attention pooling."""
+
+    probe: str
+    query: str
+    key_value: tuple[str, ...]  # one fused, or two
+    out: str
+    norm: str
+    up: str
+    down: str
+
+
+class Names(NamedTuple):
+    """{} stands for the number of a block; the block's parts follow its name."""
+
+    flax: bool
+    class_token: str
+    positions: str
+    patch: str
+    block: str
+    attention_norm: str
+    qkv: tuple[str, ...]  # one fused, or three
+    out: str
+    mlp_norm: str
+    up: str
+    down: str
+    norm: str
+    representation: str
+    head: str
+    pool: PoolNames | None = None
+
+
+def _flax_block(norm_1: str, attention: str, norm_2: str, mlp: str) -> dict[str, str | tuple[str, ...]]:
+    return {
+        "attention_norm": norm_1, "qkv": tuple(f"{attention}/{part}" for part in ("query", "key", "value")),
+        "out": f"{attention}/out", "mlp_norm": norm_2, "up": f"{mlp}/Dense_0", "down": f"{mlp}/Dense_1",
+    }  # fmt: skip
+
+
+# Flax numbered the modules of a block in one row ("pre-Linen", every released file), later by class ("Linen").
+_PRE_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
+_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
+_FLAX = {
+    "flax": True, "class_token": "cls", "positions": "Transformer/posembed_input/pos_embedding", "patch": "embedding",
+    "block": "Transformer/encoderblock_{}/", "norm": "Transformer/encoder_norm", "representation": "pre_logits",
+    "head": "head",
+}  # fmt: skip
+_MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
+_BIG_VISION_POOL = PoolNames(
+    "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out", "MAPHead_0/LayerNorm_0",
+    "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
+)  # fmt: skip
+_HUGGINGFACE = {
+    "flax": False, "class_token": "embeddings.cls_token", "positions": "embeddings.position_embeddings",
+    "patch": "embeddings.patch_embeddings.projection", "block": "encoder.layer.{}.",
+    "qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    "out": "attention.output.dense", "norm": "layernorm", "representation": "pooler.dense", "head": "classifier",
+}  # fmt: skip
+
+NAMES = {
+    "released": Names(**_FLAX, **_PRE_LINEN),  # type: ignore[arg-type]
+    "linen": Names(**_FLAX, **_LINEN),  # type: ignore[arg-type]
+    "big_vision": Names(**{**_FLAX, "positions": "pos_embedding"}, **_LINEN, pool=_BIG_VISION_POOL),  # type: ignore[arg-type]
+    "timm": Names(
+        flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
+        attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
+        norm="norm", representation="pre_logits.fc", head="head",
+        pool=PoolNames(
+            "attn_pool.latent", "attn_pool.q", ("attn_pool.kv",), "attn_pool.proj", "attn_pool.norm",
+            "attn_pool.mlp.fc1", "attn_pool.mlp.fc2",
+        ),
+    ),
+    "huggingface": Names(
+        **_HUGGINGFACE, attention_norm="layernorm_before", mlp_norm="layernorm_after", up="intermediate.dense",  # type: ignore[arg-type]
+        down="output.dense",
+    ),
+    "dinov2": Names(
+        **_HUGGINGFACE, attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",  # type: ignore[arg-type]
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the tensors do not say: from the file beside them, else as their project computes."""
+
+    gelu: Gelu
+    layer_norm_eps: float = 1e-6
+    num_heads: int | None = None  # None: as in the tensors, or of the size that they are known by
+    image_size: tuple[int, int] | None = None  # None: the grid is square
+    without_table: Literal["none", "sincos2d"] | None = None  # positions of a file that has none; None: refused
+
+
+def vit_entries(config: ViTConfig, names: Names) -> Entries:
+    """Every tensor of a ViT of this configuration, in a file that has these names."""
+    entries = Entries(names.flax)
+    D, M, K, P = (config.width,), (config.mlp_width,), (config.num_classes,), config.patch_size
+    heads = (config.num_heads, config.head_dim) if names.flax else D
+
+    channels = 3 if config.stem is None else resnets.add_stem(entries, config.stem)
+    if config.pool == "token":
+        entries.table(names.class_token, "class_token", 1, 1, *D)
+    entries.conv(names.patch, "patch_embedding", channels, config.width, P, bias=True)
+    if config.positions == "learned":
+        entries.table(names.positions, "positions", 1, config.num_tokens, *D)
+
+    for i in range(config.depth):
+        key, name = names.block.format(i), f"blocks.{i}"
+        entries.norm(key + names.attention_norm, f"{name}.attention_norm", config.width)
+        for part in names.qkv:
+            outputs = (3 * config.width,) if len(names.qkv) == 1 else heads
+            entries.dense(key + part, f"{name}.attention.qkv", D, outputs)
+        entries.dense(key + names.out, f"{name}.attention.out", heads, D)
+        entries.norm(key + names.mlp_norm, f"{name}.mlp_norm", config.width)
+        entries.dense(key + names.up, f"{name}.mlp.up", D, M)
+        entries.dense(key + names.down, f"{name}.mlp.down", M, D)
+
+    entries.norm(names.norm, "norm", config.width)
+    if config.pool == "map":
+        assert names.pool is not None, "the caller refuses pools that the file cannot hold"
+        entries.table(names.pool.probe, "pool.probe", 1, 1, *D)
+        entries.dense(names.pool.query, "pool.query", D, heads)
+        for part in names.pool.key_value:
+            outputs = (2 * config.width,) if len(names.pool.key_value) == 1 else heads
+            entries.dense(part, "pool.key_value", D, outputs)
+        entries.dense(names.pool.out, "pool.out", heads, D)
+        entries.norm(names.pool.norm, "pool.mlp_norm", config.width)
+        entries.dense(names.pool.up, "pool.mlp.up", D, M)
+        entries.dense(names.pool.down, "pool.mlp.down", M, D)
+    if config.representation:
+        entries.dense(names.representation, "representation", D, D)
+    if config.num_classes:
+        entries.dense(names.head, "head", D, K)
+    return entries
+
+
+def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
+    """Sizes from the tensors. What they leave contradictory, reading the entries finds afterwards."""
+
+    def shape(key: str, pattern: str) -> tuple[int, ...]:
+        if key not in tensors:
+            raise UserError(f'"{key}" {pattern} is missing; is this a ViT?')
+        found = tuple(tensors[key].shape)
+        if len(found) != len(pattern.split(",")):
+            raise UserError(f'"{key}" should be {pattern}, but is {found}.')
+        return found
+
+    def outputs(key: str, flax_pattern: str, torch_pattern: str) -> int:
+        """Of a dense layer."""
+        if names.flax:
+            return shape(f"{key}/kernel", flax_pattern)[-1]
+        return shape(f"{key}.weight", torch_pattern)[0]
+
+    def has(key: str) -> bool:
+        return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & tensors.keys())
+
+    if names.flax:
+        patch_size, _, _, width = shape(f"{names.patch}/kernel", "(P, P, 3, D)")
+    else:
+        width, _, patch_size, _ = shape(f"{names.patch}.weight", "(D, 3, P, P)")
+    stem = resnets.find_stem(tensors)
+    has_pool = names.pool is not None and names.pool.probe in tensors
+    first = names.block.format(0)
+    has_table = names.positions in tensors or facts.without_table is None
+    rows = shape(names.positions, "(1, 1 + N, D)")[1] if has_table else None
+    has_token = names.class_token in tensors
+    if names.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
+        has_token = True  # and it is missing, as the check of all tensors will say
+    depth = len({match[1] for key in tensors if (match := re.match(_block_pattern(names), key))})
+    mlp_width = outputs(first + names.up, "(D, M)", "(M, D)")
+    if names.flax:
+        num_heads = _heads_apart(tensors, names, width)
+    else:
+        num_heads = facts.num_heads or _usual_heads(width, depth, mlp_width)
+    return ViTConfig(
+        width=width,
+        depth=depth,
+        mlp_width=mlp_width,
+        num_heads=num_heads,
+        patch_size=patch_size,
+        image_size=_image_size(facts.image_size, pixels_of_patch(patch_size, stem), names.positions, rows, has_token),
+        num_classes=outputs(names.head, "(D, K)", "(K, D)") if has(names.head) else 0,
+        representation=has(names.representation),
+        gelu=facts.gelu,
+        pool="map" if has_pool else "token" if has_token else "gap",
+        positions="learned" if rows is not None else facts.without_table or "none",
+        stem=stem,
+        layer_norm_eps=facts.layer_norm_eps,
+    )
+
+
+def pixels_of_patch(patch_size: int, stem: tuple[int, ...] | None) -> int:
+    """Side in pixels of what a token stands for."""
+    return patch_size * (1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0))
+
+
+def _block_pattern(names: Names) -> str:
+    before, after = names.block.split("{}")
+    return re.escape(before) + r"(\d+)" + re.escape(after)
+
+
+def _heads_apart(tensors: Tensors, names: Names, width: int) -> int:
+    """Flax keeps the heads apart."""
+    query = f"{names.block.format(0)}{names.qkv[0]}/kernel"
+    if query not in tensors or tensors[query].ndim != 3 or math.prod(tensors[query].shape[1:]) != width:
+        found = f"is {tuple(tensors[query].shape)}" if query in tensors else "is missing"
+        raise UserError(f'"{query}" should be (D, H, D/H) with D = {width}, but {found}.')
+    return tensors[query].shape[1]
+
+
+def _usual_heads(width: int, depth: int, mlp_width: int) -> int:
+    """Torch keeps the heads together: their number is known by the sizes that have a name."""
+    for variant in VARIANTS.values():
+        if (variant.width, variant.depth, variant.mlp_width) == (width, depth, mlp_width):
+            return variant.num_heads
+    raise UserError(
+        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is no size that "
+        'we know. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
+    )
+
+
+def _image_size(
+    told: tuple[int, int] | None, cell: int, table: str, rows: int | None, has_token: bool
+) -> tuple[int, int]:
+    """(height, width) in pixels, from a patch's side and the rows of the table; without a table as told, else 224."""
+    patches = 0 if rows is None else rows - has_token
+    if told is not None and (rows is None or math.prod(side // cell for side in told) == patches):
+        return told
+    if rows is None:
+        return 224 // cell * cell, 224 // cell * cell
+    side = math.isqrt(max(patches, 0))
+    if side == 0 or side * side != patches:
+        token = "a class token and " if has_token else ""
+        raise UserError(f'"{table}" has {rows} rows, which is not {token}a square grid of patches.')
+    return side * cell, side * cell

@@ -1,0 +1,159 @@
+"""The official `.npz` weights, in and out.
+
+    released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, modules of a block in one row
+    linen        the same as its code holds them in memory, modules numbered by class
+    big_vision   google-research/big_vision: positions without the class token's, attention pooling, blocks that may be
+                 stacked in one array, and a prefix: params/, params/img/ or opt/target/
+    bit          google-research/big_transfer
+
+names.py and resnets.py say what each calls its tensors. What these projects compute: tanh GELU, LayerNorm's eps 1e-6.
+"""
+
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.model.convert.entries import Entries
+from pipeline.model.convert.names import NAMES, Facts, find_config, vit_entries
+from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
+from pipeline.model.resnet import ResNet
+from pipeline.model.variants import Config, Gelu
+from pipeline.model.vit import VisionTransformer
+
+Layout = Literal["released", "linen", "big_vision", "bit"]
+Arrays = Mapping[str, np.ndarray]
+
+PREFIXES = ("params/img/", "params/", "opt/target/")
+TABLE = "Transformer/posembed_input/pos_embedding"
+
+
+def read_npz(path: str | os.PathLike[str], gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
+    """Read official weights: -> (configuration found in the tensors, fp32 state of the model, what was assumed).
+
+    Positions must be of a square grid. gelu: "tanh" is what the official code computes. The image size of a BiT, and of
+    big_vision's sine-cosine positions, is in no file: 224. Raises UserError naming the path, the key, and the expected
+    and found shapes.
+    """
+    arrays = _read_arrays(path)
+    try:
+        return from_npz(arrays, gelu)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
+    """As read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
+    tensors, notes = _normalised({key: _tensor(key, array) for key, array in arrays.items()})
+    if is_bit(tensors):
+        notes.append("BiT's files do not tell the image size: taken as 224")
+        bit = find_bit(tensors, (224, 224))
+        return bit, bit_entries(bit, flax=True).read(tensors), notes
+    layout = _layout(tensors)
+    facts = Facts(gelu, without_table="sincos2d" if layout == "big_vision" else None)
+    if layout == "big_vision":
+        notes += _give_class_token_a_place(tensors)
+    config = find_config(tensors, NAMES[layout], facts)
+    if config.positions == "sincos2d":
+        notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
+    return config, vit_entries(config, NAMES[layout]).read(tensors), notes
+
+
+def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
+    """The model's weights as the official files hold them: key -> fp32 array, ready for np.savez(path, **arrays).
+
+    layout: None is the one that can hold the model: bit, released where there is a class token, else big_vision.
+    Raises UserError for a model that those files cannot hold.
+    """
+    if isinstance(model, ResNet):
+        return _arrays(bit_entries(model.config, flax=True), dict(model.state_dict()))
+    layout = layout or ("released" if model.config.pool == "token" else "big_vision")
+    is_big_vision = layout == "big_vision"
+    config, state = as_plain(
+        model,
+        f"an .npz of layout {layout}",
+        pools=("token", "gap", "map") if is_big_vision else ("token",),
+        hybrids=not is_big_vision,
+        representation=True,
+    )
+    arrays = _arrays(vit_entries(config, NAMES[layout]), state)
+    if not is_big_vision:
+        return arrays
+    if config.pool == "token":  # its positions are added before the class token comes
+        positions = arrays["pos_embedding"]
+        arrays |= {"cls": arrays["cls"] + positions[:, :1], "pos_embedding": positions[:, 1:].copy()}
+    return {f"params/{key}": array for key, array in arrays.items()}
+
+
+def _arrays(entries: Entries, state: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    return {key: tensor.numpy() for key, tensor in entries.write(state).items()}
+
+
+def _normalised(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors under the names of names.py; and what that took."""
+    notes = []
+    prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
+    if prefix:
+        kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        if others := len(tensors) - len(kept):
+            notes.append(f"{others} arrays outside of {prefix} are left out: no part of this model")
+        tensors = kept
+    # Some BiT files number their convolutions.
+    tensors = {re.sub(r"(standardized_conv2d)_\d+", r"\1", key): tensor for key, tensor in tensors.items()}
+    # Older norms have an axis for each of the image's.
+    for key, tensor in tensors.items():
+        if key.rpartition("/")[2] in ("scale", "bias", "gamma", "beta") and tensor.shape[:-1] == (1, 1, 1):
+            tensors[key] = tensor.flatten()
+    stacked = "Transformer/encoderblock/"
+    for key in [key for key in tensors if key.startswith(stacked)]:
+        for i, tensor in enumerate(tensors.pop(key)):
+            tensors[f"Transformer/encoderblock_{i}/{key.removeprefix(stacked)}"] = tensor
+    return tensors, notes
+
+
+def _layout(tensors: dict[str, Tensor]) -> Layout:
+    parts = {part for key in tensors for part in key.split("/")}
+    if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
+        return "released"
+    return "linen" if TABLE in tensors else "big_vision"
+
+
+def _give_class_token_a_place(tensors: dict[str, Tensor]) -> list[str]:
+    """big_vision adds positions before the class token comes: nothing is added to it."""
+    table = tensors.get("pos_embedding")
+    if "cls" not in tensors or table is None or table.ndim != 3:
+        return []
+    tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+    return ["the class token has no position in the file: zeros"]
+
+
+def _tensor(key: str, array: np.ndarray) -> Tensor:
+    if array.dtype == np.dtype("V2"):  # how numpy, which has none, keeps bfloat16
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    if array.dtype.kind not in "fiu":
+        raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
+    return torch.from_numpy(array)
+
+
+def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    try:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise UserError(f"{path}: holds one array, not an .npz of named arrays.")
+        with file:
+            return {key: file[key] for key in file.files}
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file.") from error
+    # A damaged zip can raise any of these, depending on the byte that is wrong; numpy raises ValueError for pickles.
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, KeyError, NotImplementedError) as error:
+        raise UserError(f"{path}: not a readable .npz ({error}). Fetch it again and compare its size.") from error

@@ -1,0 +1,336 @@
+"""State dicts of timm, Hugging Face and DINOv2, in and out, with the configuration files that lie beside them.
+
+What these projects compute: erf GELU unless they say otherwise; LayerNorm's eps 1e-6, Hugging Face's ViT 1e-12.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.model.convert import preprocessing
+from pipeline.model.convert.names import NAMES, Facts, find_config, pixels_of_patch, vit_entries
+from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.preprocessing import Json, Preprocessing
+from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
+from pipeline.model.resnet import ResNet
+from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig
+from pipeline.model.vit import VisionTransformer
+
+GELUS: dict[str, Gelu] = {
+    "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+}  # fmt: skip
+
+# What these projects' ViTs have and ours does not: in a key -> why not.
+FOREIGN = {
+    "register_tokens": "register tokens",
+    "reg_token": "register tokens",
+    "dist_token": "a distillation token",
+    "distillation_token": "a distillation token",
+    "fc_norm.": "a norm after pooling (fc_norm); ours is before it",
+    "mlp.w12.": "a SwiGLU MLP",
+    "mlp.weights_in.": "a SwiGLU MLP",
+    "norm_pre.": "a norm before the blocks",
+}
+
+# Hugging Face's own names since transformers 5; its files keep the earlier ones.
+_NEW_NAMES = [
+    (r"^layers\.(\d+)\.", r"encoder.layer.\1."), (r"attention\.([qkv])_proj\.", r"attention.attention.\1."),
+    (r"attention\.attention\.q\.", "attention.attention.query."), (r"attention\.attention\.k\.", "attention.attention.key."),
+    (r"attention\.attention\.v\.", "attention.attention.value."), (r"attention\.o_proj\.", "attention.output.dense."),
+]  # fmt: skip
+_NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # of its ViT, not of its DINOv2
+
+# LayerScale: how its factors are called, and the layer whose outputs they scale.
+_LAYER_SCALES = [
+    (r"(blocks\.\d+\.)(?:ls1\.gamma|gamma_1)", "attn.proj"),
+    (r"(blocks\.\d+\.)(?:ls2\.gamma|gamma_2)", "mlp.fc2"),
+    (r"(encoder\.layer\.\d+\.)layer_scale1\.lambda1", "attention.output.dense"),
+    (r"(encoder\.layer\.\d+\.)layer_scale2\.lambda1", "mlp.fc2"),
+]
+
+# Sizes and patch sides, or a hybrid's stem, under which timm knows a model.
+_TIMM_NAMES = {
+    ("Ti", 16): "tiny", ("S", 16): "small", ("S", 32): "small", ("B", 8): "base", ("B", 16): "base", ("B", 32): "base",
+    ("L", 16): "large", ("L", 32): "large", ("H", 14): "huge", ("g", 14): "giant", ("G", 14): "gigantic",
+}  # fmt: skip
+_TIMM_HYBRIDS = {
+    (): "vit_tiny_r_s16_p8_224", (2, 2, 2, 2): "vit_small_r26_s32_224", (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}  # fmt: skip
+_TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The configuration files that lie beside weights, as plain data; {} where there is none."""
+
+    config: Json = field(default_factory=dict)  # config.json
+    processor: Json = field(default_factory=dict)  # preprocessor_config.json
+
+
+def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    """-> (configuration, fp32 state that shares no memory, extra: what of classes, preprocessing, notes is known).
+
+    Raises UserError naming the key and the shapes, or what such a model has that ours does not.
+    """
+    tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
+    for key in tensors:
+        for part, what in FOREIGN.items():
+            if part in key:
+                raise UserError(f'it has {what} ("{key}"), which our ViT has not.')
+    if "patch_embed.proj.weight" in tensors or is_bit(tensors):
+        return _from_timm(tensors, beside.config)
+    if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in tensors):
+        return _from_huggingface(tensors, beside)
+    some = ", ".join(sorted(tensors)[:3]) or "nothing"
+    raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
+
+
+def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    args, cfg = config.get("model_args", {}), config.get("pretrained_cfg", {})
+    extra: dict[str, Any] = {"notes": []}
+    notes = extra["notes"]
+    if config.get("label_names"):
+        extra["classes"] = list(config["label_names"])
+    images = preprocessing.from_timm(cfg)
+    size = _pair(args.get("img_size") or images.view.get("image_size"))
+    if is_bit(tensors):
+        notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
+        bit = find_bit(tensors, size or (224, 224))
+        _refuse_normalisation(images)
+        return bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images)
+
+    pool = args.get("global_pool", config.get("global_pool", "token"))
+    if pool not in ("token", "map") and "cls_token" in tensors:
+        raise UserError(f"its head reads global_pool = {pool} beside a class token; ours reads one or the other.")
+    scaled = _simplify(tensors, notes)
+    if "cls_token" in tensors and _has_no_class_row(tensors, size):
+        table = tensors["pos_embed"]
+        tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+        notes.append("the class token has no position in the file: zeros")
+    if scaled and not cfg:
+        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
+        notes.append(
+            "LayerScale and no config.json: images taken as normalised by ImageNet's mean, as DINOv2 and DeiT III"
+        )
+    facts = Facts(
+        _gelu(args.get("act_layer") or "gelu"), num_heads=args.get("num_heads"), image_size=size,
+        without_table="none" if args.get("pos_embed") in ("none", "") else None,
+    )  # fmt: skip
+    return _read(tensors, "timm", facts, images, extra)
+
+
+def _from_huggingface(tensors: dict[str, Tensor], beside: Beside) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    prefix = next(k for k in tensors if k.endswith("embeddings.patch_embeddings.projection.weight"))
+    prefix = prefix.removesuffix("embeddings.patch_embeddings.projection.weight")
+    tensors = {_earlier_name(key.removeprefix(prefix), _NEW_NAMES): tensor for key, tensor in tensors.items()}
+    kind = "dinov2" if "encoder.layer.0.norm1.weight" in tensors else "huggingface"
+    if kind == "huggingface":
+        tensors = {_earlier_name(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
+    config = beside.config
+    extra: dict[str, Any] = {"notes": []}
+    notes = extra["notes"]
+    if not config:
+        notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
+    scaled = _simplify(tensors, notes)
+    if tensors.pop("embeddings.mask_token", None) is not None:
+        notes.append("the mask token, of pre-training alone, is left out")
+    head, norm = tensors.get("classifier.weight"), tensors.get("layernorm.weight")
+    if kind == "dinov2" and head is not None and norm is not None and head.shape[-1] == 2 * len(norm):
+        raise UserError("its head reads the class token and the mean of patches; ours reads one or the other.")
+    if config.get("pooler_act", "tanh") != "tanh":
+        raise UserError(f"its pooler computes {config['pooler_act']}; ours computes tanh.")
+    if names := _class_names(config):
+        extra["classes"] = names
+    images = preprocessing.from_huggingface(beside.processor)
+    if scaled and not beside.processor:
+        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
+        notes.append("LayerScale and no preprocessor_config.json: images taken as normalised by ImageNet's mean")
+    eps = config.get("layer_norm_eps", 1e-6 if kind == "dinov2" else 1e-12)
+    gelu = _gelu(config.get("hidden_act", "gelu"))
+    facts = Facts(gelu, eps, config.get("num_attention_heads"), _pair(config.get("image_size")))
+    return _read(tensors, kind, facts, images, extra)
+
+
+def _read(
+    tensors: dict[str, Tensor], kind: str, facts: Facts, images: Preprocessing, extra: dict[str, Any]
+) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    config = find_config(tensors, NAMES[kind], facts)
+    state = vit_entries(config, NAMES[kind]).read(tensors)
+    if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
+        if config.stem is not None:
+            _refuse_normalisation(images)
+        weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
+        preprocessing.fold_normalisation(weight, bias, images.mean, images.std)
+        extra["notes"].append(
+            f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding"
+        )
+    return config, state, _with_view(extra, images)
+
+
+def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
+    """Rewrite in place what is ours in other words: LayerScale, and q, k, v without biases. -> whether it had the first."""
+    folded = 0
+    for pattern, layer in _LAYER_SCALES:
+        for key in [key for key in tensors if re.fullmatch(pattern, key)]:
+            name = re.sub(pattern, rf"\1{layer}", key)
+            factors = tensors.pop(key)
+            if {f"{name}.weight", f"{name}.bias"} - tensors.keys() or factors.shape != tensors[f"{name}.bias"].shape:
+                raise UserError(f'"{key}" {tuple(factors.shape)} has no "{name}" of its size to scale.')
+            scale = factors.double()
+            tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].double() * scale[:, None]).float()
+            tensors[f"{name}.bias"] = (tensors[f"{name}.bias"].double() * scale).float()
+            folded += 1
+    if folded:
+        notes.append(f"LayerScale's {folded} tensors folded into the layers that they scale")
+    if tensors.pop("mask_token", None) is not None:
+        notes.append("the mask token, of pre-training alone, is left out")
+    kernels = [key for key in tensors if re.search(r"attn\.qkv\.weight$|attention\.(query|key|value)\.weight$", key)]
+    biases = [key.removesuffix("weight") + "bias" for key in kernels]
+    if kernels and not any(bias in tensors for bias in biases):
+        for kernel, bias in zip(kernels, biases, strict=True):
+            tensors[bias] = torch.zeros(tensors[kernel].shape[0])
+        notes.append("query, key and value have no biases in the file: zeros")
+    return folded > 0
+
+
+def to_timm(
+    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """-> (state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
+
+    Raises UserError for a model that timm does not have.
+    """
+    if isinstance(model, ResNet):
+        tensors = bit_entries(model.config, flax=False).write(model.state_dict())
+    else:
+        config, state = as_plain(model, "timm's ViT", ("token", "gap", "map"), hybrids=True, representation=False)
+        tensors = vit_entries(config, NAMES["timm"]).write(state)
+    architecture, args = timm_architecture(model.config)
+    found = {
+        "architecture": architecture,
+        "num_classes": model.config.num_classes,
+        "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
+        "model_args": args,
+        "pretrained_cfg": {
+            **preprocessing.to_timm(view, model.config.image_size), "num_classes": model.config.num_classes,
+            "custom_load": False,
+        },
+    }  # fmt: skip
+    return tensors, {**found, **({"label_names": classes} if classes else {})}
+
+
+def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
+    """(a name that timm knows, the arguments that make it this model). Raises UserError for what timm does not have."""
+    if isinstance(config, ResNetConfig):
+        layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
+        if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
+            known = ", ".join(_TIMM_BITS)
+            raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
+        return f"resnetv2_{name}_bit", {}
+    D, M = config.width, config.mlp_width
+    args: dict[str, Any] = {
+        "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
+        "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
+    }  # fmt: skip
+    if config.gelu == "tanh":
+        args["act_layer"] = "gelu_tanh"
+    if config.pool != "token":
+        args |= {"class_token": False, "global_pool": "avg" if config.pool == "gap" else "map", "fc_norm": False}
+    if config.stem is not None:
+        if config.stem not in _TIMM_HYBRIDS:
+            raise UserError(
+                f"timm has no hybrid whose ResNet has units {config.stem}; format = safetensors can hold it."
+            )
+        return _TIMM_HYBRIDS[config.stem], args
+    for (letter, patch), size in _TIMM_NAMES.items():
+        if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
+            return f"vit_{size}_patch{patch}_224", args
+    return "vit_base_patch16_224", args  # the arguments say what it is
+
+
+def to_huggingface(
+    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """-> (state dict, config.json, preprocessor_config.json) of a ViTForImageClassification, or without a head a ViTModel.
+
+    Without a head the representation layer is its pooler. Raises UserError for a model that it cannot hold.
+    """
+    if isinstance(model, ResNet):
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
+    has_head = model.config.num_classes > 0
+    config, state = as_plain(model, "Hugging Face's ViT", ("token",), hybrids=False, representation=not has_head)
+    prefix = "vit." if has_head else ""
+    tensors = {
+        key if key.startswith("classifier.") else f"{prefix}{key}": tensor
+        for key, tensor in vit_entries(config, NAMES["huggingface"]).write(state).items()
+    }
+    names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
+    height, width = config.image_size
+    found = {
+        "architectures": ["ViTForImageClassification" if has_head else "ViTModel"], "model_type": "vit",
+        "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width, "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu",
+        "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
+        "patch_size": config.patch_size, "num_channels": 3, "qkv_bias": True, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    if has_head:
+        found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size)
+
+
+def _earlier_name(key: str, renames: list[tuple[str, str]]) -> str:
+    for pattern, replacement in renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _gelu(name: str) -> Gelu:
+    if name not in GELUS:
+        raise UserError(f"its MLP computes {name}; ours computes {' or '.join(GELUS)}.")
+    return GELUS[name]
+
+
+def _class_names(config: Json) -> list[str] | None:
+    """By number; None where they are Hugging Face's placeholders."""
+    labels = {int(number): str(name) for number, name in config.get("id2label", {}).items()}
+    names = [labels.get(i, "") for i in range(len(labels))]
+    return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
+
+
+def _has_no_class_row(tensors: dict[str, Tensor], told: tuple[int, int] | None) -> bool:
+    """Whether timm's positions are of the patches alone: as the image size tells, else where they are a square."""
+    table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
+    if table is None or table.ndim != 3 or kernel.ndim != 4:
+        return False
+    rows, side = table.shape[1], pixels_of_patch(kernel.shape[-1], find_stem(tensors))
+    if told is not None and rows - (patches := (told[0] // side) * (told[1] // side)) in (0, 1):
+        return rows == patches
+    return rows > 1 and math.isqrt(rows) ** 2 == rows
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)
+
+
+def _with_view(extra: dict[str, Any], images: Preprocessing) -> dict[str, Any]:
+    return {**extra, "preprocessing": images.view} if images.view else extra
+
+
+def _refuse_normalisation(images: Preprocessing) -> None:
+    if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
+        raise UserError(
+            f"its images have mean {images.mean} and deviation {images.std}, which a ResNet's padding does not let fold "
+            "into its kernels; only 0.5 and 0.5 can be read."
+        )

@@ -1,0 +1,135 @@
+"""Weights files: where they lie, opened without running anything in them, and written whole or not at all."""
+
+import importlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.model.convert.state_dicts import Beside
+
+WAY_OUT = "Use the checkpoint before it, or fetch the file again."
+# As Hugging Face and timm call them; config.json beside them is theirs.
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+# Where training scripts put the state dict in what they save.
+_WRAPPERS = ("state_dict", "model")
+
+
+def find_file(path: Path) -> Path:
+    """The weights file of a file, a checkpoint folder, a run folder, or a folder of Hugging Face or timm."""
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder.")
+    for name in ("model.pt", *_HUB_FILES):
+        if (path / name).is_file():
+            return path / name
+    pointer = path / "checkpoints" / "latest"
+    if not pointer.is_file():
+        raise UserError(
+            f"{path}: holds neither model.pt nor checkpoints/latest, nor {' nor '.join(_HUB_FILES)} (in one file). "
+            "Name a checkpoint, a run, or a file."
+        )
+    name = pointer.read_text().strip()
+    file = path / "checkpoints" / name / "model.pt"
+    if not name or not file.is_file():
+        raise UserError(f'{pointer}: names "{name}", but {file} is not there. Name another checkpoint folder.')
+    return file
+
+
+def beside(path: Path) -> Beside:
+    """The configuration files beside a file that Hugging Face or timm named."""
+    if path.name not in _HUB_FILES:
+        return Beside()
+    return Beside(*(_read_json(path.with_name(name)) for name in ("config.json", "preprocessor_config.json")))
+
+
+def open_torch(path: Path) -> Any:
+    """What torch.save wrote, plain data and tensors only. Raises UserError for a damaged file, or one with more in it."""
+    try:
+        # torch.load does not compare checksums: a flipped bit would become a wrong weight. Old files are no zips.
+        damaged = None
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # Whatever a damaged file makes of its reader.
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path}: not a readable weights file ({reason}). {WAY_OUT}") from error
+    if damaged:
+        raise UserError(f'{path}: damaged, the checksum of "{damaged}" is wrong. {WAY_OUT}')
+    return content
+
+
+def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
+    """The tensors by name in what a training script saved, or None."""
+    if isinstance(content, Mapping):
+        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), content)
+        if inner and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in inner.items()):
+            return inner
+    return None
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors by name, the file's own metadata)."""
+    library = optional("safetensors", f"to read {path}")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict
+    except (library.SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable .safetensors ({error}). {WAY_OUT}") from error
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """As transformers and timm read them; whole or not at all."""
+    library = optional("safetensors.torch", f"to write {path}")
+    content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
+    write_whole(path, lambda file: file.write(content))
+
+
+def optional(name: str, purpose: str) -> ModuleType:
+    """Import a package that is not everyone's. Raises UserError when it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(f"{package} is needed {purpose}: pip install {package}.") from error
+
+
+def write_whole(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file by way of a hidden one, flushed and then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)  # the rename itself
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}).") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,350 @@
+"""The official .npz beyond the released ViT: big_vision's, hybrids', BiT's; each against formulae on the file's arrays."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.errors import UserError
+from pipeline.model import create, load, read_weights, save, to_npz
+
+D, GRID, HEADS = 16, 4, 4
+TABLE = "Transformer/posembed_input/pos_embedding"
+MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
+
+
+def logits(model, images):
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(images).float().permute(0, 3, 1, 2)).double().numpy()
+
+
+def write(folder, arrays):
+    np.savez(folder / "weights.npz", **arrays)
+    return folder / "weights.npz"
+
+
+def state_of(model):
+    return model.state_dict()
+
+
+def same(model, other):
+    return model.config == other.config and all(
+        torch.equal(a, b) for a, b in zip(state_of(model).values(), state_of(other).values(), strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- big_vision
+
+
+def big_vision(random_arrays, pool):
+    """A file's arrays, without prefix; positions are of the patches alone."""
+    rng = np.random.default_rng(5)
+    arrays = random_arrays("linen")
+    arrays["pos_embedding"] = arrays.pop(TABLE)[:, 1:]
+    if pool != "token":
+        del arrays["cls"]
+    if pool == "map":
+        arrays["MAPHead_0/probe"] = rng.normal(0, 0.5, (1, 1, D))
+        for part in ("query", "key", "value"):
+            arrays[f"{MAP}/{part}/kernel"] = rng.normal(0, 0.5, (D, HEADS, D // HEADS))
+            arrays[f"{MAP}/{part}/bias"] = rng.normal(0, 0.5, (HEADS, D // HEADS))
+        arrays[f"{MAP}/out/kernel"] = rng.normal(0, 0.5, (HEADS, D // HEADS, D))
+        for dense in ("MlpBlock_0/Dense_0", "MlpBlock_0/Dense_1"):
+            arrays[f"MAPHead_0/{dense}/kernel"] = rng.normal(0, 0.5, (D, D))
+        for bias in ("MultiHeadDotProductAttention_0/out", "LayerNorm_0", "MlpBlock_0/Dense_0", "MlpBlock_0/Dense_1"):
+            arrays[f"MAPHead_0/{bias}/bias"] = rng.normal(0, 0.5, D)
+        arrays["MAPHead_0/LayerNorm_0/scale"] = rng.normal(1, 0.5, D)
+    return {key: array.astype(np.float32) for key, array in arrays.items()}
+
+
+def as_equations_take_it(arrays):
+    """With the table where vision_transformer has it, zero at the class token."""
+    arrays = dict(arrays)
+    table = arrays.pop("pos_embedding")
+    arrays[TABLE] = np.concatenate([np.zeros((1, int("cls" in arrays), D)), table], axis=1)
+    return arrays
+
+
+def stacked(arrays):
+    """Blocks in one array, as big_vision's scan=True."""
+    first, kept = "Transformer/encoderblock_0/", {k: a for k, a in arrays.items() if "encoderblock" not in k}
+    for key in [key for key in arrays if key.startswith(first)]:
+        kept[key.replace("_0/", "/", 1)] = np.stack([arrays[key], arrays[key.replace("_0/", "_1/", 1)]])
+    return kept
+
+
+@pytest.mark.parametrize("pool", ["token", "gap", "map"])
+@pytest.mark.parametrize("prefix", ["", "params/", "params/img/", "opt/target/"])
+def test_big_visions_logits_are_those_of_the_equations(tmp_path, random_arrays, equations, images, pool, prefix):
+    arrays = big_vision(random_arrays, pool)
+    expected = equations(as_equations_take_it(arrays), images, layout="linen")
+    in_file = stacked(arrays) if prefix == "params/img/" else arrays
+    model = load(write(tmp_path, {prefix + key: array for key, array in in_file.items()}))
+    assert model.config.pool == pool
+    np.testing.assert_allclose(logits(model, images), expected, atol=2e-5)
+
+
+SLIPS = {
+    "pos_embedding": lambda a: a.reshape(1, GRID, GRID, D).swapaxes(1, 2).reshape(a.shape),
+    "MAPHead_0/probe": lambda a: a[..., ::-1],
+    f"{MAP}/query/kernel": lambda a: a.transpose(0, 2, 1),
+    f"{MAP}/key/kernel": lambda a: a.transpose(0, 2, 1),
+    f"{MAP}/value/kernel": lambda a: a.reshape(D, D).T.reshape(a.shape),
+    f"{MAP}/query/bias": lambda a: a.T,
+    f"{MAP}/value/bias": lambda a: a.T,
+    f"{MAP}/out/kernel": lambda a: a.transpose(1, 0, 2),
+    "MAPHead_0/MlpBlock_0/Dense_0/kernel": lambda a: a.T,
+    "MAPHead_0/MlpBlock_0/Dense_1/kernel": lambda a: a.T,
+    "Transformer/encoderblock_1/MlpBlock_0/Dense_0/kernel": lambda a: a.T,
+    "embedding/kernel": lambda a: a.transpose(1, 0, 2, 3),
+}
+
+
+@pytest.mark.parametrize("key", SLIPS)
+def test_a_transposed_tensor_of_big_visions_would_be_noticed(tmp_path, random_arrays, equations, images, key):
+    arrays = big_vision(random_arrays, "map")
+    slipped = load(write(tmp_path, arrays | {key: SLIPS[key](arrays[key])}))
+    expected = equations(as_equations_take_it(arrays), images, layout="linen")
+    assert np.abs(logits(slipped, images) - expected).max() > 1e-2
+
+
+def test_what_is_assumed_of_big_visions_files_is_said(tmp_path, random_arrays):
+    arrays = {f"params/img/{key}": array for key, array in big_vision(random_arrays, "token").items()}
+    _, _, extra = read_weights(write(tmp_path, arrays | {"params/t": np.ones(1, np.float32)}))
+    assert extra["notes"] == [
+        "1 arrays outside of params/img/ are left out: no part of this model",
+        "the class token has no position in the file: zeros",
+    ]
+    del arrays["params/img/pos_embedding"]
+    config, _, extra = read_weights(write(tmp_path, arrays))
+    assert (config.positions, config.image_size) == ("sincos2d", (224, 224))
+    assert "sine-cosine" in extra["notes"][-1]
+
+
+def test_bfloat16_is_read(tmp_path, random_arrays):
+    arrays = big_vision(random_arrays, "gap")
+    halves = {key: torch.from_numpy(array).bfloat16() for key, array in arrays.items()}
+    path = write(tmp_path, {key: half.view(torch.int16).numpy().view("V2") for key, half in halves.items()})
+    rounded = write(tmp_path.parent, {key: half.float().numpy() for key, half in halves.items()})
+    assert same(load(path), load(rounded))
+
+
+def random_model(name, size=16, classes=5, **changes):
+    model = create(name, size, classes, **changes).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+SMALL = {"depth": 2, "width": 24, "num_heads": 3, "mlp_width": 40}
+HYBRID = {"stem": (1, 1), "patch_size": 1, "depth": 1, "width": 24, "num_heads": 3, "mlp_width": 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout"),
+    [
+        ("ViT-mu/4", {**SMALL, "pool": "gap"}, "big_vision"),
+        ("ViT-mu/4", {**SMALL, "pool": "map", "representation": True}, "big_vision"),
+        ("R26+S/32", HYBRID, None),
+        ("R+Ti/16", {**HYBRID, "stem": (), "patch_size": 2}, None),
+        ("BiT-R50x1", {"units": (2, 1), "width": 32}, None),
+    ],
+)
+def test_out_and_in_again_is_exact(tmp_path, name, changes, layout):
+    model = random_model(name, **changes)
+    back = load(write(tmp_path, to_npz(model, layout)), image_size=16)
+    assert same(back, model)
+
+
+def test_a_class_token_without_a_position_computes_the_same_bits(tmp_path):
+    """The first position is added to the token in the file, as forward does it here."""
+    model, images = random_model("ViT-mu/4"), torch.rand(2, 3, 16, 16)
+    arrays = to_npz(model, "big_vision")
+    assert arrays["params/pos_embedding"].shape == (1, 16, 32)
+    assert torch.equal(load(write(tmp_path, arrays)).eval()(images), model(images))
+
+
+@pytest.mark.parametrize("positions", ["learned2d", "sincos2d", "none"])
+def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_path, positions):
+    model, images = random_model("ViT-mu/4", positions=positions), torch.rand(2, 3, 16, 16)
+    back = load(write(tmp_path, to_npz(model))).eval()
+    assert back.config.positions == "learned"
+    assert torch.equal(back(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout", "message"),
+    [
+        ("ViT-mu/4", {"positions": "relative"}, None, "cannot hold relative positions"),
+        ("ViT-mu/4", {"positions_at": "blocks"}, None, "cannot hold positions that are added before every block"),
+        ("ViT-mu/4", {"patch_stride": 2}, None, "cannot hold overlapping patches"),
+        ("ViT-mu/4", {"pool": "gap"}, "released", "cannot hold pool = gap"),
+        ("R26+S/32", HYBRID, "big_vision", "cannot hold a ResNet in front"),
+        ("Axial-ViT-mu/4", {}, None, "cannot hold rows and columns attended to in turn"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused(name, changes, layout, message):
+    with pytest.raises(UserError, match=message):
+        to_npz(create(name, 16, 5, **changes), layout)
+
+
+# ---------------------------------------------------------------------- ResNets
+
+
+def rand(rng, *shape):
+    return rng.normal(0, 0.5, shape).astype(np.float32)
+
+
+def bit_arrays():
+    """A BiT of stages of 2 and 1 units, width 32, in the authors' keys; every 1 x 1 kernel that can be is square."""
+    rng, arrays = np.random.default_rng(0), {}
+
+    def conv(key, *shape):
+        arrays[f"{key}/standardized_conv2d/kernel"] = rand(rng, *shape)
+
+    def norm(key, width):
+        arrays[f"{key}/group_norm/gamma"], arrays[f"{key}/group_norm/beta"] = 1 + rand(rng, width), rand(rng, width)
+
+    conv("resnet/root_block", 7, 7, 3, 32)
+    for unit, inputs, mid in (("block1/unit01", 32, 32), ("block1/unit02", 128, 32), ("block2/unit01", 128, 64)):
+        key = f"resnet/{unit}"
+        sizes = (("a", inputs, mid, 1), ("b", mid, mid, 3), ("c", mid, 4 * mid, 1))
+        for part, read, written, side in sizes:
+            norm(f"{key}/{part}", read)
+            conv(f"{key}/{part}", side, side, read, written)
+        if unit != "block1/unit02":
+            conv(f"{key}/a/proj", 1, 1, inputs, 4 * mid)
+    norm("resnet", 256)
+    arrays["resnet/head/conv2d/kernel"], arrays["resnet/head/conv2d/bias"] = rand(rng, 1, 1, 256, 256), rand(rng, 256)
+    return arrays
+
+
+def bit_logits(arrays, images):
+    """bit_pytorch/models.py in float64, functions of the file's arrays. images: (B, H, W, 3)."""
+    w = {key: torch.from_numpy(array).double() for key, array in arrays.items()}
+
+    def conv(x, key, stride=1):
+        kernel = w[f"{key}/standardized_conv2d/kernel"].permute(3, 2, 0, 1)
+        variance, mean = torch.var_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)
+        return F.conv2d(x, (kernel - mean) / torch.sqrt(variance + 1e-10), None, stride, kernel.shape[2] // 2)
+
+    def act(x, key):
+        return F.relu(F.group_norm(x, 32, w[f"{key}/group_norm/gamma"], w[f"{key}/group_norm/beta"], 1e-5))
+
+    x = F.max_pool2d(
+        F.pad(conv(torch.from_numpy(images).permute(0, 3, 1, 2), "resnet/root_block", 2), (1, 1, 1, 1)), 3, 2
+    )
+    for unit, stride in (("block1/unit01", 1), ("block1/unit02", 1), ("block2/unit01", 2)):
+        key = f"resnet/{unit}"
+        y = act(x, f"{key}/a")
+        shortcut = conv(y, f"{key}/a/proj", stride) if f"{key}/a/proj/standardized_conv2d/kernel" in w else x
+        y = conv(y, f"{key}/a")
+        y = conv(act(y, f"{key}/b"), f"{key}/b", stride)
+        x = conv(act(y, f"{key}/c"), f"{key}/c") + shortcut
+    features = act(x, "resnet").mean((2, 3))
+    return (features @ w["resnet/head/conv2d/kernel"][0, 0] + w["resnet/head/conv2d/bias"]).numpy()
+
+
+def hybrid_arrays():
+    """A hybrid of one unit, then a ViT of one block on its 4 x 4 cells, in the released keys."""
+    rng, arrays, C = np.random.default_rng(0), {}, 256
+
+    def norm(key, width, *ones):
+        arrays[f"{key}/scale"], arrays[f"{key}/bias"] = 1 + rand(rng, *ones, width), rand(rng, *ones, width)
+
+    arrays["conv_root/kernel"] = rand(rng, 7, 7, 3, 64)
+    norm("gn_root", 64, 1, 1, 1)  # older files have the image's axes
+    for i, (side, read, written) in enumerate(((1, 64, 64), (3, 64, 64), (1, 64, C)), start=1):
+        arrays[f"block1/unit1/conv{i}/kernel"] = rand(rng, side, side, read, written)
+        norm(f"block1/unit1/gn{i}", written)
+    arrays["block1/unit1/conv_proj/kernel"] = rand(rng, 1, 1, 64, C)
+    norm("block1/unit1/gn_proj", C)
+    arrays |= {"embedding/kernel": 0.1 * rand(rng, 1, 1, C, D), "cls": rand(rng, 1, 1, D), TABLE: rand(rng, 1, 17, D)}
+    return arrays
+
+
+def stem_cells(arrays, images):
+    """vit_jax/models_resnet.py in float64: (B, H, W, 3) -> (B, h, w, C), which the patch embedding reads."""
+    w = {key: torch.from_numpy(array).double() for key, array in arrays.items()}
+
+    def conv(x, key, stride=1):
+        kernel = w[f"{key}/kernel"].permute(3, 2, 0, 1)
+        kernel = (kernel - kernel.mean((1, 2, 3), keepdim=True)) / (
+            kernel.std((1, 2, 3), keepdim=True, correction=0) + 1e-5
+        )
+        side = kernel.shape[2]
+        before = (side - stride) // 2  # "SAME" of sides that the stride divides
+        return F.conv2d(F.pad(x, (before, side - stride - before) * 2 if side > 1 else (0, 0)), kernel, None, stride)
+
+    def norm(x, key):
+        return F.group_norm(x, 32, w[f"{key}/scale"].flatten(), w[f"{key}/bias"].flatten(), 1e-6)
+
+    x = F.relu(norm(conv(torch.from_numpy(images).permute(0, 3, 1, 2), "conv_root", 2), "gn_root"))
+    x = F.max_pool2d(F.pad(x, (0, 1, 0, 1)), 3, 2)
+    unit = "block1/unit1"
+    y = F.relu(norm(conv(x, f"{unit}/conv1"), f"{unit}/gn1"))
+    y = F.relu(norm(conv(y, f"{unit}/conv2"), f"{unit}/gn2"))
+    y = norm(conv(y, f"{unit}/conv3"), f"{unit}/gn3")
+    return F.relu(y + norm(conv(x, f"{unit}/conv_proj"), f"{unit}/gn_proj")).permute(0, 2, 3, 1).numpy()
+
+
+CONV_SLIPS = {  # whatever its shape keeps: height for width, inputs for outputs
+    "bit": ["resnet/root_block", "resnet/block1/unit01/a", "resnet/block1/unit01/b", "resnet/block2/unit01/b"],
+    "hybrid": ["conv_root", "block1/unit1/conv1", "block1/unit1/conv2"],
+}
+
+
+def slipped(array):
+    return array.swapaxes(0, 1) if array.shape[0] > 1 else array.swapaxes(2, 3)
+
+
+def test_bits_file_computes_the_logits_of_its_authors_code(tmp_path, images):
+    arrays = bit_arrays()
+    expected = bit_logits(arrays, images)
+    model = load(write(tmp_path, arrays), image_size=16)
+    np.testing.assert_allclose(logits(model, images), expected, atol=1e-3)
+    for key in CONV_SLIPS["bit"]:
+        kernel = f"{key}/standardized_conv2d/kernel"
+        wrong = load(write(tmp_path, arrays | {kernel: slipped(arrays[kernel])}), image_size=16)
+        assert np.abs(logits(wrong, images) - expected).max() > 0.1, key
+    head = "resnet/head/conv2d/kernel"
+    wrong = load(write(tmp_path, arrays | {head: arrays[head].swapaxes(2, 3)}), image_size=16)
+    assert np.abs(logits(wrong, images) - expected).max() > 0.1
+    numbered = {key.replace("standardized_conv2d/", "standardized_conv2d_17/"): a for key, a in arrays.items()}
+    assert same(load(write(tmp_path, numbered), image_size=16), model)
+
+
+def test_a_hybrids_file_computes_the_logits_of_its_authors_code(tmp_path, random_arrays, equations, images):
+    """The stem by its authors' formulae; on its cells, which are patches of one pixel, the paper's equations."""
+    plain = {k: a for k, a in random_arrays().items() if k != "embedding/kernel"}
+    arrays = plain | hybrid_arrays()
+    expected = equations(arrays, stem_cells(arrays, images))
+    model = load(write(tmp_path, arrays))
+    assert (model.config.stem, model.config.image_size) == ((1,), (16, 16))
+    np.testing.assert_allclose(logits(model, images), expected, atol=1e-4)
+    for key in CONV_SLIPS["hybrid"]:
+        wrong = load(write(tmp_path, arrays | {f"{key}/kernel": slipped(arrays[f"{key}/kernel"])}))
+        assert np.abs(logits(wrong, images) - expected).max() > 1e-2, key
+
+
+def test_a_bad_resnet_file_names_the_key(tmp_path):
+    arrays = bit_arrays()
+    for key, array, message in (
+        ("resnet/group_norm/beta", None, r'"resnet/group_norm/beta" \(256,\) is missing'),
+        (
+            "resnet/block1/unit02/b/standardized_conv2d/kernel",
+            np.ones((3, 3, 31, 32), np.float32),
+            "but is .3, 3, 31, 32",
+        ),
+    ):
+        changed = {k: a for k, a in (arrays | {key: array}).items() if a is not None}
+        with pytest.raises(UserError, match=message):
+            load(write(tmp_path, changed))
+
+
+def test_our_file_holds_them_too(tmp_path):
+    model = random_model("BiT-R50x1", units=(1, 1), width=32)
+    save(model, tmp_path / "bit.pt")
+    assert same(load(tmp_path / "bit.pt"), model)

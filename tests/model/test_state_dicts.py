@@ -1,0 +1,500 @@
+"""State dicts of timm, Hugging Face and DINOv2: against formulae, and against transformers' own models."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
+from pipeline.model.convert.names import NAMES, vit_entries
+from pipeline.model.convert.resnets import bit_entries
+from pipeline.model.convert.state_dicts import timm_architecture
+from pipeline.model.files import write_safetensors
+
+D, GRID = 16, 4
+TIMM_CONFIG = {
+    "architecture": "vit_base_patch16_224",
+    "model_args": {"num_heads": 4, "img_size": 16},
+    "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 16, 16], "crop_pct": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    import transformers  # late: seconds
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def folder(path, tensors, config=None, processor=None, name="model.safetensors"):
+    """As the hub keeps them."""
+    path.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        write_safetensors({key: tensor.contiguous() for key, tensor in tensors.items()}, path / name)
+    else:
+        torch.save(tensors, path / name)
+    for content, file in ((config, "config.json"), (processor, "preprocessor_config.json")):
+        if content is not None:
+            (path / file).write_text(json.dumps(content))
+    return path
+
+
+@torch.no_grad()
+def run(model, images):
+    return model.eval()(torch.as_tensor(images).float().permute(0, 3, 1, 2))
+
+
+def grid_transposed(table):
+    """(1, 1 + N, D), rows for columns."""
+    patches = table[:, 1:].view(1, GRID, GRID, D).transpose(1, 2).reshape(1, GRID * GRID, D)
+    return torch.cat([table[:, :1], patches], dim=1)
+
+
+def slipped(tensor):
+    """The axes wrong, in a way that keeps the shape; None where there is none."""
+    if tensor.ndim == 4:
+        return tensor.transpose(2, 3)
+    if tensor.ndim == 3 and tensor.shape[1] == 1 + GRID * GRID:
+        return grid_transposed(tensor)
+    if tensor.ndim == 2 and tensor.shape[0] % tensor.shape[1] == 0:  # q, k, v may lie above one another
+        return torch.cat([part.T for part in tensor.split(tensor.shape[1])])
+    return None
+
+
+# ---------------------------------------------------------------------- timm
+
+
+def timm_tensors(arrays):
+    """Official arrays under timm's names, by the formulae of its layout and nothing of ours."""
+    a = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    tensors = {
+        "cls_token": a["cls"],
+        "pos_embed": a["Transformer/posembed_input/pos_embedding"],
+        "patch_embed.proj.weight": a["embedding/kernel"].permute(3, 2, 0, 1),
+        "patch_embed.proj.bias": a["embedding/bias"],
+        "norm.weight": a["Transformer/encoder_norm/scale"],
+        "norm.bias": a["Transformer/encoder_norm/bias"],
+        "head.weight": a["head/kernel"].T,
+        "head.bias": a["head/bias"],
+    }
+    for i in range(2):
+        block, name = f"Transformer/encoderblock_{i}", f"blocks.{i}"
+        attention, mlp = f"{block}/MultiHeadDotProductAttention_1", f"{block}/MlpBlock_3"
+        qkv = [a[f"{attention}/{part}/kernel"].reshape(D, D).T for part in ("query", "key", "value")]
+        tensors |= {
+            f"{name}.norm1.weight": a[f"{block}/LayerNorm_0/scale"],
+            f"{name}.norm1.bias": a[f"{block}/LayerNorm_0/bias"],
+            f"{name}.attn.qkv.weight": torch.cat(qkv),
+            f"{name}.attn.qkv.bias": torch.cat(
+                [a[f"{attention}/{p}/bias"].flatten() for p in ("query", "key", "value")]
+            ),
+            f"{name}.attn.proj.weight": a[f"{attention}/out/kernel"].reshape(D, D).T,
+            f"{name}.attn.proj.bias": a[f"{attention}/out/bias"],
+            f"{name}.norm2.weight": a[f"{block}/LayerNorm_2/scale"],
+            f"{name}.norm2.bias": a[f"{block}/LayerNorm_2/bias"],
+            f"{name}.mlp.fc1.weight": a[f"{mlp}/Dense_0/kernel"].T,
+            f"{name}.mlp.fc1.bias": a[f"{mlp}/Dense_0/bias"],
+            f"{name}.mlp.fc2.weight": a[f"{mlp}/Dense_1/kernel"].T,
+            f"{name}.mlp.fc2.bias": a[f"{mlp}/Dense_1/bias"],
+        }
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def timm_weights(random_arrays):
+    return timm_tensors(random_arrays(representation=False))
+
+
+def test_timms_logits_are_those_of_the_equations(tmp_path, timm_weights, random_arrays, equations, images):
+    arrays = random_arrays(representation=False)
+    model = load(folder(tmp_path, timm_weights, TIMM_CONFIG))
+    np.testing.assert_allclose(run(model, images), equations(arrays, images, "erf"), atol=2e-5)
+    tanh = {**TIMM_CONFIG, "model_args": {**TIMM_CONFIG["model_args"], "act_layer": "gelu_tanh"}}
+    model = load(folder(tmp_path, timm_weights, tanh))
+    np.testing.assert_allclose(run(model, images), equations(arrays, images, "tanh"), atol=2e-5)
+
+
+def test_a_transposed_tensor_of_timms_would_be_noticed(tmp_path, timm_weights, random_arrays, equations, images):
+    expected = equations(random_arrays(representation=False), images, "erf")
+    tried = [key for key, tensor in timm_weights.items() if slipped(tensor) is not None]
+    assert len(tried) == 2 + 4 * 2 + 1
+    for key in tried:
+        wrong = load(folder(tmp_path, timm_weights | {key: slipped(timm_weights[key])}, TIMM_CONFIG))
+        assert np.abs(run(wrong, images).numpy() - expected).max() > 1e-2, key
+
+
+def test_what_timm_says_of_images_and_classes_comes_along(tmp_path, timm_weights):
+    names = [f"n{i}" for i in range(16)]
+    _, _, extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names}))
+    assert extra["classes"] == names
+    assert extra["preprocessing"] == {
+        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "antialias"
+    }  # fmt: skip
+
+
+def test_another_mean_of_the_images_is_folded_into_the_patch_embedding(
+    tmp_path, timm_weights, equations, random_arrays
+):
+    """ImageNet's statistics: the model then reads what ours read, and computes the same."""
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    config = {**TIMM_CONFIG, "pretrained_cfg": {**TIMM_CONFIG["pretrained_cfg"], "mean": mean, "std": std}}
+    model = load(folder(tmp_path, timm_weights, config))
+    pixels = np.random.default_rng(3).uniform(0, 1, (3, 16, 16, 3))
+    expected = equations(random_arrays(representation=False), (pixels - mean) / std, "erf")
+    np.testing.assert_allclose(run(model, (pixels - 0.5) / 0.5), expected, atol=5e-5)
+
+
+def test_no_position_of_the_class_token_and_no_biases_are_zeros(
+    tmp_path, timm_weights, random_arrays, equations, images
+):
+    arrays = random_arrays(representation=False)
+    for key in arrays:
+        if "/query/bias" in key or "/key/bias" in key or "/value/bias" in key:
+            arrays[key] = np.zeros_like(arrays[key])
+    arrays["Transformer/posembed_input/pos_embedding"][:, 0] = 0
+    tensors = {key: tensor for key, tensor in timm_weights.items() if not key.endswith("qkv.bias")}
+    tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
+    path = folder(tmp_path, tensors, TIMM_CONFIG)
+    np.testing.assert_allclose(run(load(path), images), equations(arrays, images, "erf"), atol=2e-5)
+    assert read_weights(path)[2]["notes"] == [
+        "query, key and value have no biases in the file: zeros",
+        "the class token has no position in the file: zeros",
+    ]
+    tensors["blocks.1.attn.qkv.bias"] = timm_weights["blocks.1.attn.qkv.bias"]  # where one has a bias, all must
+    with pytest.raises(UserError, match=r'"blocks.0.attn.qkv.bias" \(48,\) is missing'):
+        load(folder(tmp_path, tensors, TIMM_CONFIG))
+
+
+def random_model(name="ViT-mu/4", size=16, classes=5, **changes):
+    model = create(name, size, classes, **changes).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def same(model, other):
+    state, back = model.state_dict(), other.state_dict()
+    return model.config == other.config and all(torch.equal(state[name], back[name]) for name in state)
+
+
+SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 / 24) is not 41 in floats
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ViT-mu/4", {}),
+        ("ViT-mu/4", {**SMALL, "gelu": "erf"}),
+        ("ViT-mu/4", {**SMALL, "pool": "gap"}),
+        ("ViT-mu/4", {**SMALL, "pool": "map"}),
+        ("ViT-mu/4", {"classes": 0, "size": (16, 24)}),
+        ("ViT-mu/4", {"pool": "gap", "size": (16, 24)}),
+        ("R+Ti/16", {"size": 64, "depth": 1, "width": 24, "num_heads": 3, "mlp_width": 40}),
+    ],
+)
+def test_out_to_timm_and_in_again_is_exact(tmp_path, name, changes):
+    model = random_model(name, **changes)
+    tensors, config = to_timm(model, None, {})
+    assert same(load(folder(tmp_path, tensors, config)), model)
+    if name.startswith("ViT"):
+        assert int(model.config.width * config["model_args"]["mlp_ratio"]) == model.config.mlp_width
+
+
+def test_resnets_in_timms_names_come_back(tmp_path):
+    """Of sizes that timm has no name for, which to_timm refuses."""
+    hybrid = random_model(
+        "R26+S/32", stem=(2, 1), patch_size=1, depth=1, width=24, num_heads=3, mlp_width=40, gelu="erf"
+    )
+    tensors = vit_entries(hybrid.config, NAMES["timm"]).write(hybrid.state_dict())
+    assert tensors["patch_embed.backbone.stages.1.blocks.0.downsample.norm.bias"].shape == (512,)
+    assert same(load(folder(tmp_path, tensors, {"model_args": {"num_heads": 3}})), hybrid)
+    bit = random_model("BiT-R50x1", units=(2, 1), width=32)
+    tensors = bit_entries(bit.config, flax=False).write(bit.state_dict())
+    assert tensors["head.fc.weight"].shape == (5, 256, 1, 1)
+    assert same(load(folder(tmp_path, tensors), image_size=16), bit)
+
+
+def test_the_names_that_timm_knows():
+    names = ("ViT-Ti/16", "ViT-B/32", "R50+ViT-B/16", "R+Ti/16", "BiT-R50x1")
+    assert [timm_architecture(configure(name, 224, 10))[0] for name in names] == [
+        "vit_tiny_patch16_224", "vit_base_patch32_224", "vit_base_r50_s16_224", "vit_tiny_r_s16_p8_224", "resnetv2_50x1_bit"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    "wrap",
+    [dict, lambda s: {"model": s, "epoch": 3}, lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}}],
+)
+def test_a_lone_file_of_a_known_size(tmp_path, wrap, legacy):
+    model = random_model(gelu="erf")
+    content = wrap(to_timm(model, None, {})[0])
+    torch.save(content, tmp_path / "weights.pth", _use_new_zipfile_serialization=not legacy)
+    assert same(load(tmp_path / "weights.pth"), model)
+
+
+def test_an_unknown_number_of_heads_is_asked_for(tmp_path, timm_weights):
+    torch.save(timm_weights, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"do not tell the number of heads.*config\.json"):
+        load(tmp_path / "weights.pth")
+
+
+def test_a_pickle_is_never_run(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return open, (str(tmp_path / "sprung"), "w")
+
+    for name, legacy in (("weights.pth", True), ("pytorch_model.bin", False)):
+        torch.save({"cls_token": Trap()}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(UserError, match=f"{name}: not a readable weights file"):
+            load(tmp_path / name)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("reg_token", "register tokens"), ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
+        ("blocks.0.mlp.w12.weight", "a SwiGLU MLP"), ("norm_pre.weight", "a norm before the blocks"),
+    ],
+)  # fmt: skip
+def test_what_our_vit_has_not_is_named(tmp_path, timm_weights, key, what):
+    with pytest.raises(UserError, match=what) as error:
+        load(folder(tmp_path, timm_weights | {key: torch.zeros(D)}, TIMM_CONFIG))
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_and_odd_tensors_are_named(tmp_path, timm_weights):
+    for changes, message in (
+        (
+            {"blocks.0.attn.q_norm.weight": torch.zeros(4)},
+            r'"blocks.0.attn.q_norm.weight" \(4,\) is not part of this model',
+        ),
+        ({"head.weight": torch.full((16, 16), torch.nan)}, r'"head.weight" \(16, 16\) holds 256 NaN'),
+        ({"pos_embed": torch.zeros(1, 12, 16)}, '"pos_embed" has 12 rows'),
+        ({"pos_embed": None}, '"pos_embed" .* is missing'),
+        (
+            {"blocks.0.ls1.gamma": torch.zeros(7)},
+            r'"blocks.0.ls1.gamma" \(7,\) has no "blocks.0.attn.proj" of its size',
+        ),
+    ):
+        tensors = {key: tensor for key, tensor in (timm_weights | changes).items() if tensor is not None}
+        with pytest.raises(UserError, match=message):
+            load(folder(tmp_path, tensors, TIMM_CONFIG))
+    for args, message in (({"global_pool": "avg"}, "global_pool = avg"), ({"act_layer": "quick_gelu"}, "quick_gelu")):
+        changed = {**TIMM_CONFIG, "model_args": {**TIMM_CONFIG["model_args"], **args}}
+        with pytest.raises(UserError, match=message):
+            load(folder(tmp_path, timm_weights, changed))
+
+
+def test_what_timm_cannot_hold_is_refused():
+    for changes, message in (
+        ({"representation": True}, "a representation layer"),
+        ({"positions": "relative"}, "relative positions"),
+        ({"stem": (1,), "patch_size": 1}, "no hybrid whose ResNet has units"),
+    ):
+        with pytest.raises(UserError, match=message):
+            to_timm(create("ViT-mu/4", 16, 5, **changes), None, {})
+    with pytest.raises(UserError, match="timm has no BiT of units"):
+        to_timm(create("BiT-R50x1", 32, 5, units=(1, 1), width=32), None, {})
+
+
+def test_safetensors_of_ours_come_back(tmp_path):
+    for model in (random_model(pool="map", positions="learned2d"), random_model("BiT-R50x1", units=(1,), width=32)):
+        save_safetensors(model, tmp_path / "a.safetensors", {"classes": list("abcde")})
+        assert same(load(tmp_path / "a.safetensors"), model)
+        assert read_weights(tmp_path / "a.safetensors")[2] == {"classes": list("abcde")}
+    whole = (tmp_path / "a.safetensors").read_bytes()
+    for broken in (b"", whole[:20], whole[: len(whole) // 2], b"<html>404</html>"):
+        (tmp_path / "b.safetensors").write_bytes(broken)
+        with pytest.raises(UserError, match=r"b\.safetensors: not a readable \.safetensors"):
+            load(tmp_path / "b.safetensors")
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def hf_config(transformers, kind="ViT", **changes):
+    sizes = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    cls = getattr(transformers, f"{kind}Config")
+    return cls(**sizes | {"intermediate_size": D, "mlp_ratio": 1, "num_labels": D} | changes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"hidden_act": "gelu_pytorch_tanh"}, {"qkv_bias": False}, {"image_size": [16, 24]}, {"layer_norm_eps": 1e-2}],
+)
+def test_logits_are_transformers(tmp_path, transformers, changes):
+    theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers, **changes)))
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path).eval()
+    x = torch.rand(3, 3, *ours.config.image_size) * 2 - 1
+    assert ours.config.layer_norm_eps == changes.get("layer_norm_eps", 1e-12)
+    assert (theirs(x).logits - ours(x)).abs().max() < 5e-6
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")  # the names that it has in memory
+    (tmp_path / "model.safetensors").unlink()
+    assert same(load(tmp_path), ours)
+
+
+@torch.no_grad()
+def test_a_transposed_tensor_of_transformers_would_be_noticed(tmp_path, transformers, images):
+    theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers)))
+    expected = theirs(torch.from_numpy(images).float().permute(0, 3, 1, 2)).logits
+    tensors, config = dict(theirs.state_dict()), theirs.config.to_dict()
+    assert (run(load(folder(tmp_path, tensors, config)), images) - expected).abs().max() < 5e-6
+    tried = [key for key, tensor in tensors.items() if slipped(tensor) is not None]
+    assert len(tried) == 2 + 6 * 2 + 1
+    for key in tried:
+        wrong = load(folder(tmp_path, tensors | {key: slipped(tensors[key])}, config))
+        assert (run(wrong, images) - expected).abs().max() > 1e-2, key
+
+
+@torch.no_grad()
+def test_positions_of_another_size_are_transformers_with_the_bicubic_kernel(tmp_path, transformers):
+    theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers)))
+    theirs.save_pretrained(tmp_path)
+    x = torch.rand(2, 3, 24, 32) * 2 - 1
+    expected = theirs(x, interpolate_pos_encoding=True).logits
+    assert (load(tmp_path, image_size=(24, 32), kernel="bicubic").eval()(x) - expected).abs().max() < 5e-6
+    assert (load(tmp_path, image_size=(24, 32)).eval()(x) - expected).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
+    theirs = randomised(transformers.ViTModel(hf_config(transformers)))
+    theirs.save_pretrained(tmp_path)
+    ours, x = load(tmp_path).eval(), torch.rand(2, 3, 16, 16)
+    assert (ours.config.num_classes, ours.config.representation) == (0, True)
+    assert (theirs(x).pooler_output - ours(x)).abs().max() < 5e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("changes", "preprocessing"),
+    [
+        ({}, {"eval_crop": "resize"}),
+        ({"gelu": "erf", **SMALL}, {"eval_crop": "center", "eval_resize": 20, "image_size": 16}),
+        ({"classes": 0, "representation": True}, {"eval_crop": "resize"}),
+    ],
+)
+def test_out_to_transformers_and_in_again(tmp_path, transformers, changes, preprocessing):
+    model, x = random_model(**changes), torch.rand(2, 3, 16, 16)
+    classes = list("abcde") if model.config.num_classes else None
+    path = folder(tmp_path / "hf", *to_huggingface(model, classes, preprocessing))
+    assert same(load(path), model)
+    extra = read_weights(path)[2]
+    assert extra.get("classes") == classes
+    assert preprocessing.items() <= extra["preprocessing"].items()
+    if classes:
+        theirs = transformers.AutoModelForImageClassification.from_pretrained(path).eval()
+        assert theirs.config.id2label[2] == "c"
+        logits = theirs(x).logits
+    else:
+        logits = transformers.AutoModel.from_pretrained(path).eval()(x).pooler_output
+    assert (logits - model(x)).abs().max() < 5e-6
+    picture = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    pixels = transformers.AutoImageProcessor.from_pretrained(path)(picture, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 16, 16)
+    if preprocessing["eval_crop"] == "center":
+        assert np.allclose(pixels[0].permute(1, 2, 0), picture[2:18, 2:18] / 127.5 - 1, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_mean_of_a_processor_is_folded_in(tmp_path, transformers):
+    theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers)))
+    theirs.save_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(
+        size={"height": 16, "width": 16}, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4]
+    )
+    processor.save_pretrained(tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    expected = theirs(processor(picture, return_tensors="pt")["pixel_values"]).logits
+    assert (run(load(tmp_path), picture[None] / 127.5 - 1) - expected).abs().max() < 1e-5
+
+
+# ---------------------------------------------------------------------- DINOv2
+
+
+@pytest.fixture(scope="module")
+def dinov2(transformers):
+    return randomised(transformers.Dinov2Model(hf_config(transformers, "Dinov2")))
+
+
+def original_names(tensors):
+    """As facebookresearch/dinov2 saves them, which are timm's."""
+    renamed = {}
+    for key, tensor in tensors.items():
+        name = key.replace("embeddings.", "", 1).replace("position_embeddings", "pos_embed")
+        name = name.replace("patch_embeddings.projection", "patch_embed.proj").replace("encoder.layer.", "blocks.")
+        name = name.replace("attention.o_proj", "attn.proj").replace("layernorm", "norm")
+        name = name.replace("layer_scale1.lambda1", "ls1.gamma").replace("layer_scale2.lambda1", "ls2.gamma")
+        renamed[name] = tensor
+    for i in range(2):
+        for part in ("weight", "bias"):
+            qkv = [renamed.pop(f"blocks.{i}.attention.{p}_proj.{part}") for p in "qkv"]
+            renamed[f"blocks.{i}.attn.qkv.{part}"] = torch.cat(qkv)
+    return renamed
+
+
+@torch.no_grad()
+def test_layer_scale_folded_computes_what_it_computes_kept(tmp_path, dinov2, images):
+    """Theirs keeps it. Rounding the products moves the features by as much as another order of sums does."""
+    dinov2.save_pretrained(tmp_path / "hf")
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 16, "width": 16}}
+    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(halves))
+    expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
+    difference = (run(load(tmp_path / "hf"), images) - expected).abs().max()
+    assert difference < 2e-6 * expected.abs().max()
+    assert "LayerScale's 4 tensors folded into the layers that they scale" in read_weights(tmp_path / "hf")[2]["notes"]
+
+    original = folder(tmp_path / "original", original_names(dinov2.state_dict()), TIMM_CONFIG, name="pytorch_model.bin")
+    assert (run(load(original), images) - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_a_transposed_or_missing_tensor_of_dinov2s_would_be_noticed(tmp_path, dinov2, images):
+    expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
+    tensors = original_names(dinov2.state_dict())
+    tried = {key: slipped(tensor) for key, tensor in tensors.items() if "blocks.0" not in key}
+    tried |= {key: tensor.flip(0) for key, tensor in tensors.items() if "blocks.1.ls" in key}
+    for key, wrong in tried.items():
+        if wrong is not None:
+            model = load(folder(tmp_path, tensors | {key: wrong}, TIMM_CONFIG))
+            assert (run(model, images) - expected).abs().max() > 1e-2, key
+
+
+def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
+    model = random_model(gelu="erf", classes=0)
+    tensors, _ = to_timm(model, None, {})
+    ones = {f"blocks.0.ls{i}.gamma": torch.ones(32) for i in (1, 2)}
+    torch.save(tensors | ones | {"mask_token": torch.zeros(1, 32)}, tmp_path / "dinov2.pth")
+    pixels = torch.rand(2, 3, 16, 16)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        expected = model((pixels - mean) / std)
+        assert (load(tmp_path / "dinov2.pth").eval()(pixels * 2 - 1) - expected).abs().max() < 2e-5
+    assert any("ImageNet's mean" in note for note in read_weights(tmp_path / "dinov2.pth")[2]["notes"])
+
+
+def test_dinov2s_heads_and_registers_are_refused(tmp_path, transformers):
+    for kind, message in (("Dinov2ForImageClassification", "class token and the mean of patches"),
+                          ("Dinov2WithRegistersModel", "register tokens")):  # fmt: skip
+        name = kind.removesuffix("Model").removesuffix("ForImageClassification")
+        getattr(transformers, kind)(hf_config(transformers, name)).save_pretrained(tmp_path / kind)
+        with pytest.raises(UserError, match=message):
+            load(tmp_path / kind)
