@@ -55,8 +55,13 @@ def leaves(cls: type) -> list[tuple[type, str]]:
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
         is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
-        found += leaves(kind) if is_section else [(cls, field.name)]
+        found += leaves(kind) if is_section else [(owner(cls, field.name), field.name)]
     return found
+
+
+def owner(cls: type, field: str) -> type:
+    """The class that a setting was written in: `cls` or one that it inherits from."""
+    return next((base for base in cls.__mro__ if field in vars(base).get("__annotations__", {})), cls)
 
 
 class Reads(ast.NodeVisitor):
@@ -101,9 +106,9 @@ class Reads(ast.NodeVisitor):
                     self.names[ast.unparse(name)] = kind
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        owner = self.kind(node.value)
-        if owner is not None and isinstance(node.ctx, ast.Load):
-            self.found.add((owner, node.attr))
+        kind = self.kind(node.value)
+        if kind is not None and isinstance(node.ctx, ast.Load):
+            self.found.add((owner(kind, node.attr), node.attr))
         self.generic_visit(node)
 
 
