@@ -433,12 +433,40 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig:
+class WeightsConfig:
+    """Weights that look at images, and how: what evaluating, predicting and explaining have in common."""
+
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of others (docs/weights.md)")
+    image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.")
+    eval_resize: int = setting(
+        0, "Short side before the central crop; 0 is as the weights say, else 8/7 of image_size."
+    )
+    eval_crop: Literal["auto", "center", "resize"] = setting(
+        "auto",
+        "Short side resized and central crop, or the whole image resized to a square; auto is as the weights say.",
+    )
+    loss: Literal["auto", "softmax", "sigmoid"] = setting(
+        "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."
+    )
+    batch: int = setting(64, "Images per forward pass.")
+    threads: int = setting(2, "Decoding threads.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model computes; auto is a GPU if there is one.")
+    precision: Precision = setting("fp32", "Of weights and activations; bf16 is for GPUs.")
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises UserError."""
+        for name, value in {"batch": self.batch, "threads": self.threads}.items():
+            if value < 1:
+                raise UserError(f"{name} = {value} must be at least 1.")
+        for name, value in {"image_size": self.image_size, "eval_resize": self.eval_resize}.items():
+            if value < 0:
+                raise UserError(f"{name} = {value} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig(WeightsConfig):
     """Scores of trained weights on a split of a data set, and a report of them."""
 
-    weights: str = setting(
-        REQUIRED, "What is scored: a run, a checkpoint, our .pt, or weights of others (docs/weights.md)"
-    )
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
@@ -450,34 +478,14 @@ class ScoreConfig:
     shots: int = setting(5, "Few-shot linear accuracy of the features, with so many images of each class; 0 is none.")
     shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.")
     train_split: str = setting("train", "Split that the few shots are chosen from.")
-    image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.")
-    eval_resize: int = setting(
-        0, "Short side before the central crop; 0 is as the weights say, else 8/7 of image_size."
-    )
-    eval_crop: Literal["auto", "center", "resize"] = setting(
-        "auto",
-        "Short side resized and central crop, or the whole image resized to a square; auto is as the weights say.",
-    )
-    loss: Literal["auto", "softmax", "sigmoid"] = setting(
-        "auto", "Loss to report; auto is the weights' own, else softmax."
-    )
-    batch: int = setting(64, "Images per forward pass.")
-    threads: int = setting(2, "Decoding threads.")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model computes; auto is a GPU if there is one.")
-    precision: Precision = setting("fp32", "Of weights and activations; bf16 is for GPUs.")
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
-        for name, value in {"batch": self.batch, "threads": self.threads, "shots_seeds": self.shots_seeds}.items():
-            if value < 1:
-                raise UserError(f"{name} = {value} must be at least 1.")
-        for name, value in {
-            "shots": self.shots,
-            "image_size": self.image_size,
-            "eval_resize": self.eval_resize,
-        }.items():
-            if value < 0:
-                raise UserError(f"{name} = {value} must not be negative.")
+        super().check()
+        if self.shots < 0:
+            raise UserError(f"shots = {self.shots} must not be negative.")
+        if self.shots_seeds < 1:
+            raise UserError(f"shots_seeds = {self.shots_seeds} must be at least 1.")
         if not self.classify and not self.shots:
             raise UserError("classify=false with shots=0 leaves nothing to score: set one of them.")
         if self.shots and self.train_split == self.split:

@@ -187,10 +187,16 @@ class Tracker:
 
 
 def send_report(
-    uri: str, folder: Path, name: str, metrics: dict[str, float], files: list[Path], tags: dict[str, str]
+    uri: str,
+    folder: Path,
+    name: str,
+    metrics: dict[str, float],
+    files: list[Path],
+    tags: dict[str, str],
+    experiment: str = "data",
 ) -> None:
-    """Send the numbers and files of a report as an MLflow run of experiment "data"; made again, it is the same run."""
-    tracker = Tracker(TrackConfig(uri=uri, experiment="data"), folder, folder, name, {}, tags)
+    """Send the numbers and files of a report as an MLflow run of an experiment; made again, it is the same run."""
+    tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, name, {}, tags)
     tracker.log(0, metrics)
     for path in files:
         tracker.artifact(path)

@@ -15,6 +15,7 @@ import yaml
 
 from pipeline import config as settings
 from pipeline import data_config as data_settings
+from pipeline import look_config as look_settings
 from pipeline import schema
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
@@ -22,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.plan import make_plan, new_model_config
 
 ROOT = Path(__file__).parents[1]
-CLASSES = {**vars(settings), **vars(data_settings)}
+CLASSES = {**vars(settings), **vars(data_settings), **vars(look_settings)}
 COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
@@ -55,9 +56,13 @@ def leaves(cls: type) -> list[tuple[type, str]]:
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
         is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
-        owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
-        found += leaves(kind) if is_section else [(owner, field.name)]
+        found += leaves(kind) if is_section else [(owner(cls, field.name), field.name)]
     return found
+
+
+def owner(cls: type, field: str) -> type:
+    """The class that a setting was written in: `cls` or one that it inherits from."""
+    return next((base for base in cls.__mro__ if field in vars(base).get("__annotations__", {})), cls)
 
 
 class Reads(ast.NodeVisitor):
@@ -108,9 +113,9 @@ class Reads(ast.NodeVisitor):
             self.names[f"self.{ast.unparse(node.target)}"] = found
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        owner = self.kind(node.value)
-        if owner is not None and isinstance(node.ctx, ast.Load):
-            self.found.add((owner, node.attr))
+        kind = self.kind(node.value)
+        if kind is not None and isinstance(node.ctx, ast.Load):
+            self.found.add((owner(kind, node.attr), node.attr))
         self.generic_visit(node)
 
 
@@ -151,7 +156,7 @@ def test_every_field_is_read_outside_of_config() -> None:
     found: set[tuple[type, str]] = set()
     for folder in ("pipeline", "data_tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.name not in ("config.py", "data_config.py"):
+            if path.name not in ("config.py", "data_config.py", "look_config.py"):
                 found |= reads_of(path.read_text())
     unread = [
         f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found

@@ -11,9 +11,8 @@ import pyarrow.compute as pc
 
 from data_tools.progress import Progress
 from pipeline.data.bucket import AnyPath, locate
+from pipeline.data.decode import EXTENSIONS
 from pipeline.errors import UserError
-
-IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 # split and labels: numbers, labels ascending. key: class/stem, without dots. name: of the file inside the source.
 # container: number of the archive that holds it, -1 for a file of its own. offset and size: of its bytes there; packed:
@@ -163,7 +162,7 @@ class Collector:
         """A file was met: offset and size of its bytes in archive `container`, or -1 and 0 for a file of its own."""
         name = _clean(name)
         stem, dot, ext = name.rpartition(".")
-        if _hidden(name) or f".{ext.lower()}" not in IMAGE_EXTENSIONS or not dot:
+        if _hidden(name) or f".{ext.lower()}" not in EXTENSIONS or not dot:
             self._no_images += 1
             return
         self._tops.setdefault(name.split("/")[0])

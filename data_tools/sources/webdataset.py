@@ -9,9 +9,10 @@ from typing import Any, BinaryIO
 
 from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_names
-from data_tools.sources.listing import IMAGE_EXTENSIONS, Collector
+from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline.data.bucket import AnyPath
+from pipeline.data.decode import EXTENSIONS
 from pipeline.data.manifest import INFO, open_dataset
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
@@ -83,7 +84,7 @@ def _samples(file: BinaryIO, end: int) -> Iterator[TarSample]:
         image: tuple[str, int, int] | None = None
         labels, fault = [], "no .cls and no .json"
         for _, ext, name, offset, size in group:
-            if f".{ext}" in IMAGE_EXTENSIONS:
+            if f".{ext}" in EXTENSIONS:
                 image = image or (name, offset, size)
             elif ext in ("cls", "json") and (fault or ext == "cls"):
                 file.seek(offset)

@@ -18,6 +18,8 @@ from pipeline.data.jpeg_region import Region
 # Photographs with broken EXIF are common; Pillow warns of each.
 warnings.filterwarnings("ignore", module="PIL")
 
+# Of files that are taken for images; what they are is then told by their first bytes.
+EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 _MAGIC = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -146,6 +146,13 @@ class Split:
         stays = np.ones(len(self.index), bool)
         stays[self.left_out] = False
         return self.index.labels[np.repeat(stays, np.diff(self.index.label_starts))]
+
+    def only(self, rows: np.ndarray) -> "Split":
+        """A split of these rows alone, int64, ascending; what is left out besides is in no list."""
+        kept = np.bincount(self.shard_of(rows), minlength=len(self.shard_paths))
+        left_out = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
+        starts = np.concatenate([[0], np.cumsum(kept)])
+        return replace(self, shard_sizes=kept, shard_starts=starts, left_out=left_out)
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""

@@ -24,12 +24,12 @@ _TOP = 5
 class Predictions:
     """Of every sample of a split, in row order.
 
-    top: int64 (n, 5 or K), the most likely classes, best first. probability: float32 (n,), of the first.
+    top: int64 (n, T), the T most likely classes, best first. probabilities: float32 (n, T), of each.
     loss: float64 (n,). readable: bool (n,), False where the image could not be decoded; problems: row -> why.
     """
 
     top: np.ndarray
-    probability: np.ndarray
+    probabilities: np.ndarray
     loss: np.ndarray
     readable: np.ndarray
     problems: dict[int, str]
@@ -62,10 +62,12 @@ def predict(
     ranks: Ranks,
     progress: Callable[[int], object] = lambda count: None,
     stop: Stop | None = None,
+    num_top: int = _TOP,
 ) -> Predictions:
     """Run `forward` (uint8 (B, S, S, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
 
     progress is told of each batch's size. Any number of unreadable images is let pass: they are counted, as errors.
+    num_top: how many of the most likely classes are kept; all where there are fewer.
     Raises Stopped on every rank when the ranks agree to stop.
     """
     parts = []
@@ -79,12 +81,10 @@ def predict(
         for loaded in coming:
             logits = forward(loaded.images)
             losses = objective.losses(logits, loaded.labels.to(logits.device), loss_kind)
-            top = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
-            # The model's own output function: sigmoid probabilities do not sum to one.
-            probability = logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
-            best = probability.gather(1, top[:, :1])[:, 0]
+            top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
+            of_top = probabilities_of(logits, loss_kind).gather(1, top).float()
             parts.append(
-                [loaded.rows, *(t.cpu().numpy() for t in (top, best.float(), losses.double())), loaded.valid.numpy()]
+                [loaded.rows, *(t.cpu().numpy() for t in (top, of_top, losses.double())), loaded.valid.numpy()]
             )
             progress(len(loaded.rows))
     gathered = ranks.gather((parts, loader.bad))
@@ -93,9 +93,14 @@ def predict(
     # The last ranks repeat samples to make as many batches as the others; one of each row stays.
     unique, first = np.unique(rows, return_index=True)
     assert np.array_equal(unique, np.arange(len(split))), "every sample is predicted"
-    top_classes, best_probability, loss, readable = (column[first] for column in columns)
+    top_classes, probabilities, loss, readable = (column[first] for column in columns)
     problems = {row: why for _, bad in gathered for row, why in bad.items()}
-    return Predictions(top_classes, best_probability, loss, readable, problems)
+    return Predictions(top_classes, probabilities, loss, readable, problems)
+
+
+def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
+    """(B, K) -> same, by the model's own output function: those of sigmoids do not sum to one."""
+    return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
 def score(predictions: Predictions, split: Split) -> Scores:

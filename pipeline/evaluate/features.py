@@ -38,14 +38,15 @@ def extract(
     """
     values, readable = [], []
     with Loader(split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0) as loader:
-        for loaded in loader.batches(_requests(rows, batch)):
+        for loaded in loader.batches(requests(rows, batch)):
             values.append(features(loaded.images).float().cpu().numpy())
             readable.append(loaded.valid.numpy())
             progress(len(loaded.rows))
     return Features(np.concatenate(values), np.concatenate(readable), loader.bad)
 
 
-def _requests(rows: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def requests(rows: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, zeros) of batch after batch: what a Loader is asked for."""
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         yield part, np.zeros(len(part), dtype=np.int64)

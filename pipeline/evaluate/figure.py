@@ -49,7 +49,7 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.25, 0.5, 1])
     bar.ax.set_yticklabels(["0", "1 %", "5 %", "25 %", "50 %", "100 %"])
-    short = [_shorten(name) for name in names]
+    short = [shorten(name) for name in names]
     # A "$" in a name is no formula.
     axes.set_xticks(range(len(names)), short, rotation=90, parse_math=False)
     axes.set_yticks(range(len(names)), short, parse_math=False)
@@ -69,6 +69,6 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     return buffer.getvalue()
 
 
-def _shorten(name: str) -> str:
-    """Without its middle: long names differ at either end."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 2]}…{name[1 - _MAX_NAME // 2 :]}"
+def shorten(name: str, most: int = _MAX_NAME) -> str:
+    """At most so many characters, without its middle: long names differ at either end."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

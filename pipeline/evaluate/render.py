@@ -58,7 +58,7 @@ def page(scores: dict[str, Any]) -> str:
 
 
 def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """per_class.csv: class, precision, recall, f1, support."""
+    """Rows with the same keys as CSV, the keys as its header."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -2,20 +2,16 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline import model as models
-from pipeline import schema
-from pipeline.config import AugmentConfig, ScoreConfig
+from pipeline.config import ScoreConfig
 from pipeline.data.bucket import to_path
-from pipeline.data.loader import normalise
 from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
@@ -23,7 +19,7 @@ from pipeline.evaluate import fewshot, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.features import Features, extract
 from pipeline.evaluate.figure import draw_confusion
-from pipeline.model import Model, ViTConfig
+from pipeline.evaluate.subject import Subject, check_seen, load_subject, output_folder
 
 _NUM_CONFUSED = 10
 
@@ -39,7 +35,9 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     dataset = open_dataset(config.data)
     split = _split(config, dataset)
     shots_split = _shots_split(config, dataset) if config.shots else None
-    subject = _load(config, dataset)
+    subject = load_subject(config)
+    if config.classify:
+        _check_classes(config, subject.model.config.num_classes, subject.extra.get("classes"), dataset)
     folder = _folder(config)
     for line in split.notes() + (shots_split.notes() if shots_split else []):
         print(line)
@@ -50,7 +48,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check refuses to score nothing"
-    _check_seen(config, seen, split)
+    check_seen(config.weights, f"{config.data} (split {split.name!r})", seen, split)
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
@@ -89,63 +87,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     return scores
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """Weights, ready to be scored. extra: what the weights' file says of them."""
-
-    model: Model
-    device: torch.device
-    dtype: torch.dtype
-    image_size: int
-    view: AugmentConfig
-    loss_kind: str
-    extra: dict[str, Any]
-
-    def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> (B, D), what the head reads."""
-        return self.model.features(normalise(images, self.device, self.dtype))
-
-
-def _load(config: ScoreConfig, dataset: Dataset) -> _Subject:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
-    device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    # Once: a run that is still training moves its pointer, and what is said here must be of these very weights.
-    trained, state, extra = models.read_weights(config.weights)
-    if config.classify:
-        _check_classes(config, trained.num_classes, extra.get("classes"), dataset)
-    if not config.image_size and trained.image_size[0] != trained.image_size[1]:
-        raise UserError(f"{config.weights} reads images of {trained.image_size} pixels, no square: set image_size.")
-    image_size = config.image_size or trained.image_size[0]
-    view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
-    loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = models.build(replace(trained, image_size=(image_size, image_size)))
-    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
-        state = models.resample_state(state, trained, model.config)
-    model.load_state_dict(state)
-    return _Subject(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
-
-
-def evaluation_view(config: ScoreConfig, image_size: int, trained: dict[str, Any]) -> AugmentConfig:
-    """The preprocessing asked for, else that of the weights, `trained`, else the default.
-
-    At another image size than theirs the weights' eval_resize keeps its ratio to it.
-    """
-    crop = trained.get("eval_crop", "center") if config.eval_crop == "auto" else config.eval_crop
-    resize = round(trained.get("eval_resize", 0) * image_size / trained.get("image_size", image_size))
-    settings = {
-        "eval_crop": crop,
-        "eval_resize": config.eval_resize or resize,
-        "resize_filter": trained.get("resize_filter", "linear"),
-    }
-    view = schema.build(AugmentConfig, settings, config.weights)
-    if view.eval_crop == "center" and 0 < view.eval_resize < image_size:
-        raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
-    return view
-
-
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
     way_out = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
@@ -181,26 +122,12 @@ def _shots_split(config: ScoreConfig, dataset: Dataset) -> Split:
 
 
 def _folder(config: ScoreConfig) -> Path:
-    """Where the report goes; exists already, or can be made."""
     data = to_path(config.data)
-    weights, name = Path(config.weights), f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
-    if config.out:
-        folder = Path(config.out)
-    elif (weights / "checkpoints").is_dir():
-        folder = weights / "evaluate" / name
-    else:
-        folder = Path("runs") / "evaluate" / f"{weights.resolve().stem}-{name}"
-    for part in (folder, *folder.parents):
-        if part.exists():
-            if not part.is_dir():
-                raise UserError(
-                    f"{part} is a file, so the report cannot go into {folder}. Choose another folder with out=..."
-                )
-            break
-    return folder
+    name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
+    return output_folder(config.out, config.weights, "evaluate", name)
 
 
-def _forward(config: ScoreConfig, subject: _Subject, split: Split) -> tuple[Predictions | None, Features | None]:
+def _forward(config: ScoreConfig, subject: Subject, split: Split) -> tuple[Predictions | None, Features | None]:
     """Predictions when there is a head to score, features when there are shots."""
     size, view = subject.image_size, subject.view
     with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
@@ -221,23 +148,7 @@ def _forward(config: ScoreConfig, subject: _Subject, split: Split) -> tuple[Pred
         return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.shots else None
 
 
-def _check_seen(config: ScoreConfig, seen: Predictions | Features, split: Split) -> None:
-    values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
-    if not seen.readable.any():
-        first = _named(seen.problems, split)[0]
-        raise UserError(
-            f"none of the {len(split):,} images of {config.data}, split {split.name!r}, can be read; "
-            f"the first is {first['key']}: {first['problem']}. Check the shards."
-        )
-    broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
-    if len(broken):
-        raise UserError(
-            f"{config.weights} gives NaN or infinity for {len(broken):,} of {len(split):,} images, the first "
-            f"{split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
-        )
-
-
-def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: _Subject) -> dict[str, Any]:
+def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: Subject) -> dict[str, Any]:
     """What was scored on what, and how."""
     size, view = subject.image_size, subject.view
     return {
@@ -250,7 +161,7 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: _Sub
 
 
 def _few_shots(
-    config: ScoreConfig, subject: _Subject, tested: Features, split: Split, train: Split, num_classes: int
+    config: ScoreConfig, subject: Subject, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
     """fewshot_top1, fewshot_std and what they are made of. Only images that a seed chose go through the model."""
     first_labels = label_table(train)[:, 0]

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.model.build import Model, build
 from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.state_dicts import to_huggingface, to_timm
-from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
+from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.position import resample_positions, resample_state
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
@@ -26,6 +26,7 @@ __all__ = [
     "ResNetConfig",
     "ViTConfig",
     "VisionTransformer",
+    "attention_macs",
     "build",
     "config_from_dict",
     "configure",

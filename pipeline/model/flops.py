@@ -31,13 +31,19 @@ def forward_macs(config: Config) -> int:
     if config.stem is not None:
         stem = _resnet_macs(config.stem, 64, config.image_size)
         channels = 64 * 2 ** (len(config.stem) + 1) if config.stem else 64
-    N, D, L, M = config.num_tokens, config.width, config.depth, config.mlp_width
+    N, D, M = config.num_tokens, config.width, config.mlp_width
     rows, columns = config.grid
     embedding = rows * columns * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + 2 * D * M)  # q, k, v, out; MLP
-    if config.axial:
-        return stem + embedding + L * (2 * dense + _attention_macs(config, columns) + _attention_macs(config, rows))
-    return stem + embedding + L * (dense + _attention_macs(config, N))
+    return stem + embedding + config.num_blocks * dense + attention_macs(config)
+
+
+def attention_macs(config: ViTConfig) -> int:
+    """Those of the forward pass that grow with the square of the tokens: queries with keys, weights with values."""
+    rows, columns = config.grid
+    num_keys = columns + rows if config.axial else config.num_tokens  # that a token meets, in all blocks of one depth
+    products = 3 if config.positions == "relative" else 2  # the third: queries with the offsets' keys
+    return config.depth * products * config.num_tokens * num_keys * config.width
 
 
 def training_flops_per_image(config: Config) -> int:
@@ -47,12 +53,6 @@ def training_flops_per_image(config: Config) -> int:
     activations does not add to it, so that MFU = this * images/s / peak.
     """
     return 3 * 2 * forward_macs(config)
-
-
-def _attention_macs(config: ViTConfig, num_keys: int) -> int:
-    """Of one block: every token's query with each key that it sees, and the weights times v."""
-    products = 3 if config.positions == "relative" else 2  # q k^T, its softmax times v; q with the offsets' keys
-    return products * config.num_tokens * num_keys * config.width
 
 
 def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:

@@ -84,6 +84,10 @@ class ResNet(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """(B, 3, height, width) -> (B, C), what the head reads: the mean over all places."""
+        return self.feature_map(images).mean((2, 3))
+
+    def feature_map(self, images: Tensor) -> Tensor:
+        """(B, 3, height, width) -> (B, C, h, w), the features of each place."""
         check_images(images, self.config.image_size)
         # Zeros, as the authors' code: what is pooled may be negative, and pooling's own padding is minus infinity.
         x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
@@ -92,7 +96,7 @@ class ResNet(nn.Module):
                 x = checkpoint(unit, x, use_reentrant=False)
             else:
                 x = unit(x)
-        return F.relu(self.norm(x)).mean((2, 3))
+        return F.relu(self.norm(x))
 
     def weight_decay_mask(self) -> set[str]:
         """Names of the parameters that decay: the kernels; biases and norms do not."""

@@ -96,7 +96,9 @@ def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
         hot = np.eye(K)[labels[ok]]
         loss = sum(metrics.log_loss(hot[:, c], shares[:, c], labels=[0, 1]) for c in range(K))
     assert scores.loss == pytest.approx(loss, rel=1e-6)
-    np.testing.assert_allclose(predictions.probability[ok], shares.max(1), rtol=1e-5)
+    best = np.take_along_axis(shares, predictions.top[ok], axis=1)
+    np.testing.assert_allclose(predictions.probabilities[ok], best, rtol=1e-5)
+    np.testing.assert_allclose(best[:, 0], shares.max(1))
     assert (scores.num_samples, scores.num_unreadable) == (n, 3)
     assert sorted(predictions.problems) == bad
     assert "3 unreadable (counted as wrong)" in str(scores)
@@ -152,7 +154,7 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     # unreadable; right.
     top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [2, 1], [6, 0]])
     readable = np.array([True, True, True, True, False, True])
-    predictions = Predictions(top, np.ones(6, np.float32), np.arange(6.0), readable, {4: "cut"})
+    predictions = Predictions(top, np.ones(top.shape, np.float32), np.arange(6.0), readable, {4: "cut"})
     scores = score(predictions, split)
     assert (scores.top1, scores.top5) == (2 / 6, 3 / 6)
     assert scores.loss == (0 + 1 + 2 + 3 + 5) / 5
@@ -182,7 +184,7 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored_in_seconds() -> None:
         shard_sha256=None, storage=None, index=index, left_out=np.empty(0, np.int64), left_out_by={}, table=None,
     )  # fmt: skip
     top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
-    predictions = Predictions(top, np.ones(n, np.float32), np.ones(n), np.ones(n, bool), {})
+    predictions = Predictions(top, np.ones(top.shape, np.float32), np.ones(n), np.ones(n, bool), {})
     begin = time.process_time()
     assert score(predictions, split).top1 == pytest.approx(0.5, abs=0.02)
     report = per_class(*outcomes(predictions, split), num_classes)

@@ -21,6 +21,7 @@ from pipeline.config import ScoreConfig
 from pipeline.data.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import figure, render, report
+from pipeline.evaluate.subject import evaluation_view, load_subject
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
@@ -168,7 +169,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     refused("image_size = 9 is not divisible by patch_size = 4", weights, "image_size=9")
     file = tmp_path / "file"
     file.write_text("")
-    refused(f"{file} is a file, so the report cannot go into {file}/deeper", weights, f"out={file}/deeper")
+    refused(f"{file} is a file, so nothing can go into {file}/deeper", weights, f"out={file}/deeper")
     if not torch.cuda.is_available():
         refused("torch sees no GPU here", weights, "device=cuda")
     for shots in (0, 5):
@@ -216,7 +217,7 @@ def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
 
 def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:
     def view(trained: dict[str, Any], size: int, *more: str) -> tuple[str, int]:
-        found = report.evaluation_view(config(weights, data, *more), size, trained)
+        found = evaluation_view(config(weights, data, *more), size, trained)
         return found.eval_crop, found.eval_resize
 
     trained = {"image_size": 224, "eval_crop": "center", "eval_resize": 248}
@@ -224,7 +225,7 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
     assert view(trained, 224) == ("center", 248)
     assert view(trained, 448) == ("center", 496)
     assert view(trained, 448, "eval_resize=480", "eval_crop=resize") == ("resize", 480)
-    antialias = report.evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
+    antialias = evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
     assert antialias.resize_filter == "antialias"
     assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)
     with pytest.raises(UserError, match="eval_crop = zoom is none of center, resize"):
@@ -232,7 +233,7 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
 
 
 def test_another_image_size_is_that_of_load(weights: Path, data: Dataset) -> None:
-    subject = report._load(config(weights, data, "image_size=16"), data)
+    subject = load_subject(config(weights, data, "image_size=16"))
     images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(subject.model(images), models.load(weights, image_size=16).eval()(images))

@@ -1,0 +1,41 @@
+"""Command: weights and images -> pictures of what is inside. See `pipeline/explain/explain.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.command import main
+from pipeline.look_config import ExplainConfig
+
+
+def explain(config: ExplainConfig) -> None:
+    from pipeline.explain import explain  # Late: --help and mistakes in the settings need no torch.
+
+    numbers, files = explain.run(config)
+    if config.mlflow:
+        from pipeline.track import send_report
+
+        folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
+        send_report(
+            config.mlflow, folder, f"explain {config.weights}", explain.metrics(numbers), files, tags, "explain"
+        )
+
+
+if __name__ == "__main__":
+    main(
+        ExplainConfig,
+        explain,
+        """
+        Draw what is inside weights. Of a ViT: attention, attention rollout, how far each head looks, similarity of
+        positions, an image as patches, tokens and arithmetic. Of a ResNet too: Grad-CAM, filters of the first layer, and
+        a sheet of predictions, the most confident mistakes first. docs/explain.md shows and explains them.
+
+          python launch/explain.py weights=runs/photos images=datasets/photos
+          python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
+          python launch/explain.py weights=ViT-L_32.npz draw=[filters,positions]
+          python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
+
+        Writes a PNG for each drawing, cost.csv and explain.json with the numbers behind them.
+        """,
+    )

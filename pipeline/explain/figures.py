@@ -1,0 +1,273 @@
+"""What was seen, as pictures for a page: each function gives a Matplotlib figure, `png` its bytes.
+
+Colour maps are perceptually uniform (viridis). Pixels are uint8 (S, S, 3), maps float32 (h, w), at least 0.
+"""
+
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from pipeline.evaluate.figure import shorten
+from pipeline.explain.parameters import Cost, Filters
+from pipeline.model import ViTConfig
+
+_DPI = 150
+_SMALL, _TEXT, _TITLE = 7, 8, 10  # points
+_TILE, _GAP, _LINE, _MARGIN, _LEAST = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
+_LETTERS = 17  # as many as fit over a tile
+_MAP = matplotlib.colormaps["viridis"]
+_GREY = "0.35"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A picture with lines of text over it. pixels: (height, width, 3). colour: of text and frame."""
+
+    pixels: np.ndarray
+    lines: Sequence[str] = ()
+    colour: str = ""
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()
+
+
+def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:
+    """Tiles in rows, None where there is none. bar: text of a colour bar from 0 to the largest value, if any."""
+    num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
+    heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
+    inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _LEAST)
+    notes = textwrap.wrap(note, int(inside / 0.063))
+    above, below = 0.3 + (len(notes) + 0.4) * _LINE, 0.65 if bar else 0.0
+    width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
+    figure = Figure(figsize=(width, height))
+    # One canvas in inches for all: axes of their own cost 30 ms a tile.
+    canvas = figure.add_axes((0, 0, 1, 1))
+    canvas.set_axis_off()
+    top = height - _MARGIN
+    canvas.text(_MARGIN, top, title, fontsize=_TITLE, va="top", weight="bold", parse_math=False)
+    for number, line in enumerate(notes):
+        down = top - 0.24 - number * _LINE
+        canvas.text(_MARGIN, down, line, fontsize=_TEXT, va="top", color=_GREY, parse_math=False)
+    top -= above
+    for row, lines, row_height in zip(rows, num_lines, heights, strict=True):
+        for column, tile in enumerate(row):
+            if tile is not None:
+                _draw_tile(canvas, _MARGIN + column * (_TILE + _GAP), top - lines * _LINE - _TILE, tile)
+        top -= row_height
+    canvas.set(xlim=(0, width), ylim=(0, height), aspect="auto")
+    if bar:
+        place = (_MARGIN / width, (_MARGIN + 0.38) / height, 2.5 / width, 0.1 / height)
+        scale = ScalarMappable(Normalize(0, 1), _MAP)
+        colours = figure.colorbar(scale, figure.add_axes(place), orientation="horizontal")
+        colours.set_ticks([0, 1], labels=["0", "largest"])
+        colours.ax.tick_params(labelsize=_SMALL)
+        colours.set_label(bar, fontsize=_TEXT)
+    return figure
+
+
+def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
+    canvas.imshow(tile.pixels, extent=(left, left + _TILE, bottom, bottom + _TILE))
+    edge, line_width = (tile.colour, 2.0) if tile.colour else ("0.6", 0.5)
+    canvas.add_patch(Rectangle((left, bottom), _TILE, _TILE, fill=False, edgecolor=edge, linewidth=line_width))
+    for number, line in enumerate(reversed(tile.lines)):
+        place = left + _TILE / 2, bottom + _TILE + 0.045 + number * _LINE
+        text, colour = shorten(line, _LETTERS), tile.colour or "black"
+        canvas.text(*place, text, fontsize=_TEXT, color=colour, ha="center", parse_math=False)
+
+
+def enlarge(values: np.ndarray, config: ViTConfig | None, side: int) -> np.ndarray:
+    """A map of patches, (h, w), for the pixels of the image, (side, side): linear between the centres of the patches.
+
+    Overlapping patches lie where they do. config: None for a map whose cells share the image evenly.
+    """
+
+    def weights(cells: int) -> np.ndarray:
+        patch = side / cells if config is None else config.patch_size * config.reduction
+        step = side / cells if config is None else config.stride * config.reduction
+        centres = patch / 2 + step * np.arange(cells)
+        return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
+
+    return weights(values.shape[0]) @ values @ weights(values.shape[1]).T
+
+
+def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:
+    """A map in colours over the picture in grey; its largest value is the end of the colours."""
+    grey = pixels.mean(2, keepdims=True) / 255
+    scaled = enlarge(values / max(values.max(), 1e-12), config, len(pixels))
+    return 0.4 * grey + 0.6 * _MAP(scaled)[..., :3]
+
+
+def lit(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
+    """The picture, bright where the map is large (as ViT paper, Figure 6); never quite dark."""
+    scaled = enlarge(values / max(values.max(), 1e-12), config, len(pixels))
+    return pixels / 255 * (0.15 + 0.85 * scaled**0.7)[..., None]
+
+
+def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
+    """Mean attention distance of each head by depth (ViT paper, Figure 7, right).
+
+    distances: (blocks, H) in pixels. uniform: that of attention to all patches alike.
+    """
+    num_blocks, num_heads = distances.shape
+    figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * num_blocks), 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    ordered = distances.sort(dim=1).values
+    for head in range(num_heads):
+        colour = _MAP(0.9 * head / max(num_heads - 1, 1))
+        label = "a head" if head == num_heads // 2 else None
+        axes.plot(range(1, num_blocks + 1), ordered[:, head], "o", markersize=4, color=colour, alpha=0.85, label=label)
+    axes.plot(range(1, num_blocks + 1), distances.mean(1), color="black", linewidth=1, label="mean of heads")
+    axes.axhline(uniform, color=_GREY, linestyle="--", linewidth=1, label="all patches alike")
+    axes.set_xlabel("block", fontsize=_TEXT)
+    axes.set_ylabel("mean attention distance (pixels)", fontsize=_TEXT)
+    axes.set_title(title, fontsize=_TITLE, weight="bold", parse_math=False)
+    axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize=_SMALL, frameon=False, loc="upper left", ncols=3)
+    _plain(axes)
+    return figure
+
+
+def draw_positions(similarity: Tensor, title: str) -> Figure:
+    """Cosine similarity of position embeddings, (T, h, w, h, w): each patch's map of all others, where the patch lies."""
+    num_tables = len(similarity)
+    columns = min(4, num_tables)
+    side = 4.6 if num_tables == 1 else 3.2
+    rows = -(-num_tables // columns)
+    figure = Figure(figsize=(side * columns + 1.2, side * rows + 0.4), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for number, (axes, table) in enumerate(zip(panels, similarity.numpy(), strict=False)):
+        h, w = table.shape[:2]
+        gap = max(1, round(0.12 * w))
+        sheet = np.full((h * (h + gap) - gap, w * (w + gap) - gap), np.nan)
+        for i in range(h):
+            for j in range(w):
+                sheet[i * (h + gap) : i * (h + gap) + h, j * (w + gap) : j * (w + gap) + w] = table[i, j]
+        image = axes.imshow(sheet, cmap=_MAP, vmin=-1, vmax=1, interpolation="nearest")
+        for axis, cells in ((axes.yaxis, h), (axes.xaxis, w)):
+            shown = np.arange(0, cells, -(-cells // 8))
+            axis.set_ticks(shown * (cells + gap) + (cells - 1) / 2, labels=[str(cell + 1) for cell in shown])
+        axes.set_xlabel("column of the patch", fontsize=_TEXT)
+        axes.set_ylabel("row of the patch", fontsize=_TEXT)
+        axes.tick_params(labelsize=_SMALL, length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        if num_tables > 1:
+            axes.set_title(f"before block {number + 1}", fontsize=_TEXT)
+    for axes in panels[num_tables:]:
+        axes.set_visible(False)
+    bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.8)
+    bar.set_label("cosine similarity", fontsize=_TEXT)
+    bar.ax.tick_params(labelsize=_SMALL)
+    figure.suptitle(title, fontsize=_TITLE, weight="bold")
+    return figure
+
+
+def draw_filters(filters: Filters, title: str) -> Figure:
+    """Principal components, each with its share of the variance; grey is zero, and each has a scale of its own."""
+    tiles = []
+    for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
+        pixels = 0.5 + component / (2 * component.abs().max())
+        tiles.append(Tile(pixels.permute(1, 2, 0).numpy(), [f"{number}: {share:.1%}"]))
+    count, of = len(tiles), f"{filters.num_filters:,} filters"
+    height, width = filters.components.shape[2:]
+    note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
+    return gallery([tiles[i : i + 7] for i in range(0, count, 7)], title, note)
+
+
+def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
+    """An image as the model cuts it: with the borders of its patches, and as the sequence that it becomes."""
+    h, w = config.grid
+    patch, step = config.patch_size * config.reduction, config.stride * config.reduction
+    figure = Figure(figsize=(8.2, 4.5), layout="constrained")
+    whole, cut = figure.subplots(1, 2)
+    whole.imshow(pixels, extent=(0, len(pixels), len(pixels), 0))
+    for i in range(h):
+        for j in range(w):
+            box = Rectangle((j * step, i * step), patch, patch, fill=False, edgecolor="white", linewidth=0.7)
+            whole.add_patch(box)
+    overlap = ""
+    if step < patch:
+        overlap = f", one each {step} px"
+        whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=_MAP(1.0), linewidth=2))
+    whole.set_title(f"{h} × {w} patches of {patch} × {patch} px{overlap}", fontsize=_TEXT)
+    gap = max(1, round(patch / 8))
+    sheet = np.full((h * (patch + gap) - gap, w * (patch + gap) - gap, 3), 255, np.uint8)
+    for i in range(h):
+        for j in range(w):
+            top, left = i * (patch + gap), j * (patch + gap)
+            part = pixels[i * step : i * step + patch, j * step : j * step + patch]
+            sheet[top : top + patch, left : left + patch] = part
+            if h * w <= 100:
+                number = i * w + j + 1
+                cut.text(left + 0.04 * patch, top + 0.04 * patch, str(number), fontsize=_SMALL, color="white", va="top",
+                         bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
+    cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
+    token = " and the class token" if config.pool == "token" else ""
+    cut.set_title(f"read row by row: {h * w} patches{token} = {config.num_tokens} tokens", fontsize=_TEXT)
+    for axes in (whole, cut):
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=_TITLE, weight="bold", parse_math=False)
+    return figure
+
+
+def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
+    """Tokens, multiply-adds, and attention's part of them by the side of the image, a line for each patch side."""
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    tokens, macs, share = figure.subplots(1, 3)
+    patches = list(dict.fromkeys(cost.patch for cost in costs))
+    for number, patch in enumerate(patches):
+        line = [cost for cost in costs if cost.patch == patch]
+        style = {
+            "color": _MAP(0.85 * number / max(len(patches) - 1, 1)),
+            "label": f"patch {patch}",
+            "marker": ".",
+            "markersize": 4,
+        }
+        sides = [cost.image for cost in line]
+        tokens.plot(sides, [cost.tokens for cost in line], **style)
+        macs.plot(sides, [cost.macs / 1e9 for cost in line], **style)
+        share.plot(sides, [100 * cost.attention_macs / cost.macs for cost in line], **style)
+    mark = {
+        "marker": "o",
+        "markersize": 9,
+        "markerfacecolor": "none",
+        "color": "black",
+        "linestyle": "",
+        "label": "this model",
+    }
+    tokens.plot([own.image], [own.tokens], **mark)
+    macs.plot([own.image], [own.macs / 1e9], **mark)
+    share.plot([own.image], [100 * own.attention_macs / own.macs], **mark)
+    for axes, text in ((tokens, "tokens"), (macs, "GMACs of an image, forward"), (share, "of these for attention, %")):
+        axes.set_xlabel("image side (pixels)", fontsize=_TEXT)
+        axes.set_ylabel(text, fontsize=_TEXT)
+        _plain(axes)
+    for axes in (tokens, macs):
+        axes.set_yscale("log")
+    share.set_ylim(0)
+    tokens.legend(fontsize=_SMALL, frameon=False)
+    figure.suptitle(title, fontsize=_TITLE, weight="bold")
+    return figure
+
+
+def _plain(axes: Axes) -> None:
+    axes.tick_params(labelsize=_SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92", linewidth=0.6)
+    axes.set_axisbelow(True)

@@ -1,0 +1,92 @@
+"""What can be seen in the weights themselves, without an image: positions, filters, cost."""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs
+from pipeline.model.position import per_token
+
+_LARGEST_IMAGE = 3
+
+
+def position_similarity(model: VisionTransformer) -> Tensor | None:
+    """Cosine of the position embeddings of each two patches, float32 (T, h, w, h, w); None where none are added.
+
+    T is 1, or the number of blocks where each has a table of its own (ViT paper, Figure 7, centre).
+    """
+    if model.positions is None:
+        return None
+    h, w = model.config.grid
+    patches = per_token(model.positions.detach().float().cpu(), model.config)[:, -h * w :]
+    unit = F.normalize(patches, dim=2)
+    return (unit @ unit.transpose(1, 2)).unflatten(2, (h, w)).unflatten(1, (h, w))
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Principal components of the first layer's filters (ViT paper, Figure 7, left).
+
+    components: float32 (n, 3, P, P), of length 1, the largest of their numbers positive. shares: (n,) of the variance.
+    num_filters: of which these are the components.
+    """
+
+    components: Tensor
+    shares: Tensor
+    num_filters: int
+
+
+def principal_filters(model: Model, most: int = 28) -> Filters:
+    """Of the patch embedding; of a ResNet, and of a hybrid's, the root. At most 28 components, as in the paper."""
+    stem = model if isinstance(model, ResNet) else model.stem
+    first = cast(nn.Conv2d, model.patch_embedding if stem is None else stem.root)
+    kernel = first.weight.detach().double().cpu()
+    if stem is not None:  # Its kernels are used standardised.
+        deviation, mean = torch.std_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)
+        kernel = (kernel - mean) / deviation
+    filters = kernel.flatten(1)
+    _, spread, directions = torch.linalg.svd(filters - filters.mean(0), full_matrices=False)
+    directions = directions[:most]
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    components = (directions * largest.sign()).unflatten(1, kernel.shape[1:])
+    return Filters(components.float(), (spread**2 / (spread**2).sum())[:most].float(), len(filters))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one image's forward pass. patch, image: side in pixels. macs: multiply-adds; attention_macs: those among them
+    that grow with the square of the tokens.
+    """
+
+    patch: int
+    image: int
+    tokens: int
+    macs: int
+    attention_macs: int
+
+
+def cost(config: ViTConfig) -> Cost:
+    """What this model costs."""
+    patch = config.patch_size * config.reduction
+    return Cost(patch, config.image_size[0], config.num_tokens, forward_macs(config), attention_macs(config))
+
+
+def costs(config: ViTConfig) -> list[Cost]:
+    """The same model with patches of half, once and twice the side, on images up to three times as large."""
+    sizes = [size for size in (config.patch_size // 2, config.patch_size, 2 * config.patch_size) if size]
+    step = 2 * config.patch_size * config.reduction
+    sides = range(step, _LARGEST_IMAGE * config.image_size[0] + 1, step)
+    found = []
+    for size in dict.fromkeys(sizes):
+        stride = None if config.patch_stride is None else max(1, config.patch_stride * size // config.patch_size)
+        for side in sorted({*sides, config.image_size[0]}):
+            try:
+                other = replace(config, patch_size=size, patch_stride=stride, image_size=(side, side))
+            except UserError:  # These patches do not cover this image.
+                continue
+            found.append(cost(other))
+    return found

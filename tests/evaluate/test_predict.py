@@ -1,0 +1,187 @@
+"""launch/predict.py: the probabilities are those of the model that evaluation scores, wherever the images lie."""
+
+import csv
+import io
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import model as models
+from pipeline import predict, schema
+from pipeline.data.manifest import Dataset
+from pipeline.data.pictures import open_pictures
+from pipeline.errors import UserError
+from pipeline.look_config import PredictConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE = 8
+CLASSES = ["ant", 'the "bee", small', "cat"]
+LABELS = [[0], [2], [1], [1], [0, 2], []]
+BAD = 3
+
+
+@pytest.fixture
+def data(make_dataset) -> Dataset:
+    return make_dataset({"val": LABELS}, CLASSES, {"val": [BAD]})
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return save(tmp_path / "random.pt", loss="softmax", classes=CLASSES)
+
+
+def save(path: Path, num_classes: int = 3, **extra: object) -> Path:
+    model = models.create("ViT-mu/4", SIDE, num_classes)
+    if num_classes:
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    models.save(model, path, {"preprocessing": {"image_size": SIDE, "eval_crop": "resize"}, **extra})
+    return path
+
+
+def run(weights: Path, images: object, *more: str) -> list[dict]:
+    settings = [f"weights={weights}", f"images={images}", "device=cpu", *more]
+    return predict.run(schema.load(PredictConfig, None, settings)).to_pylist()
+
+
+def files_of(data: Dataset) -> list[bytes]:
+    split = data.split("val")
+    content = Path(split.shard_paths[0]).read_bytes()
+    return [content[split.offsets[i] : split.offsets[i] + split.sizes[i]] for i in range(len(split))]
+
+
+def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
+    command = runpy.run_path(str(ROOT / "launch" / "predict.py"))["predict"]
+    settings = [f"weights={weights}", f"images={data.path}", "device=cpu", "top=2", f"out={tmp_path / 'table.csv'}"]
+    command(schema.load(PredictConfig, None, settings))
+    said = capsys.readouterr().out
+    assert "val3  cannot be read: no image: begins with b'no image'" in said
+    assert f"6 images, 1 of them unreadable. table: {tmp_path / 'table.csv'}" in said
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+
+    # Pillow's pixels, the model, and a softmax, with nothing of the pipeline's between.
+    model = models.load(weights).eval()
+    expected = []
+    for i, content in enumerate(files_of(data)):
+        label = ";".join(CLASSES[c] for c in LABELS[i])
+        if i == BAD:
+            expected.append((f"val{i}", label, "", "", "", ""))
+            continue
+        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(content)))).permute(2, 0, 1)[None]
+        with torch.no_grad():
+            shares = model(pixels.float() / 127.5 - 1).softmax(1)[0]
+        for rank, number in enumerate(shares.argsort(descending=True)[:2].tolist(), start=1):
+            share = pytest.approx(shares[number].item(), abs=1e-6)
+            expected.append((f"val{i}", label, str(rank), CLASSES[number], str(number), share))
+    names = ("image", "label", "rank", "class", "class_number", "probability")
+    found = [tuple(row[name] for name in names) for row in rows]
+    assert [(*row[:5], float(row[5]) if row[5] else "") for row in found] == expected
+    assert len({row[3] for row in found}) > 2
+    assert [row["problem"] for row in rows if row["problem"]] == ["no image: begins with b'no image'"]
+
+    # Parquet holds the same, to the last bit.
+    run(weights, data.path, "top=2", f"out={tmp_path / 'table.parquet'}")
+    for text, value in zip(rows, pq.read_table(tmp_path / "table.parquet").to_pylist(), strict=True):
+        assert {k: "" if v is None else str(v) for k, v in value.items() if k != "probability"} == {
+            k: v for k, v in text.items() if k != "probability"
+        }
+        assert text["probability"] == "" or np.float32(text["probability"]) == np.float32(value["probability"])
+
+
+def test_files_folders_and_tars_give_what_the_data_set_gives(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    expected = [(row["class"], row["probability"]) for row in run(weights, data.path)]
+    folder = tmp_path / "pictures"
+    for i, content in enumerate(files_of(data)):
+        place = folder / (CLASSES[LABELS[i][0]] if LABELS[i] else "unsorted")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i}.png").write_bytes(content)
+    (folder / "notes.txt").write_text("no picture")
+    paths = {int(path.stem): path for path in folder.rglob("*.png")}
+
+    of_files = run(weights, f"[{','.join(f'{str(paths[i])!r}' for i in range(6))}]")
+    assert [(row["class"], row["probability"]) for row in of_files] == expected
+    firsts = {row["image"]: row["label"] for row in of_files}
+    assert firsts == {str(paths[i]): CLASSES[labels[0]] if labels else None for i, labels in enumerate(LABELS)}
+    of_folder = {row["image"]: row["probability"] for row in run(weights, folder, "top=1")}
+    assert of_folder == {row["image"]: row["probability"] for row in of_files if row["rank"] in (1, None)}
+    assert list(of_folder) == sorted(of_folder)
+    assert [row["image"] for row in run(weights, folder / "ant" / "*.png", "top=1")] == [str(paths[0]), str(paths[4])]
+
+    tar = Path(data.split("val").shard_paths[0])
+    of_tar = run(weights, tar)
+    assert [(row["class"], row["probability"]) for row in of_tar] == expected
+    mixed = run(weights, f"['{paths[5]}','{tar}','{paths[0]}']", "top=1")
+    assert [row["probability"] for row in mixed] == [of_folder[str(paths[i])] for i in (5, 0, 1, 2, 3, 4, 5, 0)]
+
+
+def test_labels_of_a_tar(tmp_path: Path) -> None:
+    import webdataset
+
+    path = tmp_path / "shard.tar"
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(buffer, "PNG")
+    with webdataset.TarWriter(str(path)) as writer:
+        for key, label in {"a/x.y": 2, "b": 7, "c": None}.items():
+            own = {} if label is None else {"cls": label}
+            writer.write({"__key__": key.replace(".", "_"), "png": buffer.getvalue(), **own})
+    pictures = open_pictures([str(path)], "val", "all", CLASSES)
+    assert [pictures.split.labels_of(row).tolist() for row in range(3)] == [[2], [], []]
+    assert pictures.split.keys([0, 2]) == ["shard.tar/a/x_y.png", "shard.tar/c.png"]
+    assert pictures.true_classes(CLASSES) is pictures
+    other = pictures.true_classes(["x", "y", "z"])
+    assert (other.split.max_labels, other.split.labels_of(0).tolist(), len(other.split)) == (0, [], 3)
+
+
+def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dataset, tmp_path: Path) -> None:
+    """Labels of classes that the weights do not know are told, and no loss is taken of them."""
+    data.path.rename(tmp_path / "first")
+    other = make_dataset({"val": [[7], [0]]}, list("abcdefgh"))
+    rows = run(weights, other.path, "top=1")
+    assert [row["label"] for row in rows] == ["h", "a"]
+    assert {row["class"] for row in rows} <= set(CLASSES)
+    nameless = save(tmp_path / "nameless.pt")
+    assert {row["class"] for row in run(nameless, other.path, "top=3")} == {"class 0", "class 1", "class 2"}
+    assert {row["class"] for row in run(nameless, tmp_path / "first")} == {*CLASSES, None}
+    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
+    named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
+    assert {row["class"] for row in named} == {"one", "two", "three"}
+
+
+def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
+    (tmp_path / "bad.jpg").write_bytes(b"junk")
+    (tmp_path / "names.txt").write_text("one\ntwo\n")
+    for said, images, *more in (
+        ("nowhere: no such file or folder", "nowhere"),
+        ("empty: no image in this folder", tmp_path / "empty"),
+        ("cut.tar is no whole tar", tmp_path / "cut.tar"),
+        ("photos is a data set: take it alone", f"['{data.path}','{tmp_path}']"),
+        ("of a bucket, take one data set", f"['s3://a/b','{tmp_path}']"),
+        ("has no split 'test'. It has: val", data.path, "split=test"),
+        ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
+        ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
+        ("missing.txt cannot be read: No such file", data.path, "class_names=missing.txt"),
+        ("top = 0 must be at least 1", data.path, "top=0"),
+        ("must end with .csv or .parquet", data.path, "out=table.txt"),
+        ("there is no folder", data.path, f"out={tmp_path}/deep/table.csv"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as error:
+            run(weights, images, *more)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="has no head, so it knows no classes"):
+        run(save(tmp_path / "headless.pt", 0), data.path)
+
+
+def test_a_part_of_a_split(data: Dataset) -> None:
+    split = data.split("val")
+    part = split.only(np.array([1, 2, 4, 5]))
+    assert part.keys(range(len(part))) == ["val1", "val2", "val4", "val5"]
+    assert [part.labels_of(row).tolist() for row in range(4)] == [[2], [1], [0, 2], []]
+    smaller = part.only(np.array([0, 2]))
+    assert (len(smaller), smaller.keys([0, 1]), smaller.shard_sizes.tolist()) == (2, ["val1", "val4"], [2])
+    assert smaller.offsets[1] == split.offsets[4]

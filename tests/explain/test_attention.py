@@ -1,0 +1,212 @@
+"""Attention as it is looked at is the attention that the model computes; what is made of it follows its formula."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline.explain.attention import POOLING, distances, look, watch
+from pipeline.explain.gradcam import gradcam
+from pipeline.model import ResNetConfig, VisionTransformer
+
+SIDE = 16
+SMALL = {"width": 24, "depth": 3, "mlp_width": 24, "num_heads": 2}
+KINDS = {
+    "token": {},
+    "overlap": {"patch_stride": 2},
+    "map": {"pool": "map"},
+    "relative": {"positions": "relative", "pool": "gap"},
+    "blocks": {"positions": "learned2d", "positions_at": "blocks"},
+}
+
+
+def vit(name: str = "ViT-mu/4", size: tuple[int, int] = (SIDE, SIDE), **changes: object) -> VisionTransformer:
+    """A small one whose weights are all random, so that attention differs from token to token."""
+    model = models.create(name, size, 5, **{**SMALL, **changes}).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    assert isinstance(model, VisionTransformer)
+    return model
+
+
+def random_images(size: tuple[int, int] = (SIDE, SIDE), count: int = 2) -> Tensor:
+    return torch.rand(count, 3, *size, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def seen(model: VisionTransformer, images: Tensor) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    watch(model, images, weights.__setitem__)
+    return weights
+
+
+def uniform(**changes: object) -> VisionTransformer:
+    """Every token attends to all alike."""
+    model = vit(**changes)
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attention.qkv.weight)
+        torch.nn.init.zeros_(block.attention.qkv.bias)
+    return model
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "axial", "hybrid"])
+def test_weights_are_those_that_the_model_mixes_values_with(kind: str) -> None:
+    names = {"axial": ("Axial-ViT-B/16", (32, 48)), "hybrid": ("R+Ti/16", (64, 64))}
+    name, size = names.get(kind, ("ViT-mu/4", (SIDE, 24)))
+    model, images = vit(name, size, **KINDS.get(kind, {})), random_images(size)
+    mixed: list[tuple[Tensor, Tensor]] = []
+    handles = [
+        block.attention.register_forward_hook(lambda module, inputs, output: mixed.append((inputs[0], output)))
+        for block in model.blocks
+    ]
+    with torch.no_grad():
+        logits = model(images)
+    for handle in handles:
+        handle.remove()
+    weights = seen(model, images)
+    assert list(weights) == [f"block {i + 1}" for i in range(len(model.blocks))] + [POOLING] * (kind == "map")
+    B, N = 2, model.config.num_tokens
+    for block, (x, expected), w in zip(model.blocks, mixed, weights.values(), strict=False):
+        assert w.shape == (B, 2, N, N)
+        assert torch.allclose(w.sum(3), torch.ones(B, 2, N))
+        v = block.attention.qkv(x).view(B, N, 3, 2, -1)[:, :, 2].transpose(1, 2)
+        output = block.attention.out((w @ v).transpose(1, 2).reshape(B, N, -1))
+        assert torch.allclose(output, expected, atol=1e-4)
+        assert w.std() > 1e-3
+    if kind == "map":
+        pool, tokens = model.pool, model.encode(model.embed(images))
+        v = pool.key_value(tokens).view(B, N, 2, 2, -1)[:, :, 1].transpose(1, 2)
+        read = pool.out((weights[POOLING] @ v).transpose(1, 2).reshape(B, -1))
+        assert torch.allclose(model.head(read + pool.mlp(pool.mlp_norm(read))), logits, atol=1e-4)
+
+
+def test_looking_changes_nothing_and_leaves_nothing() -> None:
+    model, images = vit(), random_images()
+    with torch.no_grad():
+        before = model(images)
+        assert torch.equal(watch(model, images, lambda name, weights: None), before)
+    look(model, images)
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(ValueError, match="images are"):
+        look(model, images[:, :2])
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("changes", [{}, {"patch_stride": 2}, {"pool": "gap"}], ids=["token", "overlap", "gap"])
+def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
+    """By hand: the mean over all pairs of patches, of which the class token takes its share."""
+    model = uniform(size=(8, 12), **changes)
+    (rows, columns), step = model.config.grid, changes.get("patch_stride", 4)
+    places = list(itertools.product(range(rows), range(columns)))
+    apart = [math.hypot(a[0] - b[0], a[1] - b[1]) * step for a in places for b in places]
+    expected = sum(apart) / len(places) / model.config.num_tokens
+    found = look(model, random_images((8, 12))).distances
+    assert found.shape == (2, 3, 2)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(distances(model.config).mean(), sum(apart) / len(apart), rtol=1e-5)
+
+
+def test_mean_distance_of_a_hybrid_is_in_pixels() -> None:
+    config = models.configure("R50+ViT-B/16", (32, 48))
+    assert distances(config)[0].tolist() == pytest.approx([0, 16, 32, 16, 16 * 2**0.5, 16 * 5**0.5])
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
+    model, images = vit(**KINDS[kind]), random_images()
+    found, weights = look(model, images), seen(model, images)
+    pooling = weights.pop(POOLING, None)
+    N, (h, w) = model.config.num_tokens, model.config.grid
+    for image in range(2):
+        row = np.full(N, 1 / N) if pooling is None else pooling[image].mean((0, 1)).double().numpy()
+        if model.class_token is not None:
+            row = np.eye(N)[0]
+        for half, expected in ((0.5, found.rollout), (0.0, found.product)):
+            through = row
+            for attention in reversed(weights.values()):
+                mean = attention[image].double().numpy().mean(0)
+                through = through @ (half * np.eye(N) + (1 - half) * mean)
+            np.testing.assert_allclose(expected[image].flatten(), through[N - h * w :], atol=1e-6)
+
+
+def test_rollout_of_uniform_and_of_identity_attention() -> None:
+    model = uniform(num_heads=1)
+    found = look(model, random_images())
+    # ((U + I) / 2)^L = U + (I - U) / 2^L
+    np.testing.assert_allclose(found.rollout, (1 - 2.0**-3) / 17, rtol=1e-5)
+    np.testing.assert_allclose(found.product, 1 / 17, rtol=1e-5)
+    np.testing.assert_allclose(found.maps, 1 / 17, rtol=1e-5)
+
+    # Tokens that are told apart by a place of their own in the width, and are alike to themselves alone.
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        model.positions[0, :, :17] = torch.eye(17)
+        for block in model.blocks:
+            block.attention_norm.weight.fill_(1)
+            block.attention.qkv.weight[:24] = block.attention.qkv.weight[24:48] = 20 * torch.eye(24)
+    found = look(model, random_images())
+    for values in (found.rollout, found.product, found.maps, found.distances):
+        np.testing.assert_allclose(values, 0, atol=1e-6)
+
+
+def test_maps_are_the_row_of_the_class_token_or_the_mean_of_all() -> None:
+    for kind in ("token", "map"):
+        model, images = vit(**KINDS[kind]), random_images()
+        found, weights = look(model, images), seen(model, images)
+        assert found.layers == list(weights)
+        for layer, attention in enumerate(weights.values()):
+            row = attention[:, :, 0, 1:] if kind == "token" else attention.mean(2)
+            assert torch.allclose(found.maps[:, layer].flatten(2), row, atol=1e-6)
+
+
+def test_parts_that_fit_into_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = vit(), random_images(count=5)
+    whole = look(model, images)
+    monkeypatch.setattr("pipeline.explain.attention._MOST_NUMBERS", 2 * 2 * 17**2)
+    in_parts = look(model, images)
+    for name in ("maps", "rollout", "product", "distances"):
+        assert torch.allclose(getattr(in_parts, name), getattr(whole, name), atol=1e-6)
+
+
+def test_gradcam_of_a_resnet_is_its_class_activation_map() -> None:
+    """A linear head on the mean over places: Grad-CAM is what the head weighs there (Selvaraju et al., section 3)."""
+    model = models.build(ResNetConfig((1, 1), 32, (32, 48), 5)).eval()
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    images, classes = random_images((32, 48)), torch.tensor([3, 0])
+    with torch.no_grad():
+        logits = model(images)
+        weighed = torch.einsum("bchw,bc->bhw", model.feature_map(images), model.head.weight[classes])
+    found = gradcam(model, images, classes)
+    assert found.shape == (2, 4, 6)
+    assert torch.allclose(found * 24, weighed.relu(), atol=1e-5)
+    assert torch.allclose(weighed.mean((1, 2)), logits[range(2), classes], atol=1e-5)
+    assert (found > 0).any()
+
+
+@pytest.mark.parametrize("kind", ["token", "map", "overlap"])
+def test_gradcam_of_a_vit_is_its_formula(kind: str) -> None:
+    model, images, classes = vit(**KINDS[kind]), random_images(), torch.tensor([4, 1])
+    last, (h, w) = model.blocks[-1], model.config.grid
+    kept = {}
+    handle = last.register_forward_hook(lambda module, inputs, output: kept.update(x=inputs[0].detach()))
+    with torch.no_grad():
+        expected_logits = model(images)
+    handle.remove()
+    normed = last.attention_norm(kept["x"]).detach().requires_grad_()
+    x = kept["x"] + last.attention(normed)
+    tokens = model.norm(x + last.mlp(last.mlp_norm(x)))
+    logits = model.head(tokens[:, 0] if model.pool is None else model.pool(tokens))
+    assert torch.allclose(logits, expected_logits, atol=1e-4)
+    (gradient,) = torch.autograd.grad(logits[range(2), classes].sum(), normed)
+    patches = slice(model.config.num_tokens - h * w, None)
+    expected = torch.einsum("bnd,bd->bn", normed[:, patches], gradient[:, patches].mean(1)).relu()
+    found = gradcam(model, images, classes)
+    assert torch.allclose(found.flatten(1), expected, atol=1e-5)
+    assert (found > 0).any()
+    assert not any(module._forward_hooks for module in model.modules())

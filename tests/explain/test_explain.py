@@ -1,0 +1,179 @@
+"""launch/explain.py, from the command line to the folder and the MLflow run; which images, which maps, which mistakes."""
+
+import io
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.errors import UserError
+from pipeline.explain import explain, figures, galleries
+from pipeline.explain.attention import POOLING, Attention
+from pipeline.look_config import ExplainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE = 16
+CLASSES = ["ant", "$bee_x", "a class of a very long name"]
+ALL = ["attention", "cost", "distance", "filters", "gradcam", "patches", "positions", "predictions", "rollout"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine pictures in folders of their classes, one that is none, and one of no class."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for number in range(11):
+        place = folder / (CLASSES[number % 3] if number < 10 else "unsorted")
+        place.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).resize((20, 24)).save(buffer, "PNG")
+        (place / f"{number}.png").write_bytes(b"junk" if number == 9 else buffer.getvalue())
+    return folder
+
+
+def save(path: Path, name: str = "ViT-mu/4", num_classes: int = 3, **changes: object) -> Path:
+    model = models.create(name, SIDE, num_classes, **changes)
+    if num_classes:
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    models.save(model, path, {"classes": CLASSES[:num_classes], "loss": "softmax", "run": "try", "step": 7})
+    return path
+
+
+def run(weights: Path, out: Path, *more: str) -> dict:
+    settings = [f"weights={weights}", f"out={out}", "device=cpu", *more]
+    return explain.run(schema.load(ExplainConfig, None, settings))[0]
+
+
+def drawn(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.png"))
+
+
+def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's one function, in this process: to start another one, and MLflow in it, would take half of the time."""
+    from mlflow.tracking import MlflowClient
+
+    weights, out, uri = save(tmp_path / "random.pt", depth=2), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    client.create_experiment("explain", artifact_location=(tmp_path / "artifacts").as_uri())  # Makes the database, too.
+    command = runpy.run_path(str(ROOT / "launch" / "explain.py"))["explain"]
+    settings = [f"weights={weights}", f"images={photos}", f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
+    command(schema.load(ExplainConfig, None, settings))
+
+    said = capsys.readouterr().out
+    assert "9.png cannot be read (no image" in said
+    assert "16 px in patches of 4: 17 tokens" in said
+    assert drawn(out) == ALL
+    for name in ALL:
+        pixels = np.asarray(Image.open(out / f"{name}.png").convert("RGB"))
+        assert min(pixels.shape[:2]) >= 300, name
+        assert pixels.std() > 10, name
+    numbers = json.loads((out / "explain.json").read_text())
+    assert (numbers["run"], numbers["step"], len(numbers["images"])) == ("try", 7, 3)
+    assert np.shape(numbers["mean_attention_distance"]) == (2, 2)
+    assert numbers["predictions"]["images"] == 9
+    assert (out / "cost.csv").read_text().startswith("patch,image,tokens,macs,attention_macs,attention_share\n2,8,17,")
+
+    (found,) = client.search_runs([client.get_experiment_by_name("explain").experiment_id])
+    names = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert names == {f"{name}.png" for name in ALL} | {"cost.csv", "explain.json"}
+    assert found.data.metrics["tokens"] == 17
+    assert found.data.metrics["wrong_share"] == numbers["predictions"]["wrong"] / 9
+    assert found.data.tags["weights_run"] == "try"
+
+
+def test_what_a_model_does_not_have_is_said(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = f"images={photos}"
+    bit = tmp_path / "bit.pt"
+    models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
+    run(bit, tmp_path / "bit", images, "num_predicted=4", "num_drawn=2")
+    assert drawn(tmp_path / "bit") == ["filters", "gradcam", "predictions"]
+    said = "not drawn: attention, rollout, distance, patches, positions, cost (a ResNet has no tokens)"
+    assert said in capsys.readouterr().out
+    headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
+    run(headless, tmp_path / "headless", images, "num_averaged=1")
+    assert drawn(tmp_path / "headless") == ["attention", "cost", "distance", "filters", "patches", "rollout"]
+    said = capsys.readouterr().out
+    assert "not drawn: gradcam, predictions (these weights have no head)" in said
+    assert "not drawn: positions (positions = relative adds nothing to the tokens)" in said
+    whole = save(tmp_path / "whole.pt")
+    run(whole, tmp_path / "whole")
+    assert drawn(tmp_path / "whole") == ["cost", "filters", "positions"]
+
+    (tmp_path / "bad.png").write_bytes(b"junk")
+    for weights, words, *more in (
+        (bit, "draw = rollout cannot be drawn of .*bit.pt: a ResNet has no tokens", images, "draw=[filters,rollout]"),
+        (headless, "draw = gradcam .*: these weights have no head", images, "draw=gradcam"),
+        (whole, "draw = attention .*: images=... is not set", "draw=attention"),
+        (whole, "draw = attentions is none of attention, rollout", "draw=attentions"),
+        (whole, "layer = 2, but .*whole.pt has 1", "layer=2"),
+        (whole, "head = 3, but .*whole.pt has 2", "head=3"),
+        (whole, "head = last must be a number from 1, all, or mean", "head=last"),
+        (whole, "num_drawn = 0 must be at least 1", "num_drawn=0"),
+        (whole, "none of the 1 images chosen of .*bad.png can be read", f"images={tmp_path / 'bad.png'}"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            run(weights, tmp_path / "none", *more)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> None:
+    weights, out = save(tmp_path / "random.pt", depth=2), tmp_path / "out"
+    run(weights, out, f"images={photos}", "draw=attention", "layer=all", "head=all", "num_drawn=2")
+    assert drawn(out) == ["attention-1", "attention-2"]
+    few = run(weights, out, f"images={photos}", "draw=[attention,patches]", "layer=2", "head=1", "num_drawn=4")
+    assert drawn(out) == ["attention", "patches"]
+    # A smaller choice lies in a larger one; given files keep their order.
+    more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
+    assert more["images"][:4] == few["images"]
+    files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
+    assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
+
+
+def test_maps_of_layers_and_heads() -> None:
+    maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
+    layers = ["block 1", "block 2", "block 3", POOLING]
+    attention = Attention(maps, layers, maps[:, 0, 0], maps[:, 0, 0], maps[:, :3, :, 0, 0])
+    for layer, head, expected, names in (
+        ("all", "mean", maps.mean(2, keepdim=True), (layers, ["mean of the heads"])),
+        ("2", "all", maps[:, 1:2], (["block 2"], ["head 1", "head 2", "head 3"])),
+        ("3", "2", maps[:, 2:3, 1:2], (["block 3"], ["head 2"])),
+        ("mean", "1", maps[:, :3, :1].mean(1, keepdim=True), (["mean of the blocks"], ["head 1"])),
+    ):
+        chosen, *found = galleries.choose_maps(attention, layer, head)
+        assert torch.allclose(chosen, expected)
+        assert tuple(found) == names
+
+
+def test_order_of_the_sheet() -> None:
+    right = np.array([True, False, True, False, False, True, False, True])
+    confidence = np.array([0.9, 0.2, 0.5, 0.8, 0.6, 0.7, 0.95, 0.3])
+    assert galleries.order_by_mistake(right, confidence, 8).tolist() == [6, 3, 4, 1, 7, 2, 5, 0]
+    assert galleries.order_by_mistake(right, confidence, 4).tolist() == [6, 3, 4, 7]  # a quarter for what is right
+    assert galleries.order_by_mistake(~right, confidence, 4).tolist() == [0, 5, 2, 1]
+    assert galleries.order_by_mistake(np.zeros(8, bool), confidence, 3).tolist() == [6, 0, 3]
+    assert galleries.order_by_mistake(np.ones(8, bool), confidence, 3).tolist() == [1, 7, 2]
+
+
+def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
+    overlapping = models.configure("ViT-mu/8", 16, patch_stride=4)  # centres at 4, 8 and 12
+    values = np.outer([0.0, 1.0, 0.0], [1.0, 2.0, 5.0])
+    found = figures.enlarge(values, overlapping, 16)
+    at = np.arange(16) + 0.5
+    expected = np.outer(np.interp(at, [4, 8, 12], [0, 1, 0]), np.interp(at, [4, 8, 12], [1, 2, 5]))
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(figures.enlarge(np.full((3, 3), 7.0), overlapping, 16), 7)
+    even = figures.enlarge(np.eye(2), None, 8)
+    assert even[1, 1] == even[6, 6] == 1
+    assert even[1, 6] == 0
+
+    lit = figures.lit(np.full((16, 16, 3), 200, np.uint8), values, overlapping)
+    np.testing.assert_allclose(lit[8, 13], 200 / 255 * (0.15 + 0.85 * (found[8, 13] / 5) ** 0.7), rtol=1e-6)
+    np.testing.assert_allclose(lit[0], 200 / 255 * 0.15, rtol=1e-6)

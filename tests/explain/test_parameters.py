@@ -1,0 +1,97 @@
+"""Positions, filters and cost: values that are known beforehand, or scikit-learn's."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+
+from pipeline import model as models
+from pipeline.explain.parameters import cost, costs, position_similarity, principal_filters
+from pipeline.model import ResNetConfig
+
+
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_similarity_of_known_positions(pool: str) -> None:
+    """Each row of patches in a direction of its own, and every second column turned round."""
+    model = models.create("ViT-mu/4", (8, 12), 3, pool=pool)
+    with torch.no_grad():
+        model.positions[:] = 7.0
+        patches = model.positions[0, -6:]
+        patches[:] = 0
+        for i in range(2):
+            for j in range(3):
+                patches[3 * i + j, i] = (j + 1) * (-1) ** j
+    similarity = position_similarity(model)
+    assert similarity.shape == (1, 2, 3, 2, 3)
+    expected = [[[1, -1, 1], [0, 0, 0]], [[-1, 1, -1], [0, 0, 0]]]
+    np.testing.assert_allclose(similarity[0, 0, :2], expected, atol=1e-6)
+    np.testing.assert_allclose(similarity[0, 1, 2], [[0, 0, 0], [1, -1, 1]], atol=1e-6)
+
+
+def test_similarity_of_other_positions() -> None:
+    fixed = position_similarity(models.create("ViT-mu/4", 16, 3, positions="sincos2d"))[0]
+    assert torch.allclose(fixed, fixed.permute(1, 0, 3, 2), atol=1e-5)  # rows as columns
+    assert fixed[0, 0, 0, 1] > fixed[0, 0, 0, 3]
+    apart = position_similarity(models.create("ViT-mu/4", 16, 3, depth=2, positions="learned2d", positions_at="blocks"))
+    assert apart.shape == (2, 4, 4, 4, 4)
+    assert not torch.allclose(apart[0], apart[1])
+    for positions in ("none", "relative"):
+        assert position_similarity(models.create("ViT-mu/4", 16, 3, positions=positions)) is None
+
+
+def test_filters_are_scikit_learns_components() -> None:
+    model = models.create("ViT-mu/4", 16, 3, width=64)
+    found = principal_filters(model)
+    kernel = model.patch_embedding.weight.detach().flatten(1).double().numpy()
+    expected = PCA(28).fit(kernel)
+    components = found.components.flatten(1).numpy()
+    assert found.components.shape == (28, 3, 4, 4)
+    np.testing.assert_allclose(np.abs((components * expected.components_).sum(1)), 1, atol=1e-5)
+    np.testing.assert_allclose(found.shares, expected.explained_variance_ratio_, atol=1e-6)
+    largest = np.abs(components).argmax(1)
+    assert (components[range(28), largest] > 0).all()
+    # The other sign of every filter gives the same pictures.
+    with torch.no_grad():
+        model.patch_embedding.weight.neg_()
+    assert torch.allclose(principal_filters(model).components, found.components, atol=1e-5)
+
+
+def test_filters_of_resnets_are_the_roots() -> None:
+    """Standardised, as they are used: scaled and shifted ones are the same."""
+    model = models.build(ResNetConfig((1,), 32, (32, 32), 3))
+    found = principal_filters(model)
+    assert (found.components.shape, found.num_filters) == ((28, 3, 7, 7), 32)
+    with torch.no_grad():
+        model.root.weight.mul_(torch.arange(1, 33).view(-1, 1, 1, 1)).add_(3)
+    assert torch.allclose(principal_filters(model).components, found.components, atol=1e-3)
+    assert principal_filters(models.create("R+Ti/16", 64, 3, depth=1)).components.shape == (28, 3, 7, 7)
+
+
+def test_cost_of_vit_b16() -> None:
+    """197 tokens and 17.6 GFLOPs (multiply-adds), as everyone has it for ViT-B/16 at 224 px."""
+    own = cost(models.configure("ViT-B/16"))
+    assert (own.patch, own.image, own.tokens) == (16, 224, 197)
+    assert own.attention_macs == 12 * 2 * 197**2 * 768
+    assert own.macs == pytest.approx(17.5e9, rel=0.01)
+    others = costs(models.configure("ViT-B/16"))
+    assert own in others
+    assert {each.patch for each in others} == {8, 16, 32}
+    assert {each.image for each in others} == set(range(32, 673, 32))
+    double = next(each for each in others if (each.patch, each.image) == (8, 224))
+    assert (double.tokens, double.attention_macs) == (785, 12 * 2 * 785**2 * 768)
+
+
+def test_cost_of_models_with_other_steps() -> None:
+    for name, size, changes, patch, tokens in (
+        ("ViT-S/16", 224, {"patch_stride": 8}, 16, 27 * 27 + 1),
+        ("R50+ViT-B/16", 224, {}, 16, 197),
+        ("Axial-ViT-B/16", 224, {}, 16, 196),
+        ("ViT-S/7", 21, {}, 7, 10),
+    ):
+        config = models.configure(name, size, **changes)
+        own = cost(config)
+        assert (own.patch, own.tokens) == (patch, tokens)
+        assert own in costs(config)
+        assert own.attention_macs == models.attention_macs(config) < own.macs == models.forward_macs(config)
+    axial = models.configure("Axial-ViT-B/16", (224, 112))
+    assert models.attention_macs(axial) == 12 * 2 * (14 * 7) * (14 + 7) * 768
