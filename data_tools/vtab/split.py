@@ -71,4 +71,4 @@ def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mappin
 def shard_key(pool: str, key: str) -> str:
     """The key that a sample has in shards, where dots and a leading slash have a meaning: train/banded/banded_0002."""
     stem, ext = os.path.splitext(key)
-    return f"{pool}/{(stem if f'.{ext.lower()}' in EXTENSIONS else key).lstrip('/')}".replace(".", "_")
+    return f"{pool}/{(stem if ext.lower() in EXTENSIONS else key).lstrip('/')}".replace(".", "_")
