@@ -31,7 +31,8 @@ R = TypeVar("R")
 _ROOT = Path(__file__).resolve().parent.parent
 # Seconds before the first retry of a task, the second, ... and there are no more: a node that lacks memory needs time.
 _PAUSES = (1.0, 5.0, 25.0)
-_SECONDS_TO_TIDY_UP = 5.0
+# For what a cancelled task has half-written; waited for only as long as it takes.
+_SECONDS_TO_TIDY_UP = 30.0
 # How long the other ranks may take to leave after one has failed.
 _SECONDS_TO_LEAVE = 30.0
 _LOOK_SECONDS = 0.5
@@ -83,9 +84,9 @@ def run_tasks(
 ) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
-    limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run
-    again, up to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised there, and the
-    tasks still in flight are cancelled.
+    limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run again, up
+    to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised
+    there, and the tasks still in flight are cancelled.
     """
     import ray
 
