@@ -310,7 +310,7 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         # DeepSpeed would accumulate in 16 bits, which loses small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.precision == "fp16":
-        # Its own first scale, 2^16, skips the first steps of a ViT, whose head begins at zero.
+        # DeepSpeed begins at 2^16; where that is too much, each halving costs two skipped steps. The scale grows by itself.
         settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
 
