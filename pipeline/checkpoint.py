@@ -2,7 +2,7 @@
 
     checkpoints/step-00001000/rank-0003.5f3a91c2.bin   what rank 3 updated, fp32 (pipeline/fragments.py)
     checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
-    checkpoints/step-00001000/model.pt                 the model alone, fp32 (pipeline.model.load reads it)
+    checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
     checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
     checkpoints/step-00001000/checksums.json           size and SHA-256 of every file above; written last
     checkpoints/latest                                 the name of the newest, replaced atomically
@@ -32,6 +32,7 @@ from pipeline.errors import UserError
 from pipeline.run_folder import write_atomically
 
 FORMAT = 1
+MODEL = "model.safetensors"
 # A writer at work changes its status file so often; one that has not for SILENCE is dead.
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * BEAT_SECONDS
@@ -242,7 +243,7 @@ def read_state(path: AnyPath) -> dict[str, Any]:
                         "pipeline that wrote it, or a newer one.")  # fmt: skip
     if found < FORMAT:
         raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
-                        f"{FORMAT}). Start a run with init.weights={path}/model.pt, or use the earlier version.")  # fmt: skip
+                        f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
     return state
 
 

@@ -5,7 +5,7 @@ reach it, and the save that it was given is committed all the same. It ends when
 
 A job is one line of JSON on standard input, the data lies in memory that it shares with its rank, and the answer is one line
 on standard output. Each writer writes its rank's file, and says in a status file beside it how far it is. Rank 0's waits for
-those of all, puts model.pt together, and commits.
+those of all, puts model.safetensors together, and commits. Neither imports torch, which would take seconds at each start.
 """
 
 import contextlib
@@ -14,12 +14,11 @@ import json
 import mmap
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from pipeline.checkpoint import (
     BEAT_SECONDS,
     FORMAT,
+    MODEL,
     Checkpoints,
     checksum,
     read_status,
@@ -58,12 +58,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0's writer needs beyond its part. state: of state.json. model, extra: of model.pt. shapes: by name."""
+    """What rank 0's writer needs beyond its part. state: of state.json. metadata: of model.safetensors. shapes: by name."""
 
     state: dict[str, Any]
     shapes: dict[str, list[int]]
-    model: dict[str, Any]
-    extra: dict[str, Any]
+    metadata: dict[str, str]
     retention: Retention
 
 
@@ -192,12 +191,12 @@ def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str,
 
 
 def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """index.json, state.json and model.pt; checksums of all there is."""
+    """index.json, state.json and model.safetensors; checksums of all there is."""
     index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
     write_whole(path / INDEX, json.dumps(index))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
-    checksums["model.pt"] = _write_model(path, Fragments(path, index), commit)
+    checksums[MODEL] = _write_model(path / MODEL, Fragments(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
     return checksums
 
@@ -208,24 +207,22 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
     checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
 
 
-def _write_model(path: AnyPath, fragments: Fragments, commit: Commit) -> dict[str, Any]:
-    """model.pt, of the weights in the parts; its checksum."""
-    # Rank 0's writer alone needs torch.
-    import torch
-
-    from pipeline.model import config_from_dict, save_state
-
-    state = EMA if EMA in fragments.states else WEIGHTS
-    weights = {name: torch.from_numpy(array) for name, array in fragments.whole(state).items()}
-    config = config_from_dict(commit.model)
-    if not isinstance(path, BucketPath):
-        save_state(weights, config, path / "model.pt", commit.extra)
-        return checksum(path / "model.pt")
-    with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-        local = Path(folder) / "model.pt"
-        save_state(weights, config, local, commit.extra)
-        (path / "model.pt").upload(str(local))
-        return checksum(local)
+def _write_model(file: AnyPath, fragments: Fragments, commit: Commit) -> dict[str, Any]:
+    """A .safetensors of the weights in the parts; its checksum. (The length of a header, the header in JSON, the data.)"""
+    weights = fragments.whole(EMA if EMA in fragments.states else WEIGHTS)
+    header: dict[str, Any] = {"__metadata__": commit.metadata}
+    at = 0
+    for name, array in weights.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # So that the data is aligned.
+    with file.replacing() if isinstance(file, BucketPath) else open(file, "wb") as stream:
+        for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for array in weights.values())):
+            stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return checksum(file)
 
 
 @contextlib.contextmanager
@@ -282,11 +279,9 @@ def answer(line: str, memory: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve one rank. Arguments: the file descriptor of the memory that they share, and its number."""
-    memory, rank = (int(text) for text in sys.argv[1:])
+    """Serve one rank. Argument: the file descriptor of the memory that they share."""
+    memory = int(sys.argv[1])
     os.nice(10)  # Training goes first.
-    if rank == 0:
-        import pipeline.model  # noqa: F401  Takes seconds: before anyone waits for them.
     for line in sys.stdin:
         reply = answer(line, memory)
         with contextlib.suppress(BrokenPipeError):  # Its rank is gone.

@@ -161,7 +161,7 @@ def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> i
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
-    """Bytes of one checkpoint, all ranks together: fp32 weights and moments, each once, and model.pt."""
+    """Bytes of one checkpoint, all ranks together: fp32 weights and moments, each once, and model.safetensors."""
     return num_parameters(model) * (4 + _moments_bytes(config.optimizer) + 4)
 
 

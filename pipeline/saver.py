@@ -69,7 +69,7 @@ class Saver:
         self._host = torch.empty(0)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         starter = subprocess.Popen(
-            [sys.executable, "-c", _START, str(self._memory), str(ranks.rank)],
+            [sys.executable, "-c", _START, str(self._memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
             bufsize=0, start_new_session=True, cwd="/",
             env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

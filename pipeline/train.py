@@ -337,7 +337,7 @@ def _commit(
     preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
     extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
              "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
-    return Commit(state, engine.shapes, architecture, extra, retention)
+    return Commit(state, engine.shapes, models.safetensors_metadata(model.config, extra), retention)
 
 
 def _start_tracker(

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.checkpoint_writer import Commit, Job, Retention, save
 from pipeline.data.bucket import BucketPath
-from pipeline.model import ViTConfig, configure, create
+from pipeline.model import ViTConfig, configure, create, safetensors_metadata
 
 CONFIG: ViTConfig = configure("ViT-mu/8", 16, 3, width=8, depth=1, mlp_width=8, num_heads=1)
 STATES = ("weights", "exp_avg")
@@ -54,7 +54,10 @@ def job(
                 file.write(arrays[name].reshape(-1)[start : start + length].tobytes())
     shapes = {name: list(array.shape) for name, array in data["weights"].items()}
     commit = Commit(
-        {"step": step, **state}, shapes, CONFIG.to_dict(), {"step": step}, Retention(keep, list(damaged), always)
+        {"step": step, **state},
+        shapes,
+        safetensors_metadata(CONFIG, {"step": step}),
+        Retention(keep, list(damaged), always),
     )
     return Job(
         str(folder), patience, step, token, rank, world_size, list(STATES), ranges, commit if rank == 0 else None

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, save_all, tensors
 
 from pipeline import checkpoint, checkpoint_writer
@@ -61,7 +62,7 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
     assert read_state(final) == {"format": 1, "step": 7, "text": "ä"}
     assert (folder / "latest").read_text() == "step-00000007"
     assert names(folder) == ["latest", "step-00000007"]
-    assert names(final) == ["checksums.json", "index.json", "model.pt", *[f"rank-000{r}.t.bin" for r in range(3)],
+    assert names(final) == ["checksums.json", "index.json", "model.safetensors", *[f"rank-000{r}.t.bin" for r in range(3)],
                             "state.json"]  # fmt: skip
     expected = tensors(7)
     for state in STATES:
@@ -120,7 +121,7 @@ def test_another_models_tensors_are_refused(tmp_path: Path) -> None:
             fragments.check(other)
 
 
-@pytest.mark.parametrize(("found", "said"), [(2, "reads up to 1. Use the version"), (0, "init.weights=.*model.pt")])
+@pytest.mark.parametrize(("found", "said"), [(2, "reads up to 1. Use the version"), (0, "init.weights=")])
 def test_another_formats_checkpoint_is_refused(found: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": found, "step": 1}))
     with pytest.raises(UserError, match=said):
@@ -128,7 +129,25 @@ def test_another_formats_checkpoint_is_refused(found: int, said: str, tmp_path: 
 
 
 # -------------------------------------------------------------------- damage
-@pytest.mark.parametrize("name", ["rank-0001.t.bin", "index.json", "model.pt", "state.json"])
+def test_the_model_is_read_by_others_and_not_when_it_is_damaged(tmp_path: Path) -> None:
+    save_all(tmp_path, 10)
+    file = tmp_path / "step-00000010" / "model.safetensors"
+    expected = tensors(10)["weights"]
+    for found in (
+        load_file(file),
+        {n: t.numpy() for n, t in models.read_weights(tmp_path / "step-00000010")[1].items()},
+    ):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    flip(file, 8 * file.stat().st_size - 5)
+    assert load_file(file).keys() == expected.keys(), "the file alone does not tell"
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: damaged, its checksum is wrong. Use the checkpoint before"
+    ):
+        models.read_weights(tmp_path / "step-00000010")
+
+
+@pytest.mark.parametrize("name", ["rank-0001.t.bin", "index.json", "model.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "longer", "remove", "rename"])
 def test_a_damaged_one_is_named_and_the_one_before_is_whole(name: str, damage: str, tmp_path: Path) -> None:
     for step in (10, 20):
@@ -168,7 +187,7 @@ def test_no_flipped_bit_of_the_checksums_is_believed(tmp_path: Path) -> None:
 def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     save_all(tmp_path, 10)
     save_all(tmp_path, 20)
-    flip(tmp_path / "step-00000020" / "model.pt")
+    flip(tmp_path / "step-00000020" / "model.safetensors")
     assert newest_whole(tmp_path) == "step-00000010"
     save_all(tmp_path, 20, damaged=["step-00000020"])
     assert newest_whole(tmp_path) == "step-00000020"
@@ -188,7 +207,7 @@ def test_damaged_ones_do_not_push_out_whole_ones(keep: int, tmp_path: Path) -> N
     for step in (10, 20, 30):
         save_all(tmp_path, step, world_size=1, keep=3)
     for step in (20, 30):
-        flip(tmp_path / f"step-{step:08d}" / "model.pt")
+        flip(tmp_path / f"step-{step:08d}" / "model.safetensors")
     # The next life goes on from 10, and commits at steps of its own.
     assert newest_whole(tmp_path) == "step-00000010"
     damaged = ["step-00000020", "step-00000030"]
@@ -426,8 +445,8 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     assert [path.name for path in checkpoints.candidates()] == ["step-00000030", "step-00000020"]
     checkpoints.settle(print, silence=0.1)
     assert checkpoints.unfinished() == []
-    faulty_s3.put(newest / "model.pt", b"?")
-    assert verify(newest) == "model.pt does not match its checksum"
+    faulty_s3.put(newest / "model.safetensors", b"?")
+    assert verify(newest) == "model.safetensors does not match its checksum"
     save_all(folder, 30, token="again", damaged=["step-00000030"])
     assert verify(newest) is None
     assert "rank-0000.t.bin" not in newest.sizes()
@@ -469,7 +488,7 @@ def test_everything_is_flushed_before_it_is_seen(tmp_path: Path, monkeypatch: py
 
     def remember(descriptor: int) -> None:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        # What is flushed under a temporary name: .state.json.tmp, .model.pt.1234.tmp.
+        # What is flushed under a temporary name: .state.json.tmp, .kept.json.tmp.
         folder, _, file = name.rpartition("/")
         flushed.add(f"{folder}/{'.'.join(file[1:].split('.')[:2])}" if file.endswith(".tmp") else name)
         fsync(descriptor)
@@ -535,8 +554,8 @@ def die_at(last):
     def opened(file, mode="r", *rest, **options):
         tick()
         stream = plain(file, mode, *rest, **options)
-        # torch writes model.pt in a hundred pieces, and no two of them are different to us.
-        return Halves(stream) if "w" in mode and "model.pt" not in str(file) else stream
+        # The model is written in dozens of pieces, and no two of them are different to us.
+        return Halves(stream) if "w" in mode and "model.safetensors" not in str(file) else stream
     builtins.open = opened
 
 def check(folder, allowed):
@@ -559,7 +578,7 @@ if DAMAGED:
     shutil.copytree(root / "template" / "step-00000010", saved)
     save_all(root / "template", DAMAGED, keep=1)
     shutil.copytree(saved, root / "template" / "step-00000010")
-    (root / "template" / f"step-{DAMAGED:08d}" / "model.pt").write_bytes(b"?")
+    (root / "template" / f"step-{DAMAGED:08d}" / "model.safetensors").write_bytes(b"?")
 seen, last = set(), 0
 while True:
     last += 1

@@ -17,7 +17,7 @@ from pipeline.model.position import resample_positions, resample_state
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer
-from pipeline.model.weights import load, read_weights, save, save_safetensors, save_state
+from pipeline.model.weights import load, read_weights, safetensors_metadata, save, save_safetensors
 
 __all__ = [
     "Config",
@@ -38,9 +38,9 @@ __all__ = [
     "read_weights",
     "resample_positions",
     "resample_state",
+    "safetensors_metadata",
     "save",
     "save_safetensors",
-    "save_state",
     "to_huggingface",
     "to_npz",
     "to_timm",

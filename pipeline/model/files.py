@@ -1,5 +1,6 @@
 """Weights files: where they lie, opened without running anything in them, and written whole or not at all."""
 
+import hashlib
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from pipeline.model.convert.state_dicts import Beside
 WAY_OUT = "Use the checkpoint before it, or fetch the file again."
 # As Hugging Face and timm call them; config.json beside them is theirs.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+_FILES = (*_HUB_FILES, "model.pt")  # Of a folder. The last one was ours in checkpoints of earlier versions.
 # Where training scripts put the state dict in what they save.
 _WRAPPERS = ("state_dict", "model")
 
@@ -28,20 +30,20 @@ def find_file(path: Path) -> Path:
         return path
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
-    for name in ("model.pt", *_HUB_FILES):
+    for name in _FILES:
         if (path / name).is_file():
             return path / name
     pointer = path / "checkpoints" / "latest"
     if not pointer.is_file():
         raise UserError(
-            f"{path}: holds neither model.pt nor checkpoints/latest, nor {' nor '.join(_HUB_FILES)} (in one file). "
-            "Name a checkpoint, a run, or a file."
+            f"{path}: holds none of checkpoints/latest, {', '.join(_FILES)} (in one file). Name a checkpoint, a run, or a file."
         )
     name = pointer.read_text().strip()
-    file = path / "checkpoints" / name / "model.pt"
-    if not name or not file.is_file():
-        raise UserError(f'{pointer}: names "{name}", but {file} is not there. Name another checkpoint folder.')
-    return file
+    found = [path / "checkpoints" / name / file for file in _FILES if name]
+    for file in found:
+        if file.is_file():
+            return file
+    raise UserError(f'{pointer}: names "{name}", but no weights are there. Name another checkpoint folder.')
 
 
 def beside(path: Path) -> Beside:
@@ -80,6 +82,12 @@ def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
 def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors by name, the file's own metadata)."""
     library = optional("safetensors", f"to read {path}")
+    # The file itself has no checksum; a checkpoint's says what it was.
+    expected = _read_json(path.with_name("checksums.json")).get(path.name)
+    if expected is not None:
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                raise UserError(f"{path}: damaged, its checksum is wrong. {WAY_OUT}")
     try:
         with library.safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict

@@ -1,10 +1,9 @@
 """Weights on disk: one file of our own, in two forms, and one `load` for every place where weights may lie.
 
-model.pt is a torch zip of plain data, readable with torch.load(weights_only=True):
+A .safetensors of ours, as in checkpoints, holds the state as its tensors and in its metadata, under "vit-weights", the rest
+as JSON. A .pt needs no other package, and is a torch zip of plain data, readable with torch.load(weights_only=True):
 
     {"format": "vit-weights/1", "model": config.to_dict(), "state": {name: fp32 CPU tensor}, "extra": {...}}
-
-A .safetensors of ours holds the state as its tensors and the rest as JSON in its metadata, under "vit-weights".
 """
 
 import json
@@ -37,35 +36,29 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
     The file appears whole or not at all. Raises ValueError when `extra` holds anything but None, bool, int, float,
     str, list, tuple, dict.
     """
-    save_state(model.state_dict(), model.config, path, extra)
-
-
-def save_state(
-    state: Mapping[str, Tensor], config: Config, path: StrPath, extra: Mapping[str, Any] | None = None
-) -> None:
-    """As `save`, for a caller that holds gathered tensors and no model. Raises ValueError if they do not fit config."""
-    path = Path(path)
     extra = dict(extra or {})
     _check_plain(extra, "extra")
-    if problem := _mismatch(state, config):
-        raise ValueError(f"{path} is not written: {problem}")
     content = {
         "format": FORMAT,
-        "model": config.to_dict(),
+        "model": model.config.to_dict(),
         # Copies: a parameter may be a view of one flat buffer, and torch.save writes everything that lies behind it.
-        "state": {name: _plain_copy(tensor) for name, tensor in state.items()},
+        "state": {name: _plain_copy(tensor) for name, tensor in model.state_dict().items()},
         "extra": extra,
     }
-    files.write_whole(path, lambda file: torch.save(content, file))
+    files.write_whole(Path(path), lambda file: torch.save(content, file))
 
 
 def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
     """As `save`, as .safetensors with configuration and `extra` in its metadata."""
     extra = dict(extra or {})
     _check_plain(extra, "extra")
-    about = {"format": FORMAT, "model": model.config.to_dict(), "extra": extra}
     state = {name: _plain_copy(tensor) for name, tensor in model.state_dict().items()}
-    files.write_safetensors(state, Path(path), {METADATA: json.dumps(about)})
+    files.write_safetensors(state, Path(path), safetensors_metadata(model.config, extra))
+
+
+def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, str]:
+    """What makes a .safetensors one of ours."""
+    return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
 def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
@@ -81,8 +74,8 @@ def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, An
         return config, state, {"notes": notes}
     content: Any
     if path.suffix == ".safetensors":
-        tensors, metadata = files.open_safetensors(path)
-        content = {**json.loads(metadata[METADATA]), "state": tensors} if METADATA in metadata else tensors
+        tensors, about = files.open_safetensors(path)
+        content = {**json.loads(about[METADATA]), "state": tensors} if METADATA in about else tensors
     else:
         content = files.open_torch(path)
     is_ours = isinstance(content, dict) and content.get("format") == FORMAT
@@ -123,8 +116,8 @@ def load(
     """Build a model from weights, changed to a new task or resolution where asked.
 
     path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
-        .bin, .pth), or the folder with config.json; a weights file of ours; a checkpoint folder that holds model.pt; or
-        a run folder, whose checkpoints/latest names the checkpoint.
+        .bin, .pth), or the folder with config.json; a weights file of ours; a checkpoint folder; or a run
+        folder, whose checkpoints/latest names the checkpoint.
     image_size: side or (height, width); positions are resampled to its grid.
     num_classes: another number than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
         the class token, the representation layer dropped (ViT paper, B.1.1). 0: no head, the representation layer kept.

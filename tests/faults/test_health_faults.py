@@ -13,6 +13,7 @@ import torch
 from ranks import ROOT, metrics, settings
 from tiny import make_dataset
 
+from pipeline import model as models
 from pipeline.checkpoint import read_state
 
 STEPS = 16
@@ -120,7 +121,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run / "checkpoints" / f"step-{STEPS:08d}" / "model.pt", weights_only=True)["state"]
+    return models.read_weights(run / "checkpoints" / f"step-{STEPS:08d}")[1]
 
 
 @pytest.mark.parametrize("name", ["loss0", "loss1", "loss2", "loss3", "loss-bf16", "gradient0", "gradient1"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.model import create, load, read_weights, resample_positions, save, save_state
+from pipeline.model import create, load, read_weights, resample_positions, save, save_safetensors
 
 
 def tiny(**changes):
@@ -54,21 +54,13 @@ def test_views_of_a_flat_buffer_are_saved_as_small_fp32_tensors(tmp_path, dtype)
     flat = torch.cat([flat, flat.new_zeros(100_000)])  # as other parameters of the buffer would be
     sizes = [parameter.numel() for parameter in model.parameters()]
     pieces = zip(model.named_parameters(), flat.split([*sizes, 100_000]), strict=False)
-    state = {name: piece.view(parameter.shape) for (name, parameter), piece in pieces}
-    save_state(state, model.config, tmp_path / "a.pt")
     save(model, tmp_path / "b.pt")
+    expected = model.positions.to(dtype).float()
+    for (_, parameter), piece in pieces:
+        parameter.data = piece.view(parameter.shape)
+    save(model, tmp_path / "a.pt")
     assert abs((tmp_path / "a.pt").stat().st_size - (tmp_path / "b.pt").stat().st_size) < 1000
-    assert torch.equal(load(tmp_path / "a.pt").positions, model.positions.to(dtype).float())
-
-
-def test_a_state_of_another_model_is_not_written(tmp_path):
-    state = tiny().state_dict()
-    with pytest.raises(ValueError, match=r'"head.weight" should be \(6, 32\), but is \(5, 32\)'):
-        save_state(state, tiny(num_classes=6).config, tmp_path / "model.pt")
-    del state["norm.bias"]
-    with pytest.raises(ValueError, match=r'"norm.bias" \(32,\) is missing'):
-        save_state(state, tiny().config, tmp_path / "model.pt")
-    assert not any(tmp_path.iterdir())
+    assert torch.equal(load(tmp_path / "a.pt").positions, expected)
 
 
 def test_extra_is_plain_data(tmp_path):
@@ -92,15 +84,17 @@ def test_a_crash_while_writing_leaves_the_old_file(file, monkeypatch):
 def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step-000020"
     checkpoint.mkdir(parents=True)
-    save(tiny(), checkpoint / "model.pt")
+    save(tiny(seed=4), checkpoint / "model.pt")  # As earlier versions did.
     (tmp_path / "checkpoints" / "latest").write_text("step-000020\n")
+    assert same_values(load(tmp_path), tiny(seed=4))
+    save_safetensors(tiny(), checkpoint / "model.safetensors")
     assert same_values(load(checkpoint), tiny())
     assert same_values(load(str(tmp_path)), tiny())
 
     (tmp_path / "checkpoints" / "latest").write_text("step-000030\n")
-    with pytest.raises(UserError, match=r'names "step-000030", but .*step-000030/model\.pt is not there'):
+    with pytest.raises(UserError, match=r'names "step-000030", but no weights are there'):
         load(tmp_path)
-    with pytest.raises(UserError, match=r"neither model\.pt nor checkpoints/latest"):
+    with pytest.raises(UserError, match=r"holds none of checkpoints/latest, model\.safetensors"):
         load(tmp_path / "checkpoints")
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")

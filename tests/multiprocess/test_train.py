@@ -219,7 +219,7 @@ def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: in
 
 
 def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
-    """model.pt of every stage holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
+    """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
     from pipeline.config import AugmentConfig
     from pipeline.distributed import Ranks
     from pipeline.evaluate.classify import predict, score
