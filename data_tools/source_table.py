@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
 from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import replacing
+from pipeline.data.manifest import open_parquet, replacing
 
 SOURCE_TABLE = "source.parquet"
 _NAMED = 3
@@ -26,8 +26,7 @@ def save(listing: Listing, path: AnyPath) -> None:
 def difference(path: AnyPath, listing: Listing) -> str:
     """What came, went and changed since `save` wrote path, in words; less precise when it cannot be read."""
     try:
-        with path.open("rb") as file:
-            old = pq.read_table(file, columns=["split", "key", "size"])
+        old = open_parquet(path).read(columns=["split", "key", "size"])
     except (OSError, pa.ArrowInvalid):
         return "with other names, sizes, classes or splits"
     new = listing.table

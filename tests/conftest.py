@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_gcs
 import faulty_s3
 import pytest
+from forked import Forge
 from tiny import make_dataset
 
 
@@ -14,6 +15,12 @@ from tiny import make_dataset
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """150 training and 37 validation samples of 4 classes, 16 px."""
     return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    with Forge(tmp_path_factory.mktemp("forge")) as forge:
+        yield forge
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +50,10 @@ def gcs() -> Iterator[str]:
     """The end of a gs:// URL that leads to a server of Google's API, where there is a bucket `models`."""
     with fake_gcs.running("models") as options:
         yield options
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts ranks: what uses the forge, hosts, and the files that say so themselves."""
+    for item in items:
+        if {"forge", "can_have_hosts"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)

@@ -6,28 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import start
+from forked import Forge
 
-from pipeline import schema
+from pipeline import schema, train
 from pipeline.cluster import HEADROOM, Cluster, choose
-from pipeline.config import PlanConfig
+from pipeline.config import PlanConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.forecast import describe, make_forecast, readers, run, to_dict
 from pipeline.memory import rank_memory
 
 ROOT = Path(__file__).parents[1]
 L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"
-# A run whose device says that it has a gigabyte.
-_ON_A_SMALL_GPU = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from pipeline import schema, train
-from pipeline.command import mistakes_in_one_line
-from pipeline.config import RunConfig
-train.device_memory = lambda device: 10**9
-with mistakes_in_one_line():
-    train.run(schema.load(RunConfig, None, json.loads(sys.argv[2])[0]))
-"""
 BY_HAND = ["samples=14.2e6", "classes=21841"]
 SHIPPED = sorted([*(ROOT / "configs/pretrain").glob("*.yaml"), *(ROOT / "configs/finetune").glob("*.yaml")])
 
@@ -113,8 +102,14 @@ def test_a_model_that_fits_nowhere() -> None:
         choose(config, make_forecast(config).model, Cluster.parse("1x1xV100-16GB"))
 
 
+def train_on_a_small_gpu(overrides: list[str]) -> None:
+    """In a rank whose device says that it has a gigabyte."""
+    train.device_memory = lambda device: 10**9
+    train.run(schema.load(RunConfig, None, overrides))
+
+
 def test_training_refuses_what_the_plan_refuses(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forge: Forge, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [
         f"data.path={dataset}", f"out={tmp_path}", "train.micro_batch=512", "train.global_batch=512", "name=large",
@@ -125,9 +120,9 @@ def test_training_refuses_what_the_plan_refuses(
         run(schema.load(PlanConfig, None, [*overrides, "cluster=1x1xV100-1GB"]))
     assert "Memory of a rank" in capsys.readouterr().out
     assert "a rank needs" in str(planned.value)
-    (rank,) = start(1, [overrides], _ON_A_SMALL_GPU)
-    assert rank.communicate(timeout=300)[0].splitlines()[-1] == f"error: {planned.value}"
-    assert rank.returncode == 2
+    rank = forge.start_work(1, "test_forecast:train_on_a_small_gpu", overrides)
+    assert rank.wait() == [2], rank.said()
+    assert rank.said().splitlines()[-1] == f"error: {planned.value}"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import replacing
+from pipeline.data.manifest import open_parquet, replacing
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -32,7 +32,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     for split, name, path in split_files(source, collector.splits, ".parquet"):
         try:
             # Not mapped: all of it is read, once.
-            file = pq.ParquetFile(path.open("rb"), pre_buffer=False, buffer_size=2**20)
+            file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
             check_columns(
                 schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from data_tools.vtab.original import Pool
 from pipeline.data.bucket import AnyPath
+from pipeline.data.manifest import open_parquet
 
 KEYS_FILE = "keys.parquet"
 # pool: a split of tensorflow_datasets. key: as it is hashed there (in shards it is `split.shard_key` of it).
@@ -27,8 +27,7 @@ def key_table(pools: Mapping[str, Pool]) -> pa.Table:
 
 def read_keys(path: AnyPath) -> pa.Table:
     """Raises OSError or pa.ArrowException for a file that is missing or damaged."""
-    with path.open("rb") as file:
-        return pq.read_table(file).cast(KEYS)
+    return open_parquet(path).read().cast(KEYS)
 
 
 def by_pool(table: pa.Table) -> dict[str, tuple[list[str], np.ndarray]]:

@@ -362,9 +362,22 @@ def file_sha256(path: AnyPath) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def open_parquet(path: AnyPath) -> pq.ParquetFile:
+class _FromPython(pq.ParquetFile):
+    """Reads through a Python file without Arrow's threads: one of them aborts the process, now and then, when it ends
+    (apache/arrow issues 34314 and 50482)."""
+
+    def read(self, columns: Any = None, use_threads: bool = False, **options: Any) -> pa.Table:
+        return super().read(columns, use_threads=use_threads, **options)
+
+    def iter_batches(self, *arguments: Any, use_threads: bool = False, **options: Any) -> Iterator[pa.RecordBatch]:
+        return super().iter_batches(*arguments, use_threads=use_threads, **options)
+
+
+def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
     """A Parquet file wherever it lies. Raises FileNotFoundError, and pa.ArrowException or OSError for a damaged one."""
-    return pq.ParquetFile(path, memory_map=True) if isinstance(path, Path) else pq.ParquetFile(path.open())
+    if isinstance(path, Path):
+        return pq.ParquetFile(path, memory_map=memory_map, **options)
+    return _FromPython(path.open(), **options)
 
 
 def _open(path: AnyPath) -> pq.ParquetFile:

@@ -1,91 +1,19 @@
 """What is planted into a batch, a rank's gradient or a weight never reaches the weights; a jump of the loss is answered."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from ranks import ROOT, metrics, settings
+from forked import Forge
+from planted import BAD_STEP
+from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.checkpoint import read_state
 
 STEPS = 16
-BAD_STEP = 10  # Counted from 1.
-# Runs of two ranks, one after another, each with a fault of its own; all of them in one start.
-WORKER = """
-import json, os, sys, time
-sys.path.insert(0, sys.argv[1])
-import torch
-from pipeline import schema, train
-from pipeline.config import RunConfig
-from pipeline.engine import Engine
-from pipeline.errors import UserError
-
-plain_step, BAD_STEP = Engine.train_step, int(sys.argv[3])
-for fault, overrides in json.loads(sys.argv[2]):
-    config = schema.load(RunConfig, None, overrides)
-    seen = open(f"{config.out}/{config.name}.{os.environ['RANK']}.txt", "a")
-    bad_rows = []
-
-    def step_with_fault(self, step, batches, lr, loss_of, mixing=None, accept=None):
-        own_loss, rows = loss_of, [int(row) for batch in batches for row in batch.rows]
-        print(step, *rows, file=seen, flush=True)
-        if fault == "nan in a loss" and step + 1 == BAD_STEP and self.ranks.rank == 1:
-            loss_of = lambda *a, **k: own_loss(*a, **k) * float("nan")
-        if fault == "nan in a gradient" and step + 1 == BAD_STEP and self.ranks.rank == 0:
-            parameter = next(p for p in self.engine.module.parameters() if p.requires_grad)
-            handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
-        if fault == "nan in a weight" and step + 1 == BAD_STEP:
-            with torch.no_grad():
-                next(self.engine.module.parameters()).fill_(float("nan"))
-        if fault == "spike":  # Of the data: it comes again with the same samples.
-            if step + 1 == BAD_STEP and not bad_rows:
-                bad_rows.extend(rows)
-            if set(rows) & set(bad_rows[:2]):
-                loss_of = lambda *a, **k: own_loss(*a, **k) * 40
-        if fault == "slow rank" and self.ranks.rank == 1:
-            loss_of = lambda *a, **k: (time.sleep(0.3), own_loss(*a, **k))[1]
-        result = plain_step(self, step, batches, lr, loss_of, mixing, accept)
-        if fault == "nan in a gradient" and step + 1 == BAD_STEP and self.ranks.rank == 0:
-            handle.remove()
-        return result
-
-    Engine.train_step = step_with_fault
-    try:
-        train.run(config)
-    except UserError as error:
-        open(f"{config.out}/{config.name}.error", "w").write(str(error))
-"""
-
-
-def run(runs: list[tuple[str, list[str]]]) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-        }  # fmt: skip
-        arguments = [sys.executable, "-c", WORKER, str(ROOT), json.dumps(runs), str(BAD_STEP)]
-        processes.append(
-            subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        outputs = [process.communicate(timeout=540)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
 
 
 def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
@@ -96,27 +24,23 @@ def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("health")
     # More samples than the runs take: those that make the loss jump do not come again in a second epoch.
     dataset = make_dataset(folder / "data", {"train": 500, "val": 37})
-    run(
-        [
-            *(
-                ("nan in a loss", of(dataset, folder, f"loss{stage}", f"engine.zero_stage={stage}"))
-                for stage in range(4)
-            ),
-            ("nan in a loss", of(dataset, folder, "loss-bf16", "engine.precision=bf16")),
-            ("nan in a gradient", of(dataset, folder, "gradient0", "engine.zero_stage=0")),
-            ("nan in a gradient", of(dataset, folder, "gradient1", "engine.zero_stage=1")),
-            ("nan in a weight", of(dataset, folder, "weight", "engine.zero_stage=0", "train.max_skipped_steps=3")),
-            ("spike", of(dataset, folder, "said")),
-            ("spike", of(dataset, folder, "skipped", "health.on_spike=skip")),
-            ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
-            ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
-            ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
-        ]
-    )
+    runs = [
+        *(("nan in a loss", of(dataset, folder, f"loss{stage}", f"engine.zero_stage={stage}")) for stage in range(4)),
+        ("nan in a loss", of(dataset, folder, "loss-bf16", "engine.precision=bf16")),
+        ("nan in a gradient", of(dataset, folder, "gradient0", "engine.zero_stage=0")),
+        ("nan in a gradient", of(dataset, folder, "gradient1", "engine.zero_stage=1")),
+        ("nan in a weight", of(dataset, folder, "weight", "engine.zero_stage=0", "train.max_skipped_steps=3")),
+        ("spike", of(dataset, folder, "said")),
+        ("spike", of(dataset, folder, "skipped", "health.on_spike=skip")),
+        ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
+        ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
+        ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
+    ]
+    forge.start_work(2, "planted:train", runs).finish()
     return folder
 
 

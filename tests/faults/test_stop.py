@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,12 +32,6 @@ LONG = (
     f"train.length={STEPS} steps", "evaluate.every=16 steps", "checkpoint.every=12 steps", "evaluate.batch=1",
     "model.dropout=0.1", "engine.peak_tflops=1",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with Forge(tmp_path_factory.mktemp("forge")) as forge:
-        yield forge
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import faulty_s3
 import numpy as np
-import psutil
 import pytest
 import torch
-from ranks import finish, metrics, settings, start
+from forked import Forge
+from ranks import metrics, settings
 from saving import save_all
 
 from pipeline import model as models
@@ -35,24 +35,27 @@ def spoil(dataset: Path, rows: list[int]) -> None:
             file.write(b"\0" * int(split.sizes[row]))
 
 
-def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(dataset: Path, tmp_path: Path) -> None:
+def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
+    forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(dataset, broken)
     spoil(broken, [3, 77])
-    outputs = finish(
-        start(1, [settings(broken, tmp_path, "patient", "train.length=2 epochs", "data.max_bad_share=0.02")])
+    patient, strict = (
+        settings(broken, tmp_path, name, "train.length=2 epochs", f"data.max_bad_share={share}")
+        for name, share in (("patient", 0.02), ("strict", 0.001))
     )
+    said = forge.start(1, patient).finish()
     assert metrics(tmp_path / "patient", "bad_samples")[12] == 2
-    assert "left out train00003" in outputs[0]
-    assert "left out train00077" in outputs[0]
+    assert "left out train00003" in said
+    assert "left out train00077" in said
 
-    process = start(1, [settings(broken, tmp_path, "strict", "train.length=2 epochs", "data.max_bad_share=0.001")])[0]
-    output = process.communicate(timeout=280)[0]
-    assert process.returncode == 2, output
-    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    run = forge.start(1, strict)
+    assert run.wait() == [2], run.said()
+    errors = [line for line in run.said().splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "data.max_bad_share = 0.001" in errors[0]
-    assert "Traceback" not in output
+    assert "Traceback" not in run.said()
 
 
 def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def fine_tuning(dataset: Path, out: Path, weights: Path) -> list[str]:
     return [*kept, f"init.weights={weights}", "optimizer.name=sgd", "optimizer.weight_decay=0"]
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     """A real small file system; needs root to mount it."""
     out = tmp_path / "small"
     out.mkdir()
@@ -89,13 +92,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_
         pytest.skip("mounting a file system needs root")
     try:
         more = ["train.length=8 steps", "checkpoint.every=1 steps", "checkpoint.keep=8", "evaluate.every=8 steps"]
-        process = start(1, [settings(dataset, out, "full", *more)])[0]
-        output = process.communicate(timeout=280)[0]
-        assert process.returncode == 2, output
-        errors = [line for line in output.splitlines() if line.startswith("error")]
-        assert len(errors) == 1, output
+        run = forge.start(1, settings(dataset, out, "full", *more))
+        assert run.wait() == [2], run.said()
+        errors = [line for line in run.said().splitlines() if line.startswith("error")]
+        assert len(errors) == 1, run.said()
         assert "no space left" in errors[0].lower()
-        assert "Traceback" not in output
+        assert "Traceback" not in run.said()
         names = sorted(path.name for path in (out / "full" / "checkpoints").iterdir())
         assert names[0] == "latest"
         assert all(name.startswith("step-") for name in names[1:]), "nothing half-written stays"
@@ -105,20 +107,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(dataset: Path, tmp_
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(tmp_path: Path, dataset: Path, num_ranks: int) -> None:
+def test_a_stale_lock_of_a_dead_build_does_not_hang_the_start(
+    forge: Forge, tmp_path: Path, dataset: Path, num_ranks: int
+) -> None:
     """A process that dies while torch compiles leaves a lock file, for which every later start would wait for ever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
     lock.touch()
-    processes = start(
-        num_ranks, [settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")]
+    run = forge.start(
+        num_ranks, settings(dataset, tmp_path, "unlocked", "train.length=1 steps", "schedule.warmup=0 steps")
     )
-    port = psutil.Process(processes[0].pid).environ()["MASTER_PORT"]
-    finish(processes)
+    run.finish()
     assert not lock.exists()
     # Nor does what DeepSpeed shares between the ranks of a machine stay in memory.
-    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{run.port}_*"))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
@@ -143,7 +146,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
         resume.find_checkpoint(checkpoints, facts, alone, console)
 
 
-def test_a_run_keeps_its_checkpoints_in_a_bucket(dataset: Path, tmp_path: Path, s3: tuple[faulty_s3.S3, str]) -> None:
+def test_a_run_keeps_its_checkpoints_in_a_bucket(
+    forge: Forge, dataset: Path, tmp_path: Path, s3: tuple[faulty_s3.S3, str]
+) -> None:
     """Two lives; the best and the newest stay, and what was trained is known from there."""
     more = [
         f"checkpoint.folder={s3[1]}/all",
@@ -153,8 +158,7 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(dataset: Path, tmp_path: Path, 
     ]
     lives = [settings(dataset, tmp_path, "far", *more, f"train.length={steps} steps") for steps in (4, 6)]
     lives[1][-2] = "checkpoint.keep_every=0 steps"
-    output = finish(start(1, lives))[0]
-    assert "resumed from s3://" in output
+    assert "resumed from s3://" in forge.start(1, *lives).finish()
     assert not (tmp_path / "far" / "checkpoints").exists()
     checkpoints = Checkpoints(faulty_s3.bucket_path(f"{s3[1]}/all/far"))
     # 1 to 4 were to be kept; the best of 3, 4 and 6 is 6.

@@ -14,8 +14,9 @@ from typing import Any
 import hosts
 import pytest
 import yaml
+from forked import Forge
 from hosts import Host
-from ranks import ROOT, finish, metrics, settings, start
+from ranks import ROOT, metrics, settings
 
 from pipeline.run_folder import read_status
 
@@ -125,7 +126,9 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     site.nodes[1].run("umount", data.parent)
 
 
-def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: Path, tmp_path: Path) -> None:
+def test_a_host_dies_and_the_run_is_finished_on_the_others(
+    forge: Forge, site: Site, dataset: Path, tmp_path: Path
+) -> None:
     home = site.folder.parent
     data, out, log = home / "data", home / "runs", home / "supervise.out"
     shutil.copytree(dataset, data)
@@ -134,7 +137,7 @@ def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: 
                        "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR"))  # fmt: skip
     (site.folder / ".deepspeed_env").write_text(carried.replace(" ", "\n") + "\n")
     run = settings(data, out, "three", f"train.length={STEPS} steps", "evaluate.every=100%", "checkpoint.every=5 steps")
-    alone = start(1, [[*run, f"out={home / 'alone'}"]])
+    alone = forge.start(1, [*run, f"out={home / 'alone'}"])
     launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
     supervise = [sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--", *launch]
     process = site.start(*supervise, "launch/pretrain.py", *run, log=log)
@@ -162,7 +165,7 @@ def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: 
     said = (folder / "log.txt").read_text()
     assert "24 = 4 ranks x 1 x 6 samples" in said
     assert "24 = 3 ranks x 2 x 4 samples" in said
-    finish(alone)
+    alone.finish()
     found, expected = metrics(folder), metrics(home / "alone" / "three")
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     for number, loss in expected.items():  # Other samples, or another order, are off by ten percent.

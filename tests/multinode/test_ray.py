@@ -16,8 +16,9 @@ from typing import TypeVar
 import hosts
 import psutil
 import pytest
+from forked import Forge
 from hosts import Host
-from ranks import finish, metrics, settings, start
+from ranks import metrics, settings
 from raw_images import contents, jpeg
 
 from pipeline.run_folder import RESUME, read_status
@@ -151,7 +152,7 @@ def shard_command(source: Path, out: Path) -> list[str]:
 
 
 def test_ranks_on_ray_stop_and_go_on(
-    checkout: Path, environment: dict[str, str], cluster: list[Host], dataset: Path, home: Path
+    forge: Forge, checkout: Path, environment: dict[str, str], cluster: list[Host], dataset: Path, home: Path
 ) -> None:
     head, _ = cluster
     shutil.copytree(dataset, home / "data")
@@ -176,10 +177,10 @@ def test_ranks_on_ray_stop_and_go_on(
     assert (stopped.status, stopped.code, stopped.reason) == ("stopped", RESUME, "SIGTERM")
     assert 3 <= stopped.step < STEPS
 
-    alone = start(1, [[*run, f"out={home / 'alone'}"]])
+    alone = forge.start(1, [*run, f"out={home / 'alone'}"])
     job, log = submit(2)
     assert job.wait(timeout=180) == 0, log.read_text()
-    finish(alone)
+    alone.finish()
     assert "24 = 2 ranks x 2 x 6 samples" in log.read_text()
     found, expected = metrics(folder), metrics(home / "alone/on_ray")
     assert list(found) == list(expected) == list(range(1, STEPS + 1))

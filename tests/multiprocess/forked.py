@@ -1,5 +1,6 @@
-"""Ranks forked from one process that has imported everything: a start costs a second or two, not ten."""
+"""Ranks of `pipeline.train.run`, forked from one process that has imported everything: a start costs a second, not ten."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,18 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from ranks import ROOT
+from typing import Any
 
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
 _FORGE = """
 import json, os, sys
-sys.path.insert(0, sys.argv[1])
-from pipeline import schema
-from pipeline.command import mistakes_in_one_line
-from pipeline.config import RunConfig
-from pipeline.train import run
+sys.path[:] = json.loads(sys.argv[1])
+import pipeline.train
 import torch.utils.cpp_extension, torch._inductor.compile_fx, deepspeed.runtime.zero.muon.original_muon  # What every start imports.
+from forked import work
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
@@ -36,12 +34,30 @@ for line in sys.stdin:
             output = os.open(f"{request['output']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            with mistakes_in_one_line():
-                run(schema.load(RunConfig, None, request["overrides"]))
+            work(request["function"], request["argument"])
             sys.exit()
         pids.append(pid)
     print(json.dumps(pids), flush=True)
 """
+
+
+def work(function: str, argument: Any) -> None:
+    """In a rank: function is "module:name"."""
+    from pipeline.command import mistakes_in_one_line
+
+    module, _, name = function.partition(":")
+    with mistakes_in_one_line():
+        getattr(importlib.import_module(module), name)(argument)
+
+
+def train(runs: list[list[str]]) -> None:
+    """In a rank: one run after another. runs: their overrides of a RunConfig."""
+    from pipeline import schema
+    from pipeline.config import RunConfig
+    from pipeline.train import run
+
+    for overrides in runs:
+        run(schema.load(RunConfig, None, overrides))
 
 
 class Forge:
@@ -51,7 +67,7 @@ class Forge:
         self.folder, self.runs = folder, []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _FORGE, str(ROOT)],
+            [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout
@@ -66,7 +82,12 @@ class Forge:
         self.process.kill()
         self.process.wait()
 
-    def start(self, world_size: int, overrides: list[str]) -> "ForkedRun":
+    def start(self, world_size: int, *runs: list[str]) -> "ForkedRun":
+        """Ranks that go through `runs`, one after another."""
+        return self.start_work(world_size, "forked:train", runs)
+
+    def start_work(self, world_size: int, function: str, argument: Any) -> "ForkedRun":
+        """Ranks that call a function ("module:name", of a file of tests) with an argument that JSON can hold."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -76,11 +97,11 @@ class Forge:
             for rank in range(world_size)
         ]  # fmt: skip
         output = self.folder / f"output-{len(self.runs)}"
-        pids = self.ask({"ranks": ranks, "overrides": overrides, "output": str(output)})
-        self.runs.append(ForkedRun(self, pids, output))
+        request = {"ranks": ranks, "function": function, "argument": argument, "output": str(output)}
+        self.runs.append(ForkedRun(self, self.ask(request), output, port))
         return self.runs[-1]
 
-    def ask(self, request: dict) -> list[int]:
+    def ask(self, request: dict[str, Any]) -> list[int]:
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -90,11 +111,12 @@ class Forge:
 
 @dataclass
 class ForkedRun:
-    """The ranks of one run."""
+    """The ranks of one start."""
 
     forge: Forge
     pids: list[int]
     output: Path
+    port: int
 
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.pids[rank], number)
@@ -104,9 +126,23 @@ class ForkedRun:
         pids, self.pids = self.pids, []
         return self.forge.ask({"pids": pids})
 
+    def finish(self) -> str:
+        """Wait for all ranks, and fail when one of them failed; what rank 0 said."""
+        codes = self.wait()
+        assert codes == [0] * len(codes), (codes, *map(self.said, range(len(codes))))
+        return self.said()
+
     def kill(self) -> None:
+        """SIGKILL all ranks that are left."""
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
+
+    def kill_after(self, file: Path) -> None:
+        """SIGKILL all ranks as soon as there is `file`."""
+        until(file.exists)
+        self.kill()
+        codes = self.wait()
+        assert codes == [-signal.SIGKILL] * len(codes), self.said()
 
     def said(self, rank: int = 0) -> str:
         """What a rank has printed so far."""

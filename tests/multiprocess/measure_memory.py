@@ -51,11 +51,11 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     return {"peak": live.peak, "between": between, "saved": saved}
 
 
-def main(cases: str) -> None:
-    """cases: JSON, a list of the arguments of `measure`."""
+def main(cases: list[list[Any]]) -> None:
+    """cases: the arguments of `measure`."""
     torch.set_num_threads(1)
     ranks = from_environment()
     start_ranks(ranks, timeout_minutes=5)
-    results = [measure(*case, ranks) for case in json.loads(cases)]
+    results = [measure(*case, ranks) for case in cases]
     if ranks.is_main:
         print("measured", json.dumps(results))

@@ -4,19 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from ranks import finish, start
+from forked import Forge
 
 from pipeline import memory, schema
 from pipeline.config import RunConfig
 from pipeline.plan import make_plan, new_model_config
 
 NUM_CLASSES = 300
-_WORKER = """
-import sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests", sys.argv[1] + "/tests/multiprocess"]
-import measure_memory
-measure_memory.main(sys.argv[2])
-"""
 ALL, PART = 4_000_000, 250_000  # elements of a bucket that holds all gradients, and of one that does not
 CKPT = "engine.activation_checkpointing=true"
 # stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at it.
@@ -41,10 +35,10 @@ def overrides(stage: int, precision: str, accumulation: int, more: list[str]) ->
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[str, Any]]:
+def measured(forge: Forge) -> list[dict[str, Any]]:
     cases = [(overrides(stage, precision, count, more), NUM_CLASSES, bucket)
              for stage, precision, count, bucket, more in CASES]  # fmt: skip
-    output = finish(start(2, cases, _WORKER))[0]
+    output = forge.start_work(2, "measure_memory:main", cases).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("measured ")]
     return json.loads(line.removeprefix("measured "))
 

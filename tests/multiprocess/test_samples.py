@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from forked import Forge
 from PIL import Image
-from ranks import ROOT, settings, start
+from ranks import ROOT, settings
 
 from pipeline import resume, samples, schema
 from pipeline.checkpoint import Checkpoints, checksum, read_state
@@ -56,13 +57,12 @@ def overrides(data: Dataset) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def said(overrides: list[str]) -> str:
+def said(forge: Forge, overrides: list[str]) -> str:
     """What a run says, one on 60 samples before it, and the same command with data.exclude=none after it."""
     limited = [*overrides, "name=limited", "data.limit=60", "train.length=4 steps"]
-    process = start(1, [limited, overrides, [*overrides, "data.exclude=none"]])[0]
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 2, output
-    return output
+    run = forge.start(1, limited, overrides, [*overrides, "data.exclude=none"])
+    assert run.wait() == [2], run.said()
+    return run.said()
 
 
 @pytest.fixture(scope="module")

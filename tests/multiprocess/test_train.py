@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from ranks import ROOT, STEPS, finish, kill_after, metrics, settings, start
+from forked import Forge, train
+from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline import objective, schema
@@ -34,17 +35,25 @@ HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.
           "engine.zero_stage=3")  # fmt: skip
 
 
-# DeepSpeed asks a CPU whether it is fast at fp16; any is able to.
-_WITH_FP16 = ranks.WORKER.replace(
-    "with mistakes",
-    "from deepspeed.accelerator import get_accelerator; get_accelerator().is_fp16_supported = lambda: True\nwith mistakes",
-)
 EVERY_STEP = ("checkpoint.every=1 steps", "checkpoint.keep=9", "schedule.decay=constant")
+
+
+def train_with_fp16(runs: list[list[str]]) -> None:
+    """In a rank. DeepSpeed asks a CPU whether it is fast at fp16; any is able to."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    train(runs)
 
 
 def plain_losses(overrides: list[str], steps: int = STEPS) -> list[float]:
     """The same training written in plain PyTorch, one process, one batch a step: what DeepSpeed must reproduce."""
-    config = schema.load(RunConfig, None, overrides)
+    return list(_plain_losses(tuple(overrides), steps))
+
+
+@cache
+def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
+    config = schema.load(RunConfig, None, list(overrides))
     data = open_dataset(config.data.path)
     split = data.split("train")
     m = config.model
@@ -78,11 +87,11 @@ def plain_losses(overrides: list[str], steps: int = STEPS) -> list[float]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
             optimizer.step()
             losses.append(loss.item())
-    return losses
+    return tuple(losses)
 
 
 @pytest.fixture(scope="module")
-def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every supported ZeRO stage and precision on 2 ranks, accumulating 2 micro-batches, in one folder."""
     out = tmp_path_factory.mktemp("matrix")
     runs = [
@@ -115,7 +124,7 @@ def matrix(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
-    finish(start(2, runs, _WITH_FP16))
+    forge.start_work(2, "test_train:train_with_fp16", runs).finish()
     return out
 
 
@@ -238,19 +247,18 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
 
 
 @pytest.fixture(scope="module")
-def resumed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each stage: an unbroken run, and one that was killed with SIGKILL after its first checkpoint and resumed."""
     out = tmp_path_factory.mktemp("resume")
     # Long enough that the kill always lands in the middle; dropout, so that its random numbers have to come back as well.
     more = ["train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=40 steps", "model.dropout=0.1"]
     stages = {stage: [*more, f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}
-    finish(start(2, [settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items()]))
-    for s, rest in stages.items():
-        kill_after(
-            start(2, [settings(dataset, out, f"killed{s}", *rest)]), out / f"killed{s}" / "checkpoints" / "latest"
-        )
-    outputs = finish(start(2, [settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()]))
-    assert outputs[0].count("resumed from") == 3, outputs[0]
+    forge.start(2, *(settings(dataset, out, f"whole{s}", *rest) for s, rest in stages.items())).finish()
+    killed = {s: settings(dataset, out, f"killed{s}", *rest) for s, rest in stages.items()}
+    for s, overrides in killed.items():
+        forge.start(2, overrides).kill_after(out / f"killed{s}" / "checkpoints" / "latest")
+    said = forge.start(2, *killed.values()).finish()
+    assert said.count("resumed from") == 3, said
     return out
 
 
@@ -302,7 +310,7 @@ CONTINUED = {
 
 
 @pytest.fixture(scope="module")
-def moved(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def moved(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Runs that go on with another number of ranks and another stage every two steps; what rank 0 said at each."""
     out = tmp_path_factory.mktemp("moved")
 
@@ -319,7 +327,7 @@ def moved(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         if world_size == 2:
             for name, more in CONTINUED.items():
                 runs += [run(f"{name}-whole", 4, *more), run(f"{name}-parts", 2, *more), run(f"{name}-parts", 4, *more)]
-        said.append(finish(start(world_size, runs))[0])
+        said.append(forge.start(world_size, *runs).finish())
     return out, said
 
 
@@ -348,18 +356,18 @@ def test_the_same_ranks_go_on_bit_for_bit(moved: tuple[Path, list[str]], name: s
     assert_same_state(whole, parts)
 
 
-def test_another_model_or_data_cannot_continue(dataset: Path, resumed: Path) -> None:
+def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resumed: Path) -> None:
     """A checkpoint of another model is refused in one line, and stays as it is."""
     more = ["train.length=40 steps", "engine.zero_stage=1", "model.depth=1"]
-    processes = start(2, [settings(dataset, resumed, "whole1", *more)])
-    outputs = [process.communicate(timeout=280)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], outputs
-    errors = [line for line in outputs[0].splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, outputs[0]
+    run = forge.start(2, settings(dataset, resumed, "whole1", *more))
+    assert run.wait() == [2, 2]
+    errors = [line for line in run.said().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, run.said()
     assert "model.depth was 2, is 1" in errors[0]
-    assert "Traceback" not in "".join(outputs)
+    assert "Traceback" not in run.said(0) + run.said(1)
 
 
+@pytest.mark.ranks
 def test_deepspeed_launcher_runs_the_command(dataset: Path, tmp_path: Path) -> None:
     """`deepspeed launch/pretrain.py` as a user types it, then again: finished, nothing left to do."""
     overrides = settings(dataset, tmp_path, "launched", "track.enabled=true")
