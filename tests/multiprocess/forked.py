@@ -39,6 +39,7 @@ for line in sys.stdin:
         pids.append(pid)
     print(json.dumps(pids), flush=True)
 """
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def work(function: str, argument: Any) -> None:
@@ -65,10 +66,9 @@ class Forge:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **_ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"
@@ -92,8 +92,8 @@ class Forge:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         ranks = [
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            {**os.environ, **_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+             "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for rank in range(world_size)
         ]  # fmt: skip
         output = self.folder / f"output-{len(self.runs)}"
