@@ -91,8 +91,10 @@ class Forge:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
+        # As the test has it by now; but PATH as the engine has made it.
+        now = {name: value for name, value in os.environ.items() if name != "PATH"}
         ranks = [
-            {**os.environ, **_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+            {**now, **_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
              "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for rank in range(world_size)
         ]  # fmt: skip
