@@ -143,13 +143,17 @@ def _gradients_and_buffers(
     # Elsewhere gradients move into a bucket of fixed size (stages 2, 3: as they come; stage 1: in the last micro-batch),
     # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
     if stage == 1:
+        fixed, copy = (
+            4 * REDUCE_BUCKET,
+            4 * min(P, REDUCE_BUCKET),
+        )  # 16-bit gradients become fp32 before they are reduced.
         return (4 * P * accumulates, max(0, 4 * (P - REDUCE_BUCKET)), 4 * p), (fixed, fixed + copy, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * _largest_parameter(model)
         return (4 * p * accumulates, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, work)
     if stage == 2:
         return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (fixed, fixed + copy, 4 * group + work)
-    as_fp32 = 4 * p if e == 2 else 0
+    as_fp32 = 4 * math.ceil(min(P, REDUCE_BUCKET) / world_size) if e == 2 else 0
     return (4 * p, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, fixed + 4 * group + work)
 
 
