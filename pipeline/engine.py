@@ -183,6 +183,7 @@ class Engine:
         """
         counters, accumulation = self.counters(), self.engine.gradient_accumulation_steps()
         batches = [batch] * min(2, accumulation)  # In the second one there are gradients beside the activations.
+        # DeepSpeed steps after every so many that it has counted.
         self.engine.micro_steps = accumulation - len(batches)
         with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
             self.train_step(0, batches, 0.0, loss_of, mixing)

@@ -143,10 +143,8 @@ def _gradients_and_buffers(
     # Elsewhere gradients move into a bucket of fixed size (stages 2, 3: as they come; stage 1: in the last micro-batch),
     # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
     if stage == 1:
-        fixed, copy = (
-            4 * REDUCE_BUCKET,
-            4 * min(P, REDUCE_BUCKET),
-        )  # 16-bit gradients become fp32 before they are reduced.
+        # 16-bit gradients become fp32 before they are reduced.
+        fixed, copy = 4 * REDUCE_BUCKET, 4 * min(P, REDUCE_BUCKET)
         return (4 * P * accumulates, max(0, 4 * (P - REDUCE_BUCKET)), 4 * p), (fixed, fixed + copy, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * _largest_parameter(model)

@@ -186,9 +186,7 @@ class Stop:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_key(), f"{_REFUSED}{error}")
-                self._thread.join(
-                    _REFUSAL_SECONDS
-                )  # It hears of it as those of the other ranks do, and ends the process.
+                self._thread.join(_REFUSAL_SECONDS)  # It hears of it as the other ranks' do, and ends the process.
         raise error
 
     def leave(self, step: int, reason: str) -> NoReturn:
