@@ -38,8 +38,10 @@ if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
 
           python launch/bench.py train
           python launch/bench.py train model=ViT-L/16 batch=64 precision=bf16 steps=20
+          python launch/bench.py train model=ViT-L/16 batch=64 precision=bf16 steps=50 data=/data/imagenet21k decoders=14
 
-        On a busy machine the median of many short rounds says more than few long ones.
+        The last is a short run on real data, with a checkpoint each round. On a busy machine the median of many short
+        rounds says more than few long ones.
         """,
     )
 elif __name__ == "__main__":

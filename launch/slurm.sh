@@ -14,7 +14,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.txt
 set -u
-cd "$HOME/vit"                                            # <- this repository, on storage that all nodes share
+cd "$HOME/vit" || exit                                    # <- this repository, on storage that all nodes share
 CONFIG=configs/pretrain/vit_l16_imagenet21k.yaml          # <-
 RUN=/shared/runs/vit_l16                                  # <- folder and name of the run
 DATA=/shared/imagenet21k                                  # <-
@@ -25,6 +25,8 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # The batch script alone is signalled (B:), and tells the run by its stop file; ranks hear of it within a step or two.
 trap 'touch "$RUN/stop"' USR1 TERM
+mkdir -p "$RUN"
+rm -f "$RUN/status.json"  # What the last job said is not to be taken for this one's word.
 
 srun --kill-on-bad-exit=0 bash -c '
   exec .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" --node_rank "$SLURM_NODEID" \

@@ -566,16 +566,20 @@ class TrainBenchConfig:
 
     model: str = setting("ViT-S/16", "Name of the model.")
     image_size: int = setting(224, "Side of the images in pixels.")
-    batch: int = setting(8, "Images of a step.")
+    batch: int = setting(64, "Images of a step; 64 is a run's own micro-batch.")
     precision: Precision = setting("fp32", "Of weights and activations; the bare loop has no fp32 copy beside bf16.")
     zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage of the pipeline's step.")
-    steps: int = setting(4, "Steps of each in a round.")
-    rounds: int = setting(7, "Rounds; the median counts.")
+    steps: int = setting(1, "Steps of each in a round.")
+    rounds: int = setting(5, "Rounds; the median counts.")
     threads: int = setting(0, "Threads on a CPU; 0 is torch's choice.")
     peak_tflops: float = setting(0.0, "Peak of the device, for MFU; 0 looks it up, or measures it on unknown devices.")
+    data: str = setting(
+        "", "Data set to train on in a short real run, instead of noise beside a bare loop: MFU, waiting, checkpoints."
+    )
+    decoders: int = setting(2, "With data: decoding threads.")
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
-        for name in ("batch", "steps", "rounds", "image_size"):
+        for name in ("batch", "steps", "rounds", "image_size", "decoders"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")

@@ -175,6 +175,22 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
         return float(norm)
 
+    def rehearse(self, batch: Batch, loss_of: Callable[..., Tensor], mixing: Mixing | None = None) -> None:
+        """A step of this shape at a learning rate of 0, so that all that a step allocates has been there once. Collective.
+
+        Before anything is trained or loaded. Weights, counters, the loss scale and torch's random numbers are then as they
+        were, and the optimizer's state is the zeros that its first step would make.
+        """
+        counters, accumulation = self.counters(), self.engine.gradient_accumulation_steps()
+        batches = [batch] * min(2, accumulation)  # In the second one there are gradients beside the activations.
+        # DeepSpeed steps after every so many that it has counted.
+        self.engine.micro_steps = accumulation - len(batches)
+        with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
+            self.train_step(0, batches, 0.0, loss_of, mixing)
+        engine_state.zero_states(self.engine)
+        self._count_on(counters)
+        self.clock.read()
+
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
@@ -257,6 +273,9 @@ class Engine:
         engine_state.publish(self.engine)
         if self.ema and EMA not in fragments.states:
             self.ema.begin()  # Switched on later.
+        self._count_on(counters)
+
+    def _count_on(self, counters: dict[str, Any]) -> None:
         self.engine.global_steps = counters["global_steps"]
         self.engine.skipped_steps = counters["skipped_steps"]
         if self._loss_scaler and counters.get("loss_scale"):

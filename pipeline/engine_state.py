@@ -103,6 +103,14 @@ def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int 
             state["step"] = torch.tensor(float(steps))
 
 
+def zero_states(engine: Any) -> None:
+    """Make the optimizer's states those that it begins with. In place: DeepSpeed's parameters refer to parts of them."""
+    for state in engine.basic_optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.zero_()
+
+
 def optimizer_steps(engine: Any, shards: list[Shard]) -> int | None:
     """Steps the optimizer has counted, the same for all it updates; None when it counts none (SGD)."""
     counted = {int(engine.basic_optimizer.state[s.key]["step"]) for s in shards if "step" in

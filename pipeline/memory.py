@@ -54,19 +54,34 @@ def refuse_too_large(config: RunConfig, plan: Plan, model: Config, gpu_memory: i
     peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
     if peak.total <= gpu_memory:
         return
-    share = plan.global_batch // plan.world_size
-    micro_batch = largest_micro_batch(config, model, share, plan.world_size, gpu_memory)
+    raise UserError(
+        f"a rank needs {_described(peak, plan)}, and its GPU has {gpu_memory / 2**30:.1f}. "
+        + _way_out(config, plan, model, gpu_memory)
+    )
+
+
+def what_takes_less(config: RunConfig, plan: Plan, model: Config) -> str:
+    """For a rank that ran out of memory in a step: what was expected, and settings that take a tenth less or better."""
+    peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    return f"It was to hold {_described(peak, plan)}. " + _way_out(config, plan, model, 0.9 * peak.total)
+
+
+def _described(peak: Memory, plan: Plan) -> str:
+    return (
+        f"{peak.total / 2**30:.1f} GiB ({peak.when}: {peak.activations / 2**30:.1f} of it activations of "
+        f"train.micro_batch {plan.micro_batch})"
+    )
+
+
+def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
+    micro_batch = largest_micro_batch(config, model, plan.global_batch // plan.world_size, plan.world_size, limit)
     way_out = (
         f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
     )
     others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
     others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
     others.append("more or larger GPUs")
-    raise UserError(
-        f"a rank needs {peak.total / 2**30:.1f} GiB ({peak.when}: {peak.activations / 2**30:.1f} of it activations of "
-        f"train.micro_batch {plan.micro_batch}), and its GPU has {gpu_memory / 2**30:.1f}. {way_out}"
-        f"{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
-    )
+    return f"{way_out}{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
 
 
 def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
@@ -128,13 +143,15 @@ def _gradients_and_buffers(
     # Elsewhere gradients move into a bucket of fixed size (stages 2, 3: as they come; stage 1: in the last micro-batch),
     # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
     if stage == 1:
+        # 16-bit gradients become fp32 before they are reduced.
+        fixed, copy = 4 * REDUCE_BUCKET, 4 * min(P, REDUCE_BUCKET)
         return (4 * P * accumulates, max(0, 4 * (P - REDUCE_BUCKET)), 4 * p), (fixed, fixed + copy, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * _largest_parameter(model)
         return (4 * p * accumulates, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, work)
     if stage == 2:
         return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (fixed, fixed + copy, 4 * group + work)
-    as_fp32 = 4 * p if e == 2 else 0
+    as_fp32 = 4 * math.ceil(min(P, REDUCE_BUCKET) / world_size) if e == 2 else 0
     return (4 * p, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, fixed + 4 * group + work)
 
 

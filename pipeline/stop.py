@@ -38,6 +38,8 @@ _POLL_SECONDS = 1.0
 _STORE_PATIENCE = timedelta(seconds=5)
 # How long rank 0 stays for the others to hear of it, when it leaves before training begins.
 _SPREAD_SECONDS = 3.0
+# What a rank that is refused tells the others begins with this, and it waits so long for its own thread to hear of it.
+_REFUSED, _REFUSAL_SECONDS = "refused: ", 15.0
 # One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
 _ONE_INTERRUPT_SECONDS = 1.0
 # The deepspeed launcher kills what is left 30 s after SIGTERM.
@@ -58,6 +60,7 @@ class Stop:
         self.limit_seconds = config.train.stop_after_minutes * 60
         self.begin = time.monotonic()  # No clock of the day: those jump.
         self._training = False
+        self._refused = False
         self._ranks: Ranks | None = None
         self._store: Any = None
         self._lock = threading.Lock()
@@ -82,6 +85,8 @@ class Stop:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Say how the run ended, unless another one has the folder."""
+        if self._refused:  # What this rank met is only that others have left; its thread ends it, too.
+            self._thread.join()
         with contextlib.suppress(OSError):  # The disk is full, which the error says already.
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
@@ -173,6 +178,17 @@ class Stop:
         assert self._ranks is not None
         return next(filter(None, self._ranks.gather(self.reason)))
 
+    def refuse(self, error: UserError) -> NoReturn:
+        """End all ranks with a mistake that this one has met, before training; others may wait for it in a collective.
+
+        Rank 0 says it, whoever met it, and all end with code 2.
+        """
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_key(), f"{_REFUSED}{error}")
+                self._thread.join(_REFUSAL_SECONDS)  # It hears of it as the other ranks' do, and ends the process.
+        raise error
+
     def leave(self, step: int, reason: str) -> NoReturn:
         """End this process with RESUME, all ranks together: the launcher kills the others when one has left.
 
@@ -192,6 +208,8 @@ class Stop:
                 if number:
                     self._hear(signal.Signals(number))
             if not self.reason and (reason := self._asked_elsewhere()):
+                if reason.startswith(_REFUSED):
+                    self._leave_refused(reason.removeprefix(_REFUSED))
                 self._want(reason)
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
                 self._terminated = float("inf")
@@ -237,6 +255,16 @@ class Stop:
                 if self._store is not None and self.folder.rank == 0:
                     time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
                 _exit(RESUME)
+
+    def _leave_refused(self, error: str) -> NoReturn:
+        self._refused = True
+        if self.folder.rank == 0:
+            with contextlib.suppress(OSError):
+                self.folder.say_status(Status("refused", self.step, 2, error))
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # The store goes with rank 0, and a launcher kills the others when one has left.
+        time.sleep(_SPREAD_SECONDS)
+        _exit(2)
 
     def _say_stopped(self, code: int, reason: str) -> None:
         with contextlib.suppress(OSError):

@@ -39,6 +39,7 @@ from pipeline.memory import refuse_too_large
 from pipeline.model import Model
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, StepClock, Trace, device_memory, peak_flops
+from pipeline.rehearsal import rehearse, room_for_training
 from pipeline.run_folder import write_atomically
 from pipeline.saver import Saver
 from pipeline.schedule import learning_rate, peak_rate
@@ -86,7 +87,10 @@ def _run(config: RunConfig, stop: Stop) -> None:
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
     clock = StepClock(ranks.device)
-    engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+    loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
+    with room_for_training(config, plan, model.config, stop):
+        engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        rehearse(config, plan, engine, split, evaluation, loss_of, stop)
     state: dict[str, Any] = {}
     if resumed is not None:
         state = read_state(resumed)
@@ -101,7 +105,6 @@ def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what feeds it
     order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
     left_out: list[tuple[int, int]] = [(at, number) for at, number in state.get("left_out", [])]
-    loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
     loader = Loader(
         split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
         config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -163,6 +164,34 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     assert forge.start(2, overrides).wait() == [0, 0]
     assert status() == Status("finished", STEPS, 0, "")
     same(folder, whole)
+
+
+def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Path, tmp_path: Path) -> None:
+    """Really: of address space, which each rank is given so much more of than it begins with."""
+    large = [*settings(data, tmp_path, "large"), "model.image_size=448", "data.streams=8", "engine.zero_stage=0"]
+
+    def ends_with(ranks: tuple[int, ...], *more: str) -> str:
+        run = forge.start(2, [*large, *more])
+        for rank in ranks:
+            resource.prlimit(run.pids[rank], resource.RLIMIT_AS, (size(run.pids[rank]) + 2**30,) * 2)
+        assert run.wait() == [2, 2], run.said()
+        (line,) = [line for rank in (0, 1) for line in run.said(rank).splitlines() if "rror" in line]
+        assert read_status(tmp_path / "large") == Status("refused", 0, 2, line.removeprefix("error: "))
+        assert "can't allocate memory" in line
+        return line
+
+    # Rank 0, which has enough, waits for the other in a collective by then.
+    line = ends_with((1,), "train.micro_batch=12", "model.depth=10")
+    assert "trying out training: " in line
+    assert "Use train.micro_batch=6, or engine.activation_checkpointing=true, or more" in line
+    line = ends_with((0, 1), "train.micro_batch=1", "evaluate.batch=200", "model.depth=1")
+    assert "trying out evaluation of evaluate.batch = 200 images: " in line
+    assert line.endswith("Use evaluate.batch=100.")
+
+
+def size(pid: int) -> int:
+    """Bytes of address space."""
+    return psutil.Process(pid).memory_info().vms
 
 
 def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -> None:
