@@ -119,4 +119,4 @@ def _batch(size: int, image_size: int) -> Batch:
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))
-    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size))
+    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))

@@ -14,6 +14,7 @@ from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
+TrainLoss = Literal["softmax", "sigmoid", "masked_mean_color", "masked_small_patch", "masked_pixels"]
 
 
 def _length(text: str, doc: str) -> Length:
@@ -113,13 +114,22 @@ class TrainConfig:
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'")
     global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.")
     micro_batch: int = setting(64, "Samples per forward pass of one rank; accumulation is worked out.")
-    loss: Literal["softmax", "sigmoid"] = setting("sigmoid", "Cross-entropy over softmax, or summed over sigmoids.")
+    loss: TrainLoss = setting(
+        "sigmoid",
+        "Of classes: cross-entropy over softmax, or summed over sigmoids. Or masked patch prediction, without labels: of "
+        "half of the patches the mean colour (512 of them), 4 x 4 such colours, or the pixels.",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.")
     max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
     stop_after_minutes: float = setting(
         0.0, "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none."
     )
+
+    @property
+    def masked(self) -> str | None:
+        """What is predicted of corrupted patches: mean_color, small_patch or pixels. None where classes are predicted."""
+        return self.loss.removeprefix("masked_") if self.loss.startswith("masked_") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +357,8 @@ class RunConfig:
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
             )
-        metrics = [f"{self.data.eval_split}_{name}" for name in ("top1", "top5", "loss")]
+        names = ("loss",) if self.train.masked else ("top1", "top5", "loss")
+        metrics = [f"{self.data.eval_split}_{name}" for name in names]
         if self.checkpoint.best and self.checkpoint.best not in metrics:
             raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
         if self.health.spike_window < 8:
@@ -367,6 +378,15 @@ class RunConfig:
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
+        if self.train.masked and (self.augment.mixup or self.augment.cutmix):
+            raise UserError(
+                f"train.loss = {self.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
+            )
+        if self.train.masked and self.init.weights is not None:
+            raise UserError(
+                f"train.loss = {self.train.loss} begins with a new model: set model.name, and leave out init.weights. What it "
+                "has learned is fine-tuned by launch/finetune.py with train.loss=softmax."
+            )
         if self.engine.precision != "fp32" and self.engine.zero_stage == 0:
             raise UserError(
                 f"engine.precision = {self.engine.precision} with engine.zero_stage = 0 takes a wrong first Adam step in "

@@ -184,7 +184,7 @@ def _data(config: PlanConfig) -> Data:
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """The architecture: of the settings, of `variant`, or of the weights that the run starts from."""
     if not config.init.weights:
-        return new_model_config(config.model, num_classes)
+        return new_model_config(config.model, num_classes, config.train.masked)
     if config.variant:
         named = replace(config.model, name=config.variant, representation=False)
         return new_model_config(named, num_classes)

@@ -187,7 +187,7 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
             assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
             assert 0 <= plan.warmup < plan.steps
         if config.model.name:
-            new_model_config(config.model, 1000)
+            new_model_config(config.model, 1000, config.train.masked)
 
 
 def overrides_in_header(path: Path) -> list[list[str]]:
@@ -391,6 +391,12 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
         (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels reads no labels"),
+        (
+            ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
+            "train.loss = masked_pixels begins with a new model",
+        ),
+        (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
     ],

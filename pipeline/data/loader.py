@@ -49,12 +49,14 @@ class View:
 
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (B, S, S, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows: int64 (B,)."""
+    """images: uint8 (B, S, S, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows and epochs: int64
+    (B,)."""
 
     images: Tensor
     labels: Tensor
     valid: Tensor
     rows: np.ndarray
+    epochs: np.ndarray
 
 
 class Loader:
@@ -113,7 +115,7 @@ class Loader:
         images = self._new_images(len(rows))
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
-        batch = Batch(images, labels, valid, rows)
+        batch = Batch(images, labels, valid, rows, epochs)
         parts = np.array_split(np.arange(len(rows)), min(len(rows), 2 * self.threads))
         return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
 

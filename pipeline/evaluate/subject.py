@@ -59,7 +59,7 @@ def load_subject(config: WeightsConfig) -> Subject:
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Once: a run that is still training moves its pointer, and what is said here must be of these very weights.
-    trained, state, extra = models.read_weights(config.weights)
+    trained, state, extra = models.read_weights(config.weights, say=print)
     if not config.image_size and trained.image_size[0] != trained.image_size[1]:
         raise UserError(f"{config.weights} reads images of {trained.image_size} pixels, no square: set image_size.")
     image_size = config.image_size or trained.image_size[0]

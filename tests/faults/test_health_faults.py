@@ -33,7 +33,7 @@ for fault, overrides in json.loads(sys.argv[2]):
     seen = open(f"{config.out}/{config.name}.{os.environ['RANK']}.txt", "a")
     bad_rows = []
 
-    def step_with_fault(self, step, batches, lr, loss_of, mixing=None, accept=None):
+    def step_with_fault(self, step, batches, lr, loss_of, *rest):
         own_loss, rows = loss_of, [int(row) for batch in batches for row in batch.rows]
         print(step, *rows, file=seen, flush=True)
         if fault == "nan in a loss" and step + 1 == BAD_STEP and self.ranks.rank == 1:
@@ -51,7 +51,7 @@ for fault, overrides in json.loads(sys.argv[2]):
                 loss_of = lambda *a, **k: own_loss(*a, **k) * 40
         if fault == "slow rank" and self.ranks.rank == 1:
             loss_of = lambda *a, **k: (time.sleep(0.3), own_loss(*a, **k))[1]
-        result = plain_step(self, step, batches, lr, loss_of, mixing, accept)
+        result = plain_step(self, step, batches, lr, loss_of, *rest)
         if fault == "nan in a gradient" and step + 1 == BAD_STEP and self.ranks.rank == 0:
             handle.remove()
         return result

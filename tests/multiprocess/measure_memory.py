@@ -37,7 +37,7 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     batches = [
         Batch(
             torch.zeros(count, size, size, 3, dtype=torch.uint8), torch.zeros(count, 1, dtype=torch.int64),
-            torch.ones(count, dtype=torch.bool), np.arange(count),
+            torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64),
         )
         for _ in range(plan.accumulation)
     ]  # fmt: skip
