@@ -199,7 +199,8 @@ def overrides_in_header(path: Path) -> list[list[str]]:
 def test_headers_list_the_rows_of_the_papers_tables() -> None:
     rows = {path.stem: overrides_in_header(path) for path in SHIPPED}
     assert ["model.name=ViT-L/16", "optimizer.lr=4e-4", "train.length=14 epochs"] in rows["vit_b16_jft"]
-    assert len(rows["vit_b16_jft"]) == 10
+    assert len(rows["vit_b16_jft"]) == 13
+    assert ["data.limit=9e6", "checkpoint.best=val_top1", "name=vit_b16_jft_9m"] in rows["vit_b16_jft"]
     assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
 
 
