@@ -220,10 +220,17 @@ def test_resnets_in_timms_names_come_back(tmp_path):
     tensors = vit_entries(hybrid.config, NAMES["timm"]).write(hybrid.state_dict())
     assert tensors["patch_embed.backbone.stages.1.blocks.0.downsample.norm.bias"].shape == (512,)
     assert same(load(folder(tmp_path, tensors, {"model_args": {"num_heads": 3}})), hybrid)
-    bit = random_model("BiT-R50x1", units=(2, 1), width=32)
+    of_hybrid, bit = tensors, random_model("BiT-R50x1", units=(2, 1), width=32)
     tensors = bit_entries(bit.config, flax=False).write(bit.state_dict())
     assert tensors["head.fc.weight"].shape == (5, 256, 1, 1)
     assert same(load(folder(tmp_path, tensors), image_size=16), bit)
+    # timm's kernels lie as torch's convolutions do, and so as ours: a transposed one would be none of these.
+    state = {**hybrid.state_dict(), **{f"bit.{name}": tensor for name, tensor in bit.state_dict().items()}}
+    for i in (1, 2, 3):
+        assert torch.equal(tensors[f"stages.0.blocks.1.conv{i}.weight"], state[f"bit.units.1.conv{i}.weight"])
+        assert torch.equal(
+            of_hybrid[f"patch_embed.backbone.stages.0.blocks.1.conv{i}.weight"], state[f"stem.units.1.conv{i}.weight"]
+        )
 
 
 def test_the_names_that_timm_knows():
