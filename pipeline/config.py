@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.length import Length, Limit
+from pipeline.length import ImageSize, Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
@@ -28,7 +28,9 @@ class ModelConfig:
         "ViT-L/16: a size (Ti, S, M, B, L, H, g, G) and a patch side; Axial-ViT-B/16; R50+ViT-B/16; BiT-R50x1. Weights "
         "bring their own.",
     )
-    image_size: int = setting(224, "Side in pixels of the square images the model sees.")
+    image_size: ImageSize = setting(
+        ImageSize(224, 224), "Pixels of the images the model sees: the side of a square, or height x width, as 224x384."
+    )
     width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
     depth: int | None = setting(None, "Overrides the variant's number of blocks.")
     mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
@@ -77,14 +79,14 @@ class AugmentConfig:
     crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
         "Training crop: random area and aspect; all of it, or its short side, resized to resize_to then a random "
-        "square; or a plain resize.",
+        "crop; or a plain resize.",
     )
     area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.")
     area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
     resize_to: int = setting(
-        0, "resize_crop, resize_small_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+        0, "resize_crop, resize_small_crop: short side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
     )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
     resize_filter: Literal["linear", "antialias"] = setting(
@@ -105,7 +107,7 @@ class AugmentConfig:
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )
     eval_crop: Literal["center", "resize"] = setting(
-        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized to a square."
+        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized."
     )
 
 
@@ -273,7 +275,7 @@ class RunConfig:
     def check(self) -> None:
         """Refuse what cannot work, with the arithmetic. Raises UserError."""
         positive = {
-            "model.image_size": self.model.image_size, "data.streams": self.data.streams,
+            "model.image_size": min(self.model.image_size), "data.streams": self.data.streams,
             "data.window": self.data.window, "data.threads": self.data.threads, "data.prefetch": self.data.prefetch,
             "train.global_batch": self.train.global_batch, "train.micro_batch": self.train.micro_batch,
             "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
@@ -339,7 +341,7 @@ class RunConfig:
             ("augment.resize_to", self.augment.resize_to),
             ("augment.eval_resize", self.augment.eval_resize),
         ):
-            if size and size < self.model.image_size:
+            if size and size < min(self.model.image_size):
                 raise UserError(f"{name} = {size} is smaller than model.image_size = {self.model.image_size}.")
         if (self.model.name is None) == (self.init.weights is None):
             raise UserError(
@@ -463,7 +465,7 @@ class WeightsConfig:
     )
     eval_crop: Literal["auto", "center", "resize"] = setting(
         "auto",
-        "Short side resized and central crop, or the whole image resized to a square; auto is as the weights say.",
+        "Short side resized and central crop, or the whole image resized; auto is as the weights say.",
     )
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."

@@ -51,7 +51,8 @@ def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
     # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
     nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
     then = {**_default_settings(), **nothing, **read_state(path)["identity"]}
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+    # As text: a size was a number before it could be 224x384.
+    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."

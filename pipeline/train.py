@@ -346,7 +346,7 @@ def _commit(
         "identity": facts,
         **health,
     }
-    preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
+    preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
     extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
              "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
     return Commit(state, engine.shapes, architecture, extra, retention)

@@ -228,6 +228,7 @@ def test_there_are_shipped_files() -> None:
         ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
         ("train: {length: 1.2.3 steps}", "write a length as"),
         ("train: {length: 1e999 steps}", "no finite number"),
+        ("model: {image_size: 224x}", "model.image_size = 224x: write the side of a square, as 224, or height x width"),
     ],
 )
 def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
@@ -296,6 +297,17 @@ def test_number_without_a_dot_in_a_file(tmp_path: Path) -> None:
     )
     config = schema.load(RunConfig, path)
     assert (config.optimizer.lr, config.seed) == (0.001, 1000)
+
+
+def test_an_image_size_is_a_side_or_height_and_width() -> None:
+    config = load("model.image_size=224x384", "augment.eval_resize=224")
+    assert config.model.image_size == (224, 384)
+    assert new_model_config(config.model, 10).grid == (14, 24)
+    assert schema.build(RunConfig, schema.to_dict(config), "again") == config
+    assert schema.to_dict(load())["model"]["image_size"] == "224"
+    assert schema.build(
+        RunConfig, {**MINIMAL, "model": {"name": "ViT-Ti/16", "image_size": 96}}, "old"
+    ).model.image_size == (96, 96)
 
 
 def test_override_of_a_whole_section_and_of_a_mapping() -> None:

@@ -15,6 +15,7 @@ from pipeline.config import AugmentConfig
 from pipeline.data.loader import Batch, Loader, eval_requests, eval_view
 from pipeline.data.manifest import Split
 from pipeline.distributed import Ranks
+from pipeline.length import ImageSize
 from pipeline.stop import Stop
 
 _TOP = 5
@@ -53,7 +54,7 @@ class Scores:
 def predict(
     forward: Callable[[Tensor], Tensor],
     split: Split,
-    image_size: int,
+    image_size: ImageSize | int,
     augment: AugmentConfig,
     loss_kind: str,
     batch: int,
@@ -63,7 +64,7 @@ def predict(
     stop: Stop | None = None,
     num_top: int = _TOP,
 ) -> Predictions:
-    """Run `forward` (uint8 (B, S, S, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
+    """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
 
     progress, stop, unreadable images: as `each_sample`.
     num_top: how many of the most likely classes are kept; all where there are fewer.
@@ -85,7 +86,7 @@ def predict(
 def each_sample(
     columns: Callable[[Batch], list[Tensor]],
     split: Split,
-    image_size: int,
+    image_size: ImageSize | int,
     augment: AugmentConfig,
     batch: int,
     threads: int,

@@ -10,6 +10,7 @@ from pipeline.data.loader import Batch
 from pipeline.data.manifest import Split
 from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import each_sample
+from pipeline.length import ImageSize
 from pipeline.masking import Masking
 from pipeline.stop import Stop
 
@@ -33,7 +34,7 @@ def score_masked(
     forward: Callable[..., Tensor],
     masking: Masking,
     split: Split,
-    image_size: int,
+    image_size: ImageSize | int,
     augment: AugmentConfig,
     batch: int,
     threads: int,
@@ -42,7 +43,7 @@ def score_masked(
 ) -> MaskedScores:
     """Predict the corrupted patches of every image, corrupted alike at each evaluation. The same on every rank.
 
-    forward: (uint8 (B, S, S, 3), sources, corrupted) -> predictions, as MaskedViT's. Raises Stopped as `each_sample`.
+    forward: (uint8 (B, H, W, 3), sources, corrupted) -> predictions, as MaskedViT's. Raises Stopped as `each_sample`.
     """
     device = ranks.device
 
