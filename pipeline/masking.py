@@ -89,6 +89,6 @@ def mean_colors(patches: Tensor, side: int) -> Tensor:
     A class is 64 r + 8 g + b, each floor(8 mean / 255) and at most 7. The paper leaves the rounding open: it is ours.
     """
     P = patches.shape[-1] // side
-    sums = patches.long().unflatten(4, (side, P)).unflatten(3, (side, P)).sum((4, 6))  # (B, C, 3, side, side)
+    sums = patches.unflatten(4, (side, P)).unflatten(3, (side, P)).sum((4, 6))  # int64 (B, C, 3, side, side)
     bits = (8 * sums // (255 * P * P)).clamp(max=7)  # whole numbers: the same on every device
     return (64 * bits[:, :, 0] + 8 * bits[:, :, 1] + bits[:, :, 2]).flatten(2)

@@ -152,15 +152,15 @@ def _run(config: RunConfig, stop: Stop) -> None:
             watchdog.at(step, "evaluation")
             return engine.forward(images, *masks)
 
-        split_name, size, how = config.data.eval_split, config.model.image_size, config.augment
+        split_name, size, view = config.data.eval_split, config.model.image_size, config.augment
         batch, threads = config.evaluate.batch, config.data.threads
         scores: Scores | MaskedScores
         with engine.averaged():
             if masking is not None:
-                scores = score_masked(forward, masking, evaluation, size, how, batch, threads, ranks, stop)
+                scores = score_masked(forward, masking, evaluation, size, view, batch, threads, ranks, stop)
             else:
                 predictions = predict(
-                    forward, evaluation, size, how, config.train.loss, batch, threads, ranks, stop=stop
+                    forward, evaluation, size, view, config.train.loss, batch, threads, ranks, stop=stop
                 )
                 scores = score(predictions, evaluation)
         console.say(f"step {step:,}: {split_name} {scores}")
