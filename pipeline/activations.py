@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pipeline.model import Config, VisionTransformer, build
+from pipeline.model import Config, ResNetConfig, VisionTransformer, build
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
     with torch.device("meta"):
         model = build(config).to(dtype)
         pixels = torch.empty(images, 3, *config.image_size, dtype=dtype)
+        masks = _masks(config, images)
     model.activation_checkpointing = checkpointing
     ours = {parameter.untyped_storage()._cdata for parameter in model.parameters()} | {pixels.untyped_storage()._cdata}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -65,9 +66,17 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
     with _OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model(pixels)
+        logits = model(pixels, *masks)
     assert logits.is_meta
     return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest)
+
+
+def _masks(config: Config, images: int) -> list[Tensor]:
+    """What a model of masked patch prediction reads beside the images."""
+    if isinstance(config, ResNetConfig) or not config.masked:
+        return []
+    rows, columns = config.grid
+    return [torch.empty(images, count, dtype=torch.int64) for count in (rows * columns, config.num_corrupted)]
 
 
 class _OperatorsOfAGpu(TorchFunctionMode):

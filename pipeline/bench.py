@@ -65,7 +65,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
         run = RunConfig(
             name="bench",
             out=folder,
-            model=ModelConfig(name=config.model, image_size=config.image_size),
+            model=ModelConfig(name=config.model, image_size=(config.image_size, config.image_size)),
             data=DataConfig(path=config.data, threads=config.decoders, streams=math.gcd(config.batch, 16)),
             train=TrainConfig(
                 length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.steps,
@@ -197,4 +197,4 @@ def _batch(size: int, image_size: int) -> Batch:
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))
-    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size))
+    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))

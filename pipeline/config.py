@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.length import Length, Limit
+from pipeline.length import ImageSize, Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
+TrainLoss = Literal["softmax", "sigmoid", "masked_mean_color", "masked_small_patch", "masked_pixels"]
 
 
 def _length(text: str, doc: str) -> Length:
@@ -27,7 +28,9 @@ class ModelConfig:
         "ViT-L/16: a size (Ti, S, M, B, L, H, g, G) and a patch side; Axial-ViT-B/16; R50+ViT-B/16; BiT-R50x1. Weights "
         "bring their own.",
     )
-    image_size: int = setting(224, "Side in pixels of the square images the model sees.")
+    image_size: ImageSize = setting(
+        ImageSize(224, 224), "Pixels of the images the model sees: the side of a square, or height x width, as 224x384."
+    )
     width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
     depth: int | None = setting(None, "Overrides the variant's number of blocks.")
     mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
@@ -76,14 +79,14 @@ class AugmentConfig:
     crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
         "Training crop: random area and aspect; all of it, or its short side, resized to resize_to then a random "
-        "square; or a plain resize.",
+        "crop; or a plain resize.",
     )
     area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.")
     area_max: float = setting(1.0, "Inception crop: largest share of the image's area.")
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
     resize_to: int = setting(
-        0, "resize_crop, resize_small_crop: side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+        0, "resize_crop, resize_small_crop: short side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
     )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
     resize_filter: Literal["linear", "antialias"] = setting(
@@ -104,7 +107,7 @@ class AugmentConfig:
         0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )
     eval_crop: Literal["center", "resize"] = setting(
-        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized to a square."
+        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized."
     )
 
 
@@ -113,13 +116,22 @@ class TrainConfig:
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'")
     global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.")
     micro_batch: int = setting(64, "Samples per forward pass of one rank; accumulation is worked out.")
-    loss: Literal["softmax", "sigmoid"] = setting("sigmoid", "Cross-entropy over softmax, or summed over sigmoids.")
+    loss: TrainLoss = setting(
+        "sigmoid",
+        "Of classes: cross-entropy over softmax, or summed over sigmoids. Or masked patch prediction, without labels: of "
+        "half of the patches the mean colour (512 of them), 4 x 4 such colours, or the pixels.",
+    )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.")
     log_every: int = setting(50, "Steps between log lines.")
     max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
     stop_after_minutes: float = setting(
         0.0, "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none."
     )
+
+    @property
+    def masked(self) -> str | None:
+        """What is predicted of corrupted patches: mean_color, small_patch or pixels. None where classes are predicted."""
+        return self.loss.removeprefix("masked_") if self.loss.startswith("masked_") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +275,7 @@ class RunConfig:
     def check(self) -> None:
         """Refuse what cannot work, with the arithmetic. Raises UserError."""
         positive = {
-            "model.image_size": self.model.image_size, "data.streams": self.data.streams,
+            "model.image_size": min(self.model.image_size), "data.streams": self.data.streams,
             "data.window": self.data.window, "data.threads": self.data.threads, "data.prefetch": self.data.prefetch,
             "train.global_batch": self.train.global_batch, "train.micro_batch": self.train.micro_batch,
             "train.log_every": self.train.log_every, "optimizer.lr": self.optimizer.lr,
@@ -329,7 +341,7 @@ class RunConfig:
             ("augment.resize_to", self.augment.resize_to),
             ("augment.eval_resize", self.augment.eval_resize),
         ):
-            if size and size < self.model.image_size:
+            if size and size < min(self.model.image_size):
                 raise UserError(f"{name} = {size} is smaller than model.image_size = {self.model.image_size}.")
         if (self.model.name is None) == (self.init.weights is None):
             raise UserError(
@@ -347,7 +359,8 @@ class RunConfig:
                 f"train.global_batch = {self.train.global_batch} is not divisible by data.streams = "
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
             )
-        metrics = [f"{self.data.eval_split}_{name}" for name in ("top1", "top5", "loss")]
+        names = ("loss",) if self.train.masked else ("top1", "top5", "loss")
+        metrics = [f"{self.data.eval_split}_{name}" for name in names]
         if self.checkpoint.best and self.checkpoint.best not in metrics:
             raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
         if self.health.spike_window < 8:
@@ -367,6 +380,15 @@ class RunConfig:
             )
         if self.train.label_smoothing and self.train.loss != "softmax":
             raise UserError("train.label_smoothing needs train.loss=softmax.")
+        if self.train.masked and (self.augment.mixup or self.augment.cutmix):
+            raise UserError(
+                f"train.loss = {self.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
+            )
+        if self.train.masked and self.init.weights is not None:
+            raise UserError(
+                f"train.loss = {self.train.loss} begins with a new model: set model.name, and leave out init.weights. What it "
+                "has learned is fine-tuned by launch/finetune.py with train.loss=softmax."
+            )
         if self.engine.precision != "fp32" and self.engine.zero_stage == 0:
             raise UserError(
                 f"engine.precision = {self.engine.precision} with engine.zero_stage = 0 takes a wrong first Adam step in "
@@ -443,7 +465,7 @@ class WeightsConfig:
     )
     eval_crop: Literal["auto", "center", "resize"] = setting(
         "auto",
-        "Short side resized and central crop, or the whole image resized to a square; auto is as the weights say.",
+        "Short side resized and central crop, or the whole image resized; auto is as the weights say.",
     )
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."

@@ -30,6 +30,7 @@ from pipeline.distributed import Ranks
 from pipeline.ema import Ema
 from pipeline.errors import Stopped
 from pipeline.fragments import EMA, Fragments, Range
+from pipeline.masking import Masking
 from pipeline.plan import Plan
 from pipeline.profile import StepClock
 from pipeline.saver import Part
@@ -122,10 +123,12 @@ class Engine:
         loss_of: Callable[..., Tensor],
         mixing: Mixing | None = None,
         accept: Callable[[Tensor], bool] | None = None,
+        masking: Masking | None = None,
     ) -> StepResult:
         """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
 
         loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        masking: the model predicts corrupted patches, and what they show stands for the labels.
         accept: told this rank's mean loss before the last backward pass, on every rank; False there skips the step.
         A gradient that is not finite on any rank skips the step, too. Weights and moments stay as they are, and
         `skipped_steps` counts.
@@ -138,12 +141,17 @@ class Engine:
         for i, batch in enumerate(batches):
             # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
             torch.manual_seed(int(rng.bits(self.seed, _DROPOUT, step, self.ranks.rank, i) >> 1))
+            pixels = batch.images.to(self.ranks.device, non_blocking=True)
             labels, valid = batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device)
-            images, own = normalise(batch.images, self.ranks.device, torch.float32), None
+            images, own = normalise(pixels, self.ranks.device, torch.float32), None
+            masks: tuple[Tensor, ...] = ()
             if mixing is not None:
                 images, own = mix_images(images, valid, mixing)
+            if masking is not None:
+                masks = masking.inputs(batch, self.ranks.device)
+                labels = masking.targets(pixels, masks[1])
             with self.clock.device("forward"):
-                loss = loss_of(self.engine(images.to(self.dtype)), labels, valid, own=own)
+                loss = loss_of(self.engine(images.to(self.dtype), *masks), labels, valid, own=own)
             total += loss.detach()
             last = i == len(batches) - 1
             if last and accept is not None and not accept(total / len(batches)):
@@ -175,7 +183,13 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
         return float(norm)
 
-    def rehearse(self, batch: Batch, loss_of: Callable[..., Tensor], mixing: Mixing | None = None) -> None:
+    def rehearse(
+        self,
+        batch: Batch,
+        loss_of: Callable[..., Tensor],
+        mixing: Mixing | None = None,
+        masking: Masking | None = None,
+    ) -> None:
         """A step of this shape at a learning rate of 0, so that all that a step allocates has been there once. Collective.
 
         Before anything is trained or loaded. Weights, counters, the loss scale and torch's random numbers are then as they
@@ -186,16 +200,19 @@ class Engine:
         # DeepSpeed steps after every so many that it has counted.
         self.engine.micro_steps = accumulation - len(batches)
         with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
-            self.train_step(0, batches, 0.0, loss_of, mixing)
+            self.train_step(0, batches, 0.0, loss_of, mixing, masking=masking)
         engine_state.zero_states(self.engine)
         self._count_on(counters)
         self.clock.read()
 
     @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+    def forward(self, images: Tensor, *masks: Tensor) -> Tensor:
+        """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3.
+
+        masks: what masked patch prediction reads beside them; then predictions (B, corrupted patches, outputs).
+        """
         self.engine.eval()
-        return self.engine(normalise(images, self.ranks.device, self.dtype)).float()
+        return self.engine(normalise(images, self.ranks.device, self.dtype), *masks).float()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -43,9 +43,8 @@ def run(config: ExportConfig) -> Difference:
     """
     # ------------------------------------------------------------------ what comes in, beside the program it comes from
     path = files.find_file(Path(config.weights))  # once: a run that is still training moves its pointer
-    trained, _, extra = models.read_weights(path)
-    for line in (_describe(trained), *extra.pop("notes", [])):
-        print(line)
+    trained, _, extra = models.read_weights(path, say=print)
+    print(_describe(trained))
     if source := _source_side(path, trained):
         _compare(f"{source[0]}, which these weights are of,", models.load(path).eval(), source[1], config.tolerance)
 

@@ -18,6 +18,7 @@ from pipeline.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.config import PlanConfig, RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.errors import UserError
+from pipeline.length import ImageSize
 from pipeline.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.model import Config, ViTConfig
 from pipeline.plan import Plan, make_plan, new_model_config
@@ -184,7 +185,7 @@ def _data(config: PlanConfig) -> Data:
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """The architecture: of the settings, of `variant`, or of the weights that the run starts from."""
     if not config.init.weights:
-        return new_model_config(config.model, num_classes)
+        return new_model_config(config.model, num_classes, config.train.masked)
     if config.variant:
         named = replace(config.model, name=config.variant, representation=False)
         return new_model_config(named, num_classes)
@@ -192,7 +193,7 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         found = models.read_weights(config.init.weights)[0]
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
-    changes: dict[str, Any] = {"image_size": (config.model.image_size,) * 2}
+    changes: dict[str, Any] = {"image_size": config.model.image_size}
     if config.init.new_head:
         changes["num_classes"] = num_classes
     if isinstance(found, ViTConfig):
@@ -217,7 +218,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
     name = config.model.name or config.variant or config.init.weights
     tokens = f"{model.num_tokens} tokens, " if isinstance(model, ViTConfig) else ""
     return [
-        f"{config.name}: {name} at {model.image_size[0]} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
+        f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
         "",
         f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",

@@ -1,10 +1,10 @@
-"""How long, and how many: settings that people write with a unit."""
+"""How long, how many, how large: settings that people write with a unit, or as 224x384."""
 
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.errors import UserError
 
@@ -52,6 +52,25 @@ class Length:
                 raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
             exact = Fraction(self.amount) * total_steps / 100
         return math.floor(exact + Fraction(1, 2))
+
+
+class ImageSize(NamedTuple):
+    """Of an image in pixels: '224' for a square, '224x384' for height x width."""
+
+    height: int
+    width: int
+
+    @classmethod
+    def parse(cls, value: object) -> "ImageSize":
+        if isinstance(value, tuple):
+            return cls(*value)
+        match = re.fullmatch(r"\s*([0-9]+)(?:\s*x\s*([0-9]+))?\s*", str(value))
+        if not match:
+            raise ValueError("write the side of a square, as 224, or height x width, as 224x384.")
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    def __str__(self) -> str:
+        return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"
 
 
 @dataclass(frozen=True)

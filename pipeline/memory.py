@@ -162,9 +162,9 @@ def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig)
     checkpointing, the activations of a block, once more.
     """
     saved = saved_bytes(model, micro_batch, _dtype(engine.precision), engine.activation_checkpointing)
-    e, K = _element(engine.precision), model.num_classes
+    e = _element(engine.precision)
     # The loss works in fp32: logits, targets, and what comes of them.
-    loss = micro_batch * K * (12 + (0 if e == 4 else e))
+    loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     again = saved.block if engine.activation_checkpointing else 0
     # MLP's M and twice D a token; 6 D of the 4 D that it keeps.
     gradients = 3 * saved.largest // 2 + e * (_largest_parameter(model) + _head(model))

@@ -79,15 +79,21 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     )
 
 
-def new_model_config(settings: ModelConfig, num_classes: int) -> "Config":
-    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built."""
+def new_model_config(settings: ModelConfig, num_classes: int, masked: str | None = None) -> "Config":
+    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built.
+
+    masked: what is predicted of corrupted patches, instead of classes.
+    """
     from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
 
-    assert settings.name, "config.check refuses a run with neither model.name nor init.weights"
+    name = settings.name
+    assert name, "config.check refuses a run with neither model.name nor init.weights"
+    if masked and name.startswith("BiT-"):
+        raise UserError(f"train.loss = masked_{masked} predicts patches, and {name} has none. Use a ViT or a hybrid.")
     return configure(
-        settings.name,
+        name,
         settings.image_size,
-        num_classes,
+        0 if masked else num_classes,
         width=settings.width,
         depth=settings.depth,
         mlp_width=settings.mlp_width,
@@ -101,6 +107,7 @@ def new_model_config(settings: ModelConfig, num_classes: int) -> "Config":
         dropout=settings.dropout,
         drop_path=settings.drop_path,
         head_bias=settings.head_bias,
+        masked=masked,
     )
 
 

@@ -15,6 +15,8 @@ from pipeline.data.mix import draw_mixing
 from pipeline.data.split import Split
 from pipeline.engine import Engine
 from pipeline.errors import OneRankError
+from pipeline.length import ImageSize
+from pipeline.masking import Masking
 from pipeline.memory import what_takes_less
 from pipeline.model import Config
 from pipeline.plan import Plan
@@ -35,6 +37,7 @@ def rehearse(
     split: Split,
     evaluation: Split,
     loss_of: Callable[..., Tensor],
+    masking: Masking | None,
     stop: Stop,
 ) -> None:
     """Go through a micro-batch and a batch of evaluation, and leave all as it was. Collective; before anything is loaded.
@@ -45,11 +48,13 @@ def rehearse(
         _blank(plan.micro_batch, config.model.image_size, split.max_labels),
         loss_of,
         draw_mixing(config.augment, config.model.image_size, config.seed, step=0),
+        masking,
     )
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "It is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {count} images", lambda: smaller, stop):
-        engine.forward(_blank(count, config.model.image_size, 0).images)
+        batch = _blank(count, config.model.image_size, 0)
+        engine.forward(batch.images, *(masking.inputs(batch, engine.ranks.device) if masking else ()))
 
 
 @contextmanager
@@ -73,11 +78,12 @@ def _is_of_memory(error: BaseException) -> bool:
     )
 
 
-def _blank(count: int, image_size: int, num_labels: int) -> Batch:
+def _blank(count: int, image_size: ImageSize, num_labels: int) -> Batch:
     """Black images of class 0."""
     return Batch(
-        torch.zeros(count, image_size, image_size, 3, dtype=torch.uint8),
+        torch.zeros(count, *image_size, 3, dtype=torch.uint8),
         torch.zeros(count, num_labels, dtype=torch.int64),
         torch.ones(count, dtype=torch.bool),
+        np.zeros(count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
     )

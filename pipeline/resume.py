@@ -20,8 +20,8 @@ from pipeline.plan import Plan, new_model_config
 
 # What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
 # and micro-batch may change: the same samples make up the same batches.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "optimizer.name",
-          "fingerprint", "classes", "excluded")  # fmt: skip
+_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
+          "optimizer.name", "fingerprint", "classes", "excluded")  # fmt: skip
 
 
 def find_checkpoint(
@@ -51,7 +51,8 @@ def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
     # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
     nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
     then = {**_default_settings(), **nothing, **read_state(path)["identity"]}
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+    # As text: a size was a number before it could be 224x384.
+    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
@@ -107,7 +108,7 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: in
         raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
 
 
-def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) -> Model:
+def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:
     """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
     settings = config.model
     if resumed is not None:
@@ -121,6 +122,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) 
             dropout=settings.dropout,
             drop_path=settings.drop_path,
             seed=config.seed,
+            say=console.say,
         )
         if model.config.num_classes != dataset.num_classes:
             raise UserError(
@@ -128,4 +130,4 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None) 
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model
-    return models.build(new_model_config(settings, dataset.num_classes), config.seed)
+    return models.build(new_model_config(settings, dataset.num_classes, config.train.masked), config.seed)

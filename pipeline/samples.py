@@ -169,11 +169,11 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     view, size = train_view(config.augment, config.seed), config.model.image_size
     with Loader(split, view, size, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
         images = next(loader.batches([(rows, epochs)])).images.numpy()
-    side = min(_TILE, size)
+    height, width = (round(side * min(1, _TILE / max(size))) for side in size)
     across = math.ceil(math.sqrt(len(images)))
-    sheet = np.zeros((math.ceil(len(images) / across), side, across, side, 3), np.uint8)
+    sheet = np.zeros((math.ceil(len(images) / across), height, across, width, 3), np.uint8)
     for i, image in enumerate(images):
-        sheet[i // across, :, i % across] = cv2.resize(image, (side, side), interpolation=cv2.INTER_AREA)
-    pixels = sheet.reshape(sheet.shape[0] * side, across * side, 3)
+        sheet[i // across, :, i % across] = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    pixels = sheet.reshape(sheet.shape[0] * height, across * width, 3)
     with replacing(file) as out:
         out.write(cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes())

@@ -98,12 +98,12 @@ def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
 
 def convert(kind: Any, value: Any, name: str, where: str) -> Any:
     """Turn a YAML value into `kind`, or raise a UserError that names the setting, the value and the type."""
+    if isinstance(kind, type) and hasattr(kind, "parse"):
+        try:
+            return kind.parse(value)
+        except ValueError as error:
+            raise UserError(f"{where}: {name} = {_typed(value)}: {error}") from None
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if hasattr(kind, "parse"):
-            try:
-                return kind.parse(value)
-            except ValueError as error:
-                raise UserError(f"{where}: {name} = {_typed(value)}: {error}") from None
         return build(kind, value if value is not None else {}, where, f"{name}.")
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
@@ -138,11 +138,13 @@ def convert(kind: Any, value: Any, name: str, where: str) -> Any:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The tree as plain nested dicts that `build` reads back (what goes into checkpoints and MLflow)."""
-    plain = {}
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            plain[field.name] = str(value) if hasattr(value, "parse") else to_dict(value)
+        if hasattr(value, "parse"):
+            plain[field.name] = str(value)
+        elif dataclasses.is_dataclass(value):
+            plain[field.name] = to_dict(value)
         else:
             plain[field.name] = value
     return plain

@@ -8,7 +8,7 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -32,11 +32,13 @@ from pipeline.data.order import SampleOrder, batch_of_step, leave_out
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import Stopped, UserError
-from pipeline.evaluate.classify import predict, score
+from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.masked import MaskedScores, score_masked
 from pipeline.fragments import Fragments
 from pipeline.health import LossWatch, SlowRanks, Watchdog
+from pipeline.masking import Masking
 from pipeline.memory import refuse_too_large
-from pipeline.model import Model
+from pipeline.model import MaskedViT, Model
 from pipeline.plan import Plan, make_plan
 from pipeline.profile import Meter, StepClock, Trace, device_memory, peak_flops
 from pipeline.rehearsal import rehearse, room_for_training
@@ -80,17 +82,23 @@ def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint(checkpoints, facts, ranks, console)
-    model = resume.initial_model(config, dataset, resumed)
+    model = resume.initial_model(config, dataset, resumed, console)
     gpu_memory = device_memory(ranks.device)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
     optimizer = optim.build(model, model.weight_decay_mask(), config.optimizer)
     clock = StepClock(ranks.device)
-    loss_of = partial(objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing)
+    loss_of: Callable[..., Tensor] = partial(
+        objective.batch_loss, kind=config.train.loss, label_smoothing=config.train.label_smoothing
+    )
+    masking = None
+    if isinstance(model, MaskedViT):
+        masking = Masking(model.config, config.seed)
+        loss_of = masking.batch_loss
     with room_for_training(config, plan, model.config, stop):
         engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        rehearse(config, plan, engine, split, evaluation, loss_of, stop)
+        rehearse(config, plan, engine, split, evaluation, loss_of, masking, stop)
     state: dict[str, Any] = {}
     if resumed is not None:
         state = read_state(resumed)
@@ -143,19 +151,23 @@ def _run(config: RunConfig, stop: Stop) -> None:
             saver.save(step, engine.part(), _commit(engine, model, config, dataset, facts, step, health, retention))
 
     def evaluate(step: int) -> None:
-        def forward(images: Tensor) -> Tensor:
+        def forward(images: Tensor, *masks: Tensor) -> Tensor:
             watchdog.at(step, "evaluation")
-            return engine.forward(images)
+            return engine.forward(images, *masks)
 
-        split_name = config.data.eval_split
+        split_name, size, view = config.data.eval_split, config.model.image_size, config.augment
+        batch, threads = config.evaluate.batch, config.data.threads
+        scores: Scores | MaskedScores
         with engine.averaged():
-            scores = score(
-                predict(forward, evaluation, config.model.image_size, config.augment, config.train.loss,
-                        config.evaluate.batch, config.data.threads, ranks, stop=stop),
-                evaluation,
-            )  # fmt: skip
+            if masking is not None:
+                scores = score_masked(forward, masking, evaluation, size, view, batch, threads, ranks, stop)
+            else:
+                predictions = predict(
+                    forward, evaluation, size, view, config.train.loss, batch, threads, ranks, stop=stop
+                )
+                scores = score(predictions, evaluation)
         console.say(f"step {step:,}: {split_name} {scores}")
-        named = {f"{split_name}_{name}": value for name, value in asdict(scores).items()}
+        named = {f"{split_name}_{name}": value for name, value in asdict(scores).items() if value is not None}
         if config.checkpoint.best:
             saver.mark_best(step, config.checkpoint.best, named[config.checkpoint.best])
         if tracker:
@@ -182,7 +194,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 lr = learning_rate(config.schedule, highest_lr, step, plan.steps, plan.warmup)
                 mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
                 accept = partial(losses.accept, done) if config.health.on_spike == "skip" else None
-                result = engine.train_step(step, micro_batches, lr, loss_of, mixing, accept)
+                result = engine.train_step(step, micro_batches, lr, loss_of, mixing, accept, masking)
                 if accept is None:
                     losses.add(done, result.loss)
                 meter.step(plan.global_batch)
@@ -337,7 +349,7 @@ def _commit(
         "identity": facts,
         **health,
     }
-    preprocessing = {"image_size": config.model.image_size, **schema.to_dict(config.augment)}
+    preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
     extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
              "fingerprint": dataset.fingerprint, "run": config.name, "step": step}  # fmt: skip
     return Commit(state, engine.shapes, models.safetensors_metadata(model.config, extra), retention)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.activations import saved_bytes
 from pipeline.memory import input_bytes
-from pipeline.model import Model, build, configure
+from pipeline.model import Config, Model, build, configure
 
 
 def really_saved(model: Model, micro_batch: int, dtype: torch.dtype) -> int:
@@ -24,8 +24,16 @@ def really_saved(model: Model, micro_batch: int, dtype: torch.dtype) -> int:
         return tensor
 
     with operators_of_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(images)
+        model(images, *masks_of(model.config, micro_batch))
     return sum(storage.nbytes() for key, storage in storages.items() if key not in ours)
+
+
+def masks_of(config: Config, micro_batch: int) -> list[Tensor]:
+    """What masked patch prediction reads beside the images, none of it parameters nor kept twice."""
+    if not getattr(config, "masked", None):
+        return []
+    num_patches = config.grid[0] * config.grid[1]
+    return [torch.zeros(micro_batch, count, dtype=torch.int64) for count in (num_patches, config.num_corrupted)]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +46,7 @@ def really_saved(model: Model, micro_batch: int, dtype: torch.dtype) -> int:
         ("ViT-Ti/16", 64, torch.float32, {"positions": "relative"}),
         ("Axial-ViT-Ti/16", 64, torch.float32, {}),
         ("R+Ti/16", 64, torch.float32, {}),
+        ("ViT-Ti/16", 64, torch.float32, {"masked": "small_patch"}),
         ("BiT-R50x1", 64, torch.float32, {}),
     ],
 )
@@ -45,7 +54,7 @@ def really_saved(model: Model, micro_batch: int, dtype: torch.dtype) -> int:
 def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str, Any], checkpointing: bool) -> None:
     if not name.startswith("BiT"):
         changes = {**changes, "depth": 3}
-    config = configure(name, size, 50, **changes)
+    config = configure(name, size, 0 if "masked" in changes else 50, **changes)
     model = build(config).to(dtype).train()
     model.activation_checkpointing = checkpointing
     found = saved_bytes(config, 3, dtype, checkpointing)

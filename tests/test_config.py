@@ -187,7 +187,7 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
             assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
             assert 0 <= plan.warmup < plan.steps
         if config.model.name:
-            new_model_config(config.model, 1000)
+            new_model_config(config.model, 1000, config.train.masked)
 
 
 def overrides_in_header(path: Path) -> list[list[str]]:
@@ -199,7 +199,8 @@ def overrides_in_header(path: Path) -> list[list[str]]:
 def test_headers_list_the_rows_of_the_papers_tables() -> None:
     rows = {path.stem: overrides_in_header(path) for path in SHIPPED}
     assert ["model.name=ViT-L/16", "optimizer.lr=4e-4", "train.length=14 epochs"] in rows["vit_b16_jft"]
-    assert len(rows["vit_b16_jft"]) == 10
+    assert len(rows["vit_b16_jft"]) == 13
+    assert ["data.limit=9e6", "checkpoint.best=val_top1", "name=vit_b16_jft_9m"] in rows["vit_b16_jft"]
     assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
 
 
@@ -227,6 +228,7 @@ def test_there_are_shipped_files() -> None:
         ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
         ("train: {length: 1.2.3 steps}", "write a length as"),
         ("train: {length: 1e999 steps}", "no finite number"),
+        ("model: {image_size: 224x}", "model.image_size = 224x: write the side of a square, as 224, or height x width"),
     ],
 )
 def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
@@ -295,6 +297,17 @@ def test_number_without_a_dot_in_a_file(tmp_path: Path) -> None:
     )
     config = schema.load(RunConfig, path)
     assert (config.optimizer.lr, config.seed) == (0.001, 1000)
+
+
+def test_an_image_size_is_a_side_or_height_and_width() -> None:
+    config = load("model.image_size=224x384", "augment.eval_resize=224")
+    assert config.model.image_size == (224, 384)
+    assert new_model_config(config.model, 10).grid == (14, 24)
+    assert schema.build(RunConfig, schema.to_dict(config), "again") == config
+    assert schema.to_dict(load())["model"]["image_size"] == "224"
+    assert schema.build(
+        RunConfig, {**MINIMAL, "model": {"name": "ViT-Ti/16", "image_size": 96}}, "old"
+    ).model.image_size == (96, 96)
 
 
 def test_override_of_a_whole_section_and_of_a_mapping() -> None:
@@ -391,6 +404,12 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
         (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
         (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels reads no labels"),
+        (
+            ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
+            "train.loss = masked_pixels begins with a new model",
+        ),
+        (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
     ],

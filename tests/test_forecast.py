@@ -39,6 +39,17 @@ def test_the_paper_s_run() -> None:
     assert any("312,012 steps" in line for line in describe(forecast))
 
 
+def test_images_that_are_not_square_are_planned() -> None:
+    """Twice the width: a bit more than twice the arithmetic and the activations, the same parameters but positions."""
+    square, wide = (make_forecast(load(f"model.image_size={size}")) for size in ("224", "224x448"))
+    assert wide.model.num_tokens == 1 + 14 * 28
+    assert 2 < wide.flops / square.flops < 2.1
+    memory = [next(iter(forecast.layouts)).memory for forecast in (square, wide)]
+    assert memory[1].inputs == 2 * memory[0].inputs
+    assert 1.9 < memory[1].activations / memory[0].activations < 2.1
+    assert "ViT-L/16 at 224x448 px" in describe(wide)[0]
+
+
 def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
     page = (ROOT / "docs/plan.md").read_text()
     printed = describe(make_forecast(load("cluster=8x8xH100-80GB", "price=2.5")))

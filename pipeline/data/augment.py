@@ -29,7 +29,7 @@ ANTIALIAS = -1
 
 
 def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
-    """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (S, S, 3)."""
+    """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3)."""
     top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
     train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
 
@@ -44,18 +44,20 @@ def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoc
 def train_view_of_region(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
 ) -> None:
-    """Write the augmented view into `out`, uint8 (S, S, 3); image: uint8, the part that `train_region` chose."""
-    size = out.shape[0]
+    """Write the augmented view into `out`, uint8 (height, width, 3); image: uint8, the part that `train_region` chose."""
+    view = out.shape[:2]
     draw = rng.draws(seed, _AUGMENT, epoch, sample)
     method = cv2.INTER_LINEAR if config.resize_filter == "linear" else ANTIALIAS
     if config.crop in ("resize_crop", "resize_small_crop"):
-        side = config.resize_to or round(size * 7 / 6)
+        frame = enlarged(view, config.resize_to or round(min(view) * 7 / 6))
         if config.crop == "resize_crop":
-            image = resize(image, (side, side), method)
+            image = resize(image, frame[::-1], method)
         else:
-            image = _resize_short(_without_ends(image), side, _smaller(config))
-        top, left = (int(draw(i) * (long - size + 1)) for i, long in enumerate(image.shape[:2]))
-        image = image[top : top + size, left : left + size]
+            image = _cover(_without_ends(image), frame, _smaller(config))
+        top, left = (
+            int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
+        )
+        image = image[top : top + view[0], left : left + view[1]]
     _resize_into(image, out, method)
     if config.flip and draw(_FLIP_DRAW) < 0.5:
         cv2.flip(out, 1, dst=out)
@@ -92,18 +94,26 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
 
 
 def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
-    """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (S, S, 3): nothing random.
+    """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
 
-    "center": short side to eval_resize, then the central square. "resize": all of it. Images are made smaller by the
+    "center": short side to eval_resize, then the centre. "resize": all of it. Images are made smaller by the
     area method (resize_filter=linear) or by the antialias filter, and larger by bilinear interpolation.
     """
-    size = out.shape[0]
+    height, width = out.shape[:2]
     smaller = _smaller(config)
     if config.eval_crop == "center":
-        image = _resize_short(_without_ends(image), config.eval_resize or round(size * 8 / 7), smaller)
-        top, left = (image.shape[0] - size) // 2, (image.shape[1] - size) // 2
-        image = image[top : top + size, left : left + size]
-    _resize_into(image, out, smaller if min(image.shape[:2]) > size else cv2.INTER_LINEAR)
+        frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
+        image = _cover(_without_ends(image), frame, smaller)
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        image = image[top : top + height, left : left + width]
+    shrinks = image.shape[0] > height and image.shape[1] > width
+    _resize_into(image, out, smaller if shrinks else cv2.INTER_LINEAR)
+
+
+def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
+    """(height, width) of a view, made so large that its short side is `short`: what is cut down to the view."""
+    height, width = view
+    return round(height * short / min(view)), round(width * short / min(view))
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:
@@ -119,11 +129,11 @@ def _smaller(config: AugmentConfig) -> int:
     return cv2.INTER_AREA if config.resize_filter == "linear" else ANTIALIAS
 
 
-def _resize_short(image: np.ndarray, short: int, smaller: int) -> np.ndarray:
-    """The image with its short side resized to `short`, its aspect kept; by the method `smaller` when it shrinks."""
+def _cover(image: np.ndarray, frame: tuple[int, int], smaller: int) -> np.ndarray:
+    """The image resized until it just covers (height, width), its aspect kept; by the method `smaller` when it shrinks."""
     height, width = image.shape[:2]
-    scale = short / min(height, width)
-    new = max(short, round(width * scale)), max(short, round(height * scale))
+    scale = max(frame[0] / height, frame[1] / width)
+    new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
     if new == (width, height):
         return image
     return resize(image, new, smaller if scale < 1 else cv2.INTER_LINEAR)

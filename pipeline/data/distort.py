@@ -15,7 +15,7 @@ _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
 
 
 def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
-    """Change `image`, uint8 (S, S, 3), in place, as `config` says."""
+    """Change `image`, uint8 (H, W, 3), in place, as `config` says."""
     if config.color_jitter:
         draws = rng.uniform(seed, _JITTER, epoch, sample, np.arange(6))
         image[:] = color_jitter(image, config.color_jitter, draws)
@@ -25,14 +25,14 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
         image[:] = randaugment.randaugment(image, config.randaugment_layers, config.randaugment_magnitude, draws)
     if config.erase and rng.uniform(seed, _ERASE, epoch, sample, 0) < config.erase:
         draws = rng.uniform(seed, _ERASE, epoch, sample, np.arange(1, 1 + _ERASE_TRIES * _DRAWS_PER_TRY))
-        top, left, height, width = erased_box(image.shape[0], draws)
+        top, left, height, width = erased_box(image.shape[0], image.shape[1], draws)
         noise = rng.bits(seed, _ERASE, epoch, sample, 1 + len(draws) + np.arange(-(-height * width * 3 // 8)))
         noise = noise.astype("<u8").view(np.uint8)[: height * width * 3]
         image[top : top + height, left : left + width] = noise.reshape(height, width, 3)
 
 
 def color_jitter(image: np.ndarray, strength: float, draws: np.ndarray) -> np.ndarray:
-    """Brightness, contrast and saturation of `image`, uint8 (S, S, 3), by factors of 1 - strength to 1 + strength.
+    """Brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors of 1 - strength to 1 + strength.
 
     In a random order, as torchvision's ColorJitter. draws: 6 uniforms, the factors and the order.
     """
@@ -42,16 +42,17 @@ def color_jitter(image: np.ndarray, strength: float, draws: np.ndarray) -> np.nd
     return image
 
 
-def erased_box(size: int, draws: np.ndarray) -> tuple[int, int, int, int]:
+def erased_box(image_height: int, image_width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a box of 2 to 33 % of the area, height / width from 0.3 to 3.3, log-uniform.
 
     Random erasing (Zhong et al. 2017, arXiv 1708.04896), ranges and tries as torchvision's RandomErasing; an empty box
     when none of ten tries fits. draws: 4 uniforms for each try.
     """
     for u_area, u_aspect, u_top, u_left in draws.reshape(-1, _DRAWS_PER_TRY).tolist():
-        area = (0.02 + u_area * (0.33 - 0.02)) * size * size
+        area = (0.02 + u_area * (0.33 - 0.02)) * image_height * image_width
         aspect = math.exp(math.log(0.3) + u_aspect * (math.log(3.3) - math.log(0.3)))
         height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if height < size and width < size:
-            return int(u_top * (size - height + 1)), int(u_left * (size - width + 1)), height, width
+        if height < image_height and width < image_width:
+            top, left = int(u_top * (image_height - height + 1)), int(u_left * (image_width - width + 1))
+            return top, left, height, width
     return 0, 0, 0, 0

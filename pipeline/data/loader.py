@@ -24,6 +24,7 @@ from pipeline.data.manifest import Split
 from pipeline.data.order import SampleOrder
 from pipeline.data.storage import ShardReader
 from pipeline.errors import Interrupted, OneRankError
+from pipeline.length import ImageSize
 
 # Between two looks whether a batch that is waited for is still wanted.
 _ASK_SECONDS = 0.2
@@ -34,7 +35,7 @@ class View:
     """What becomes of an image: the part of it that is looked at, which is all that is decoded, and what is made of that.
 
     region: (height, width, epoch, row) -> (top, left, height, width). None is all of the image.
-    write: (pixels of the region, out (S, S, 3), epoch, row) -> None.
+    write: (pixels of the region, out (H, W, 3), epoch, row) -> None.
     """
 
     region: Callable[[int, int, int, int], Region] | None
@@ -49,12 +50,14 @@ class View:
 
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (B, S, S, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows: int64 (B,)."""
+    """images: uint8 (B, H, W, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows and epochs: int64
+    (B,)."""
 
     images: Tensor
     labels: Tensor
     valid: Tensor
     rows: np.ndarray
+    epochs: np.ndarray
 
 
 class Loader:
@@ -64,15 +67,17 @@ class Loader:
         self,
         split: Split,
         view: View,
-        image_size: int,
+        image_size: ImageSize | int,
         threads: int,
         prefetch: int,
         max_bad_share: float,
         pin: bool = False,
         is_unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends."""
-        self.split, self.view, self.image_size = split, view, image_size
+        """image_size: of the views; a number is the side of a square.
+        is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends.
+        """
+        self.split, self.view, self.image_size = split, view, ImageSize.parse(image_size)
         self.is_unwanted = is_unwanted
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
@@ -113,17 +118,17 @@ class Loader:
         images = self._new_images(len(rows))
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
-        batch = Batch(images, labels, valid, rows)
+        batch = Batch(images, labels, valid, rows, epochs)
         parts = np.array_split(np.arange(len(rows)), min(len(rows), 2 * self.threads))
         return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
 
     def _new_images(self, count: int) -> Tensor:
-        """uint8 (count, S, S, 3), of memory that an earlier batch had and nobody holds any more, if there is any.
+        """uint8 (count, H, W, 3), of memory that an earlier batch had and nobody holds any more, if there is any.
 
         Fresh memory costs a page fault for every 4 KiB, up to a tenth of the time of decoding. (Torch keeps pinned
         memory itself.)
         """
-        shape = (count, self.image_size, self.image_size, 3)
+        shape = (count, *self.image_size, 3)
         if self.pin:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         free = self._free[count]
@@ -201,6 +206,6 @@ def eval_view(config: AugmentConfig) -> View:
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, S, S, 3) on the host -> `dtype` (B, 3, S, S) in [-1, 1] on the device."""
+    """uint8 (B, H, W, 3) on the host -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
     moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
     return (moved.to(torch.float32) / 127.5 - 1).to(dtype)

@@ -5,7 +5,7 @@ number of ranks and micro-batches makes the same images and targets, bit for bit
 position and holds both of each pair (`make_plan` refuses an odd one). Big_vision draws one share a step too, but rolls
 the batch of each device by one, which depends on how many devices there are.
 
-Shapes: B batch, S image side, K classes.
+Shapes: B batch, H, W image height and width, K classes.
 """
 
 import math
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.config import AugmentConfig
 from pipeline.data import rng
+from pipeline.length import ImageSize
 
 _CHOICE, _MIXUP, _CUTMIX, _CENTER = 14, 15, 16, 17
 
@@ -33,26 +34,31 @@ class Mixing:
     box: tuple[int, int, int, int] | None
 
 
-def draw_mixing(config: AugmentConfig, image_size: int, seed: int, step: int) -> Mixing | None:
-    """How step `step` mixes; None where neither is asked for. With both, each step takes one, p = 0.5 (as timm)."""
+def draw_mixing(config: AugmentConfig, image_size: ImageSize | int, seed: int, step: int) -> Mixing | None:
+    """How step `step` mixes; None where neither is asked for. With both, each step takes one, p = 0.5 (as timm).
+
+    image_size: of the images; a number is the side of squares.
+    """
     if not config.mixup and not config.cutmix:
         return None
     if not config.cutmix or (config.mixup and rng.uniform(seed, _CHOICE, step) < 0.5):
         share = _beta(config.mixup, seed, _MIXUP, step)
         return Mixing(max(share, 1 - share), None)  # As big_vision: the larger share is a sample's own.
-    side = math.sqrt(1 - _beta(config.cutmix, seed, _CUTMIX, step)) * image_size
+    height, width = ImageSize.parse(image_size)
+    share = math.sqrt(1 - _beta(config.cutmix, seed, _CUTMIX, step))
+    centers = rng.uniform(seed, _CENTER, step, np.arange(2))
     box = [
-        min(max(int(center * image_size) + half, 0), image_size)
-        for half in (-int(side) // 2, int(side) // 2)
-        for center in rng.uniform(seed, _CENTER, step, np.arange(2))
+        min(max(int(center * side) + half * int(share * side) // 2, 0), side)
+        for half in (-1, 1)
+        for center, side in zip(centers, (height, width), strict=True)
     ]
     top, left, bottom, right = box
     # Of what is left of the box inside the image, as in the authors' code.
-    return Mixing(1 - (bottom - top) * (right - left) / image_size**2, (top, left, bottom, right))
+    return Mixing(1 - (bottom - top) * (right - left) / (height * width), (top, left, bottom, right))
 
 
 def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, Tensor]:
-    """Mixed images (B, 3, S, S), and each sample's own share, float32 (B,), for `mix_pairs` of its targets.
+    """Mixed images (B, 3, H, W), and each sample's own share, float32 (B,), for `mix_pairs` of its targets.
 
     valid: bool (B,); a pair with a sample that could not be read is left as it is: its share is 1.
     """

@@ -99,9 +99,12 @@ def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
 # ---------------------------------------------------------------------- of places: nearest pixel, grey where none is
 def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
     """About the centre of the image; positive is counter-clockwise."""
-    centre = (image.shape[0] - 1) / 2
+    y, x = (image.shape[0] - 1) / 2, (image.shape[1] - 1) / 2
     cos, sin = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
-    return _warp(image, [[cos, -sin, centre * (1 - cos + sin)], [sin, cos, centre * (1 - sin - cos)]])
+    return _warp(
+        image,
+        [[cos, -sin, x * (1 - cos + sin) + (y - x) * sin], [sin, cos, y * (1 - sin - cos) + (y - x) * sin]],
+    )
 
 
 def shear_x(image: np.ndarray, slope: float) -> np.ndarray:
@@ -139,8 +142,8 @@ def _sign(draws: np.ndarray) -> int:
     return 1 if draws[0] < 0.5 else -1
 
 
-def _pixels(image: np.ndarray, at_224: float) -> float:
-    return at_224 * image.shape[0] / _AT_SIDE
+def _pixels(side: int, at_224: float) -> float:
+    return at_224 * side / _AT_SIDE
 
 
 def _center(image: np.ndarray, draws: np.ndarray) -> tuple[int, int]:
@@ -161,9 +164,15 @@ OPERATIONS: dict[str, Operation] = {
     "Sharpness": lambda image, level, draws: sharpness(image, _enhance(level)),
     "ShearX": lambda image, level, draws: shear_x(image, _sign(draws) * 0.3 * level),
     "ShearY": lambda image, level, draws: shear_y(image, _sign(draws) * 0.3 * level),
-    "TranslateX": lambda image, level, draws: translate_x(image, _sign(draws) * _pixels(image, _TRANSLATE * level)),
-    "TranslateY": lambda image, level, draws: translate_y(image, _sign(draws) * _pixels(image, _TRANSLATE * level)),
-    "Cutout": lambda image, level, draws: cutout(image, int(_pixels(image, _CUTOUT * level)), *_center(image, draws)),
+    "TranslateX": lambda image, level, draws: translate_x(
+        image, _sign(draws) * _pixels(image.shape[1], _TRANSLATE * level)
+    ),
+    "TranslateY": lambda image, level, draws: translate_y(
+        image, _sign(draws) * _pixels(image.shape[0], _TRANSLATE * level)
+    ),
+    "Cutout": lambda image, level, draws: cutout(
+        image, int(_pixels(min(image.shape[:2]), _CUTOUT * level)), *_center(image, draws)
+    ),
     "SolarizeAdd": lambda image, level, draws: solarize_add(image, int(110 * level)),
 }
 

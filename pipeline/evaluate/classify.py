@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pipeline import objective
 from pipeline.config import AugmentConfig
-from pipeline.data.loader import Loader, eval_requests, eval_view
+from pipeline.data.loader import Batch, Loader, eval_requests, eval_view
 from pipeline.data.manifest import Split
 from pipeline.distributed import Ranks
+from pipeline.length import ImageSize
 from pipeline.stop import Stop
 
 _TOP = 5
@@ -50,11 +51,10 @@ class Scores:
         return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
 
 
-@torch.no_grad()
 def predict(
     forward: Callable[[Tensor], Tensor],
     split: Split,
-    image_size: int,
+    image_size: ImageSize | int,
     augment: AugmentConfig,
     loss_kind: str,
     batch: int,
@@ -64,11 +64,40 @@ def predict(
     stop: Stop | None = None,
     num_top: int = _TOP,
 ) -> Predictions:
-    """Run `forward` (uint8 (B, S, S, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
+    """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
 
-    progress is told of each batch's size. Any number of unreadable images is let pass: they are counted, as errors.
+    progress, stop, unreadable images: as `each_sample`.
     num_top: how many of the most likely classes are kept; all where there are fewer.
-    Raises Stopped on every rank when the ranks agree to stop.
+    """
+
+    def columns(loaded: Batch) -> list[Tensor]:
+        logits = forward(loaded.images)
+        losses = objective.losses(logits, loaded.labels.to(logits.device), loss_kind)
+        top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
+        return [top, probabilities_of(logits, loss_kind).gather(1, top).float(), losses.double()]
+
+    (top, probabilities, loss), readable, problems = each_sample(
+        columns, split, image_size, augment, batch, threads, ranks, progress, stop
+    )
+    return Predictions(top, probabilities, loss, readable, problems)
+
+
+@torch.no_grad()
+def each_sample(
+    columns: Callable[[Batch], list[Tensor]],
+    split: Split,
+    image_size: ImageSize | int,
+    augment: AugmentConfig,
+    batch: int,
+    threads: int,
+    ranks: Ranks,
+    progress: Callable[[int], object] = lambda count: None,
+    stop: Stop | None = None,
+) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
+    """What `columns`, tensors (B, ...), are of every sample, in row order; readable, problems as in `Predictions`.
+
+    Collective, and the same on every rank. progress is told of each batch's size. Any number of unreadable images is let
+    pass. Raises Stopped on every rank when the ranks agree to stop.
     """
     parts = []
     is_unwanted = stop.is_wanted if stop else lambda: False
@@ -79,23 +108,16 @@ def predict(
         if stop:
             coming = stop.together(coming)
         for loaded in coming:
-            logits = forward(loaded.images)
-            losses = objective.losses(logits, loaded.labels.to(logits.device), loss_kind)
-            top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
-            of_top = probabilities_of(logits, loss_kind).gather(1, top).float()
-            parts.append(
-                [loaded.rows, *(t.cpu().numpy() for t in (top, of_top, losses.double())), loaded.valid.numpy()]
-            )
+            parts.append([loaded.rows, loaded.valid.numpy(), *(column.cpu().numpy() for column in columns(loaded))])
             progress(len(loaded.rows))
     gathered = ranks.gather((parts, loader.bad))
     batches = [part for rank_parts, _ in gathered for part in rank_parts]
-    rows, *columns = (np.concatenate(column) for column in zip(*batches, strict=True))
+    rows, *found = (np.concatenate(column) for column in zip(*batches, strict=True))
     # The last ranks repeat samples to make as many batches as the others; one of each row stays.
     unique, first = np.unique(rows, return_index=True)
     assert np.array_equal(unique, np.arange(len(split))), "every sample is predicted"
-    top_classes, probabilities, loss, readable = (column[first] for column in columns)
-    problems = {row: why for _, bad in gathered for row, why in bad.items()}
-    return Predictions(top_classes, probabilities, loss, readable, problems)
+    readable, *values = (column[first] for column in found)
+    return values, readable, {row: why for _, bad in gathered for row, why in bad.items()}
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pipeline.config import AugmentConfig
 from pipeline.data.loader import Loader, eval_view
 from pipeline.data.manifest import Split
+from pipeline.length import ImageSize
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ def extract(
     features: Callable[[Tensor], Tensor],
     split: Split,
     rows: np.ndarray,
-    image_size: int,
+    image_size: ImageSize | int,
     augment: AugmentConfig,
     batch: int,
     threads: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> Features:
-    """Run `features` (uint8 (B, S, S, 3) -> (B, D)) over the evaluation view of chosen samples.
+    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the evaluation view of chosen samples.
 
     rows: int64 (n,), the samples, in the order wanted. progress is told of each batch's size.
     """

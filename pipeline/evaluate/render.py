@@ -68,7 +68,7 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
 
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
-    crop = "the whole image resized to a square"
+    crop = "the whole image resized"
     if scores["eval_crop"] == "center":
         crop = f"short side resized to {scores['eval_resize']}, central crop"
     left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "

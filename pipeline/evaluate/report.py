@@ -154,8 +154,8 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: Subj
     return {
         "weights": config.weights, "run": subject.extra.get("run"), "step": subject.extra.get("step"),
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
-        "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": size, "eval_crop": view.eval_crop,
-        "eval_resize": (view.eval_resize or round(size * 8 / 7)) if view.eval_crop == "center" else size,
+        "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
+        "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop == "center" else min(size),
         "loss_kind": subject.loss_kind, "precision": config.precision, "device": str(subject.device),
     }  # fmt: skip
 

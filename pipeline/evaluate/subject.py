@@ -1,6 +1,6 @@
 """Weights, ready to look at images: the one way from a weights file to logits of evaluation, prediction and explanation.
 
-Shapes: B batch, S image side, D features, K classes.
+Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ from pipeline.data.split import Split
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.features import Features
+from pipeline.length import ImageSize
 from pipeline.model import Model, ViTConfig
 
 
@@ -29,25 +30,25 @@ class Subject:
     model: Model
     device: torch.device
     dtype: torch.dtype
-    image_size: int
+    image_size: ImageSize
     view: AugmentConfig
     loss_kind: str
     extra: dict[str, Any]
 
     def images(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> (B, 3, S, S), what the model reads."""
+        """uint8 (B, H, W, 3) -> (B, 3, H, W), what the model reads."""
         return normalise(pixels, self.device, self.dtype)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> (B, D), what the head reads."""
+        """uint8 (B, H, W, 3) -> (B, D), what the head reads."""
         return self.model.features(self.images(pixels))
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> float32 (B, K)."""
+        """uint8 (B, H, W, 3) -> float32 (B, K)."""
         return self.model.head(self.features(pixels)).float()
 
     def probabilities(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, S, S, 3) -> float32 (B, K), of the classes."""
+        """uint8 (B, H, W, 3) -> float32 (B, K), of the classes."""
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
@@ -59,33 +60,32 @@ def load_subject(config: WeightsConfig) -> Subject:
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Once: a run that is still training moves its pointer, and what is said here must be of these very weights.
-    trained, state, extra = models.read_weights(config.weights)
-    if not config.image_size and trained.image_size[0] != trained.image_size[1]:
-        raise UserError(f"{config.weights} reads images of {trained.image_size} pixels, no square: set image_size.")
-    image_size = config.image_size or trained.image_size[0]
+    trained, state, extra = models.read_weights(config.weights, say=print)
+    image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = models.build(replace(trained, image_size=(image_size, image_size)))
+    model = models.build(replace(trained, image_size=image_size))
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
     model.load_state_dict(state)
     return Subject(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 
-def evaluation_view(config: WeightsConfig, image_size: int, trained: dict[str, Any]) -> AugmentConfig:
+def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:
     """The preprocessing asked for, else that of the weights, `trained`, else the default.
 
     At another image size than theirs the weights' eval_resize keeps its ratio to it.
     """
     crop = trained.get("eval_crop", "center") if config.eval_crop == "auto" else config.eval_crop
-    resize = round(trained.get("eval_resize", 0) * image_size / trained.get("image_size", image_size))
+    short = min(ImageSize.parse(image_size))
+    resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
     settings = {
         "eval_crop": crop,
         "eval_resize": config.eval_resize or resize,
         "resize_filter": trained.get("resize_filter", "linear"),
     }
     view = schema.build(AugmentConfig, settings, config.weights)
-    if view.eval_crop == "center" and 0 < view.eval_resize < image_size:
+    if view.eval_crop == "center" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view
 

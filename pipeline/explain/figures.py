@@ -90,31 +90,31 @@ def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
         canvas.text(*place, text, fontsize=_TEXT, color=colour, ha="center", parse_math=False)
 
 
-def enlarge(values: np.ndarray, config: ViTConfig | None, side: int) -> np.ndarray:
-    """A map of patches, (h, w), for the pixels of the image, (side, side): linear between the centres of the patches.
+def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
+    """A map of patches, (h, w), for the pixels of the image, (height, width): linear between the patches' centres.
 
     Overlapping patches lie where they do. config: None for a map whose cells share the image evenly.
     """
 
-    def weights(cells: int) -> np.ndarray:
+    def weights(cells: int, side: int) -> np.ndarray:
         patch = side / cells if config is None else config.patch_size * config.reduction
         step = side / cells if config is None else config.stride * config.reduction
         centres = patch / 2 + step * np.arange(cells)
         return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
 
-    return weights(values.shape[0]) @ values @ weights(values.shape[1]).T
+    return weights(values.shape[0], size[0]) @ values @ weights(values.shape[1], size[1]).T
 
 
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:
     """A map in colours over the picture in grey; its largest value is the end of the colours."""
     grey = pixels.mean(2, keepdims=True) / 255
-    scaled = enlarge(values / max(values.max(), 1e-12), config, len(pixels))
+    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return 0.4 * grey + 0.6 * _MAP(scaled)[..., :3]
 
 
 def lit(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """The picture, bright where the map is large (as ViT paper, Figure 6); never quite dark."""
-    scaled = enlarge(values / max(values.max(), 1e-12), config, len(pixels))
+    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return pixels / 255 * (0.15 + 0.85 * scaled**0.7)[..., None]
 
 
@@ -196,7 +196,7 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
     patch, step = config.patch_size * config.reduction, config.stride * config.reduction
     figure = Figure(figsize=(8.2, 4.5), layout="constrained")
     whole, cut = figure.subplots(1, 2)
-    whole.imshow(pixels, extent=(0, len(pixels), len(pixels), 0))
+    whole.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0))
     for i in range(h):
         for j in range(w):
             box = Rectangle((j * step, i * step), patch, patch, fill=False, edgecolor="white", linewidth=0.7)

@@ -13,6 +13,7 @@ from pipeline.model.build import Model, build
 from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.state_dicts import to_huggingface, to_timm
 from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
+from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
@@ -21,6 +22,7 @@ from pipeline.model.weights import load, read_weights, safetensors_metadata, sav
 
 __all__ = [
     "Config",
+    "MaskedViT",
     "Model",
     "ResNet",
     "ResNetConfig",

@@ -1,6 +1,7 @@
 """From a configuration to a model."""
 
 from pipeline.model.axial import AxialTransformer
+from pipeline.model.masked import MaskedViT
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ResNetConfig
 from pipeline.model.vit import VisionTransformer
@@ -12,4 +13,6 @@ def build(config: Config, seed: int = 0) -> Model:
     """A new model of this configuration; see `create` for one by name."""
     if isinstance(config, ResNetConfig):
         return ResNet(config, seed)
+    if config.masked:
+        return MaskedViT(config, seed)
     return AxialTransformer(config, seed) if config.axial else VisionTransformer(config, seed)

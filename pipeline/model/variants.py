@@ -11,6 +11,8 @@ Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]
 Positions = Literal["learned", "learned2d", "sincos2d", "relative", "none"]
 PositionsAt = Literal["stem", "blocks", "shared"]
+# ViT paper, B.1.2: the mean colour of 3 bits a channel; 16 such colours, of the patch made 4 x 4; the pixels themselves.
+Masked = Literal["mean_color", "small_patch", "pixels"]
 ImageSize = int | tuple[int, int]
 
 
@@ -76,6 +78,7 @@ class ViTConfig:
     stem: tuple[int, ...] | None = None  # a hybrid: units of each stage of the ResNet in front; () is its root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
     layer_norm_eps: float = 1e-6  # flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
+    masked: Masked | None = None  # pre-training by masked patch prediction (masked.py): what is predicted of a patch
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "mlp_width", "num_heads", "patch_size"):
@@ -105,6 +108,20 @@ class ViTConfig:
             )
         for side in self.image_size:
             self._check_side(side)
+        if self.masked:
+            self._check_masked()
+
+    def _check_masked(self) -> None:
+        if self.num_classes or self.representation or self.pool == "map" or self.axial:
+            raise UserError(
+                "model: masked patch prediction reads the tokens of patches, and has neither classes nor a representation "
+                "layer, attention pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
+            )
+        if self.masked == "small_patch" and self.patch_pixels % 4:
+            raise UserError(
+                f"model: masked = small_patch makes 4 x 4 of each patch, whose side is {self.patch_pixels} pixels. Use a "
+                "patch side divisible by 4, or mean_color."
+            )
 
     def _check_positions(self) -> None:
         if self.positions in ("relative", "none") and self.positions_at != "stem":
@@ -147,6 +164,27 @@ class ViTConfig:
         return rows, columns
 
     @property
+    def patch_pixels(self) -> int:
+        """Side of a patch in pixels of the image."""
+        return self.patch_size * self.reduction
+
+    @property
+    def num_corrupted(self) -> int:
+        """Patches of an image that masked prediction is asked of: half of them (ViT paper, B.1.2)."""
+        rows, columns = self.grid
+        return (rows * columns + 1) // 2
+
+    @property
+    def patch_outputs(self) -> int:
+        """Numbers that are predicted of a corrupted patch."""
+        return {None: 0, "mean_color": 512, "small_patch": 16 * 512, "pixels": 3 * self.patch_pixels**2}[self.masked]
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head makes of an image: logits of classes, or predictions of its corrupted patches."""
+        return self.num_corrupted * self.patch_outputs if self.masked else self.num_classes
+
+    @property
     def num_tokens(self) -> int:
         """Patches, and the class token if there is one."""
         return (self.pool == "token") + self.grid[0] * self.grid[1]
@@ -187,6 +225,11 @@ class ResNetConfig:
     def num_features(self) -> int:
         """Channels of what the head reads."""
         return 4 * self.width * 2 ** (len(self.units) - 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head makes of an image: logits of classes."""
+        return self.num_classes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""

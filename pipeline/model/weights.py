@@ -8,7 +8,7 @@ as JSON. A .pt needs no other package, and is a torch zip of plain data, readabl
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair,
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # of our .safetensors
 StrPath = str | os.PathLike[str]
+Say = Callable[[str], object]
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
@@ -61,14 +66,21 @@ def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, 
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
-def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
     """-> (configuration, fp32 CPU state, extra) from any place that `load` takes.
 
-    extra of weights of others: "classes" and "preprocessing" where files beside them say so, and "notes", lines on what
-    was assumed and rewritten. Raises UserError, one line with the path and the way out, for a file that is damaged or
-    another model's.
+    say: told in a line each what was assumed, rewritten and left out.
+    extra of weights of others: "classes" and "preprocessing" where files beside them say so.
+    Raises UserError, one line with the path and the way out, for a file that is damaged or another model's.
     """
-    path = files.find_file(Path(path))
+    config, state, extra = _read(files.find_file(Path(path)))
+    for note in extra.pop("notes", []):
+        say(note)
+    return config, state, extra
+
+
+def _read(path: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    """As `read_weights`, of a file; the lines are extra["notes"]."""
     if path.suffix == ".npz":
         config, state, notes = read_npz(path)
         return config, state, {"notes": notes}
@@ -85,7 +97,11 @@ def read_weights(path: StrPath) -> tuple[Config, dict[str, Tensor], dict[str, An
             return from_state_dict(of_others, files.beside(path))
         if not is_ours:
             raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {WAY_OUT}')
-        return *_ours(content), content.get("extra", {})
+        config, state = _ours(content)
+        extra = content.get("extra", {})
+        if isinstance(config, ViTConfig) and config.masked:
+            return _without_masking(config, state, extra)
+        return config, state, extra
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -100,6 +116,18 @@ def _ours(content: dict[str, Any]) -> tuple[Config, dict[str, Tensor]]:
     return config, content["state"]
 
 
+def _without_masking(
+    config: ViTConfig, state: dict[str, Tensor], extra: dict[str, Any]
+) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    """What masked patch prediction leaves behind: a plain ViT, without a head and what is said of it."""
+    note = f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"
+    return (
+        replace(config, masked=None),
+        {name: tensor for name, tensor in state.items() if name != "mask_token" and not name.startswith("head.")},
+        {**{name: value for name, value in extra.items() if name not in ("classes", "loss")}, "notes": [note]},
+    )
+
+
 def load(
     path: StrPath,
     image_size: ImageSize | None = None,
@@ -112,6 +140,7 @@ def load(
     representation: bool | None = None,
     seed: int = 0,
     kernel: Kernel = "zoom",
+    say: Say = _silent,
 ) -> Model:
     """Build a model from weights, changed to a new task or resolution where asked.
 
@@ -126,10 +155,11 @@ def load(
     representation: overrides whether the layer stays (or, in front of a new head, is made anew).
     seed: of whatever is new.
     kernel: of resample_positions; "zoom" is the official code's.
+    say: told in a line each what was assumed, rewritten and left out.
     Returns a model of fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features it was not trained on.
     """
-    old, state, _ = read_weights(path)
+    old, state, _ = read_weights(path, say)
     classes = old.num_classes if num_classes is None else num_classes
     if new_head and classes == 0:
         raise UserError(f"{path}: new_head=True needs num_classes above 0.")

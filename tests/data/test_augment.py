@@ -263,6 +263,47 @@ def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:
     assert np.array_equal(evaluated(small, 40, eval_crop="resize"), expected)
 
 
+def test_views_that_are_not_square(image: np.ndarray) -> None:
+    def look(of: np.ndarray, height: int, width: int, **config: object) -> np.ndarray:
+        out = np.full((height, width, 3), 77, np.uint8)
+        eval_view(of, out, AugmentConfig(**config))
+        return out
+
+    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is made 52 x 70; then the middle.
+    found = look(image, 24, 56, eval_resize=30)
+    assert np.array_equal(found, cv2.resize(image, (70, 52), interpolation=cv2.INTER_AREA)[14:38, 7:63])
+    assert np.array_equal(
+        look(image, 24, 56, eval_crop="resize"), cv2.resize(image, (56, 24), interpolation=cv2.INTER_AREA)
+    )
+    standing = np.ascontiguousarray(image.transpose(1, 0, 2))
+    for config in ({"eval_resize": 30}, {"eval_crop": "resize"}):
+        turned = look(standing, 56, 24, **config).transpose(1, 0, 2)
+        assert np.abs(turned.astype(int) - look(image, 24, 56, **config)).max() <= 1
+
+    large = cv2.resize(image, (70, 30), interpolation=cv2.INTER_LINEAR)
+    out, places = np.empty((24, 56, 3), np.uint8), set()
+    for sample in range(60):
+        train_view(image, out, AugmentConfig(crop="resize_crop", resize_to=30, flip=False), 0, 0, sample)
+        windows = [
+            (top, left)
+            for top in range(7)
+            for left in range(15)
+            if np.array_equal(out, large[top : top + 24, left : left + 56])
+        ]
+        assert len(windows) == 1
+        places |= set(windows)
+    assert {top for top, _ in places} == set(range(7))
+    everything = {"color_jitter": 0.4, "randaugment_layers": 2, "erase": 1.0}
+    for crop in ("inception", "resize_small_crop", "none"):
+        views = []
+        for _ in range(2):
+            out[:] = 77
+            train_view(image, out, AugmentConfig(crop=crop, **everything), 0, 0, 3)
+            views.append(out.copy())
+        assert np.array_equal(*views)
+        assert (views[0] == 77).all(axis=2).mean() < 0.1
+
+
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5000), (5000, 2), (2, 3), (1, 65500)])
 def test_extreme_sizes(height: int, width: int) -> None:
     flat = np.full((height, width, 3), (10, 20, 30), np.uint8)

@@ -80,7 +80,9 @@ def test_color_jitter_against_pillow(image: np.ndarray) -> None:
 
 
 def test_erased_boxes_fill_their_range() -> None:
-    top, left, height, width = np.array([erased_box(224, rng.uniform(0, 1, i, np.arange(40))) for i in range(2000)]).T
+    top, left, height, width = np.array(
+        [erased_box(224, 224, rng.uniform(0, 1, i, np.arange(40))) for i in range(2000)]
+    ).T
     share, aspect = height * width / 224**2, height / width
     assert 0.018 < share.min() < 0.025
     assert 0.31 < share.max() < 0.335
@@ -91,7 +93,10 @@ def test_erased_boxes_fill_their_range() -> None:
     assert (left >= 0).all()
     assert (top + height).max() == 224
     assert (left + width).max() == 224
-    assert erased_box(1, rng.uniform(0, 1, np.arange(40))) == (0, 0, 0, 0)
+    boxes = np.array([erased_box(100, 300, rng.uniform(0, 1, i, np.arange(40))) for i in range(500)])
+    assert (boxes[:, 0] + boxes[:, 2]).max() == 100
+    assert (boxes[:, 1] + boxes[:, 3]).max() == 300
+    assert erased_box(1, 1, rng.uniform(0, 1, np.arange(40))) == (0, 0, 0, 0)
 
 
 def test_erasing_happens_as_often_as_asked_and_leaves_the_rest(image: np.ndarray) -> None:

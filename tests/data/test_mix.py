@@ -59,6 +59,18 @@ def test_cutmixs_box_has_the_share_that_it_says() -> None:
     assert abs(len(uncut) / len(found) - 1 / 6) < 0.03
 
 
+def test_the_box_of_images_that_are_not_square_has_their_shape() -> None:
+    for step in range(200):
+        mixing = draw_mixing(AugmentConfig(cutmix=1.0), (100, 300), 0, step)
+        assert mixing
+        top, left, bottom, right = mixing.box
+        assert 0 <= top <= bottom <= 100
+        assert 0 <= left <= right <= 300
+        assert mixing.own == pytest.approx(1 - (bottom - top) * (right - left) / 30_000)
+        if top > 0 and left > 0 and bottom < 100 and right < 300:
+            assert (right - left) / 300 == pytest.approx((bottom - top) / 100, abs=0.03)
+
+
 def test_both_take_turns_and_neither_mixes_nothing() -> None:
     kinds = [mixing.box is None for mixing in draws(1000, mixup=0.8, cutmix=1.0)]
     assert 437 < sum(kinds) < 563  # 4 standard deviations

@@ -128,6 +128,11 @@ def test_positive_angles_turn_counter_clockwise() -> None:
     assert ra.rotate(image, 90)[:24, 100:124].min() == 255  # at the top
 
 
+def test_an_image_that_is_not_square_turns_about_its_centre() -> None:
+    image = np.arange(5 * 9 * 3, dtype=np.uint8).reshape(5, 9, 3)
+    assert np.array_equal(ra.rotate(image, 180), image[::-1, ::-1])
+
+
 def test_cutout(image: np.ndarray) -> None:
     for half, row, column in ((40, 112, 100), (40, 0, 223), (80, 50, 60), (0, 5, 5)):
         found = ra.cutout(image, half, row, column)

@@ -165,12 +165,12 @@ def test_order_of_the_sheet() -> None:
 def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
     overlapping = models.configure("ViT-mu/8", 16, patch_stride=4)  # centres at 4, 8 and 12
     values = np.outer([0.0, 1.0, 0.0], [1.0, 2.0, 5.0])
-    found = figures.enlarge(values, overlapping, 16)
+    found = figures.enlarge(values, overlapping, (16, 16))
     at = np.arange(16) + 0.5
     expected = np.outer(np.interp(at, [4, 8, 12], [0, 1, 0]), np.interp(at, [4, 8, 12], [1, 2, 5]))
     np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(figures.enlarge(np.full((3, 3), 7.0), overlapping, 16), 7)
-    even = figures.enlarge(np.eye(2), None, 8)
+    np.testing.assert_allclose(figures.enlarge(np.full((3, 3), 7.0), overlapping, (16, 16)), 7)
+    even = figures.enlarge(np.eye(2), None, (8, 8))
     assert even[1, 1] == even[6, 6] == 1
     assert even[1, 6] == 0
 

@@ -160,13 +160,19 @@ def test_no_position_of_the_class_token_and_no_biases_are_zeros(
     tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
     path = folder(tmp_path, tensors, TIMM_CONFIG)
     np.testing.assert_allclose(run(load(path), images), equations(arrays, images, "erf"), atol=2e-5)
-    assert read_weights(path)[2]["notes"] == [
+    assert notes_of(path) == [
         "query, key and value have no biases in the file: zeros",
         "the class token has no position in the file: zeros",
     ]
     tensors["blocks.1.attn.qkv.bias"] = timm_weights["blocks.1.attn.qkv.bias"]  # where one has a bias, all must
     with pytest.raises(UserError, match=r'"blocks.0.attn.qkv.bias" \(48,\) is missing'):
         load(folder(tmp_path, tensors, TIMM_CONFIG))
+
+
+def notes_of(path):
+    said = []
+    read_weights(path, said.append)
+    return said
 
 
 def random_model(name="ViT-mu/4", size=16, classes=5, **changes):
@@ -214,10 +220,17 @@ def test_resnets_in_timms_names_come_back(tmp_path):
     tensors = vit_entries(hybrid.config, NAMES["timm"]).write(hybrid.state_dict())
     assert tensors["patch_embed.backbone.stages.1.blocks.0.downsample.norm.bias"].shape == (512,)
     assert same(load(folder(tmp_path, tensors, {"model_args": {"num_heads": 3}})), hybrid)
-    bit = random_model("BiT-R50x1", units=(2, 1), width=32)
+    of_hybrid, bit = tensors, random_model("BiT-R50x1", units=(2, 1), width=32)
     tensors = bit_entries(bit.config, flax=False).write(bit.state_dict())
     assert tensors["head.fc.weight"].shape == (5, 256, 1, 1)
     assert same(load(folder(tmp_path, tensors), image_size=16), bit)
+    # timm's kernels lie as torch's convolutions do, and so as ours: a transposed one would be none of these.
+    state = {**hybrid.state_dict(), **{f"bit.{name}": tensor for name, tensor in bit.state_dict().items()}}
+    for i in (1, 2, 3):
+        assert torch.equal(tensors[f"stages.0.blocks.1.conv{i}.weight"], state[f"bit.units.1.conv{i}.weight"])
+        assert torch.equal(
+            of_hybrid[f"patch_embed.backbone.stages.0.blocks.1.conv{i}.weight"], state[f"stem.units.1.conv{i}.weight"]
+        )
 
 
 def test_the_names_that_timm_knows():
@@ -460,7 +473,7 @@ def test_layer_scale_folded_computes_what_it_computes_kept(tmp_path, dinov2, ima
     expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
     difference = (run(load(tmp_path / "hf"), images) - expected).abs().max()
     assert difference < 2e-6 * expected.abs().max()
-    assert "LayerScale's 4 tensors folded into the layers that they scale" in read_weights(tmp_path / "hf")[2]["notes"]
+    assert "LayerScale's 4 tensors folded into the layers that they scale" in notes_of(tmp_path / "hf")
 
     original = folder(tmp_path / "original", original_names(dinov2.state_dict()), TIMM_CONFIG, name="pytorch_model.bin")
     assert (run(load(original), images) - expected).abs().max() < 2e-6 * expected.abs().max()
@@ -488,7 +501,7 @@ def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
     with torch.no_grad():
         expected = model((pixels - mean) / std)
         assert (load(tmp_path / "dinov2.pth").eval()(pixels * 2 - 1) - expected).abs().max() < 2e-5
-    assert any("ImageNet's mean" in note for note in read_weights(tmp_path / "dinov2.pth")[2]["notes"])
+    assert any("ImageNet's mean" in note for note in notes_of(tmp_path / "dinov2.pth"))
 
 
 def test_dinov2s_heads_and_registers_are_refused(tmp_path, transformers):

@@ -1,7 +1,9 @@
 """What the paper's ablations and its successors vary in the ViT, each against its formula; and every model in training."""
 
+import copy
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -208,20 +210,27 @@ def test_what_cannot_be_is_refused_with_the_way_out(name, changes, message):
 
 # A small one of each kind: the names of the field, with what makes them quick.
 SMALL = {"width": 32, "depth": 2, "mlp_width": 48, "num_heads": 2}
+PLACES = [
+    *product(("learned", "learned2d", "sincos2d"), ("stem", "blocks", "shared")),
+    ("relative", "stem"),
+    ("none", "stem"),
+]
 EVERY = {
-    "ViT-S/16": {},
-    "ViT-g/14": {"image_size": (28, 42)},
-    **{f"positions {p} {at}": {"name": "ViT-B/16", "positions": p, "positions_at": at, "pool": pool}
-       for p, at, pool in (("none", "stem", "token"), ("learned2d", "shared", "token"), ("sincos2d", "blocks", "gap"),
-                           ("relative", "stem", "map"))},
+    **{f"ViT-{size}/16": {} for size in ("Ti", "S", "M", "B", "L", "H")},
+    **{f"ViT-{size}/14": {"image_size": (28, 42)} for size in ("g", "G")},
+    **{f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
+       for (positions, at), pool in product(PLACES, ("token", "gap", "map"))},
     "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "R+Ti/16": {"patch_size": 4},
     "R26+S/32": {"stem": (1, 1), "image_size": (16, 24)},
     "R50+ViT-B/16": {"stem": (2,), "pool": "gap", "patch_size": 2},
+    "R50+ViT-B/32": {"stem": (1, 1), "pool": "map", "image_size": (16, 24)},
+    "R50+ViT-L/16": {"stem": (2,), "patch_size": 2},
     "R50+ViT-L/32": {"stem": (1, 1), "positions": "relative", "image_size": (16, 24)},
-    **{name: {"units": units, "width": 32} for name, units in (("BiT-R50x1", (1, 2)), ("BiT-R101x3", (2,)),
-                                                               ("BiT-R152x4", (1,)), ("BiT-R200x3", (1, 1)))},
+    **{f"BiT-R{name}": {"units": units, "width": 32}
+       for name, units in (("50x1", (1, 2)), ("50x3", (1,)), ("101x1", (1,)), ("101x3", (2,)), ("152x2", (1,)),
+                           ("152x4", (1,)), ("200x3", (1, 1)))},
 }  # fmt: skip
 
 
@@ -232,7 +241,7 @@ def small(case, **more):
 
 
 @pytest.mark.parametrize("case", EVERY)
-def test_every_model_takes_a_step_and_comes_back_from_disk(case, tmp_path):
+def test_every_model_takes_a_step_comes_back_from_disk_and_goes_on(case, tmp_path):
     model = small(case)
     images, labels = random_images(4, model.config.image_size), torch.tensor([0, 1, 2, 0])
     decayed = model.weight_decay_mask()
@@ -240,18 +249,27 @@ def test_every_model_takes_a_step_and_comes_back_from_disk(case, tmp_path):
     assert all(p.ndim == 1 for n, p in model.named_parameters() if n.endswith(".bias") or "norm" in n)
     assert not decayed & {n for n, p in model.named_parameters() if p.ndim == 1}
 
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(2):
+    def step(model, optimizer):
         torch.manual_seed(0)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         assert all(p.grad is not None for p in model.parameters()), "every parameter takes part"
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(3), abs=1e-5), "a new head is zero"
-    assert losses[1] < losses[0]
+        return loss.item()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    assert step(model, optimizer) == pytest.approx(math.log(3), abs=1e-5), "a new head is zero"
+    save(model, tmp_path / "model.pt")
+    moments = copy.deepcopy(optimizer.state_dict())
+    second = step(model, optimizer)
+    assert second < math.log(3)
+
+    resumed = load(tmp_path / "model.pt")
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    optimizer.load_state_dict(moments)
+    assert step(resumed, optimizer) == second
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), model.parameters(), strict=True))
 
     save(model, tmp_path / "model.pt")
     again = load(tmp_path / "model.pt").eval()

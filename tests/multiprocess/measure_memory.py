@@ -36,11 +36,11 @@ def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, foreach: bool
     return Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
 
 
-def noise(count: int, size: int, num_classes: int, seed: int) -> Batch:
+def noise(count: int, size: tuple[int, int], num_classes: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
-    images = torch.from_numpy(rng.integers(0, 256, (count, size, size, 3), np.uint8))
+    images = torch.from_numpy(rng.integers(0, 256, (count, *size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, num_classes, (count, 1)))
-    return Batch(images, labels, torch.ones(count, dtype=torch.bool), np.arange(count))
+    return Batch(images, labels, torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64))
 
 
 def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -> dict[str, Any]:

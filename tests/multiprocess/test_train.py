@@ -14,16 +14,20 @@ from forked import Forge, train
 from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
-from pipeline import objective, schema
+from pipeline import objective, resume, schema
 from pipeline.checkpoint import read_state
-from pipeline.config import AugmentConfig, RunConfig
+from pipeline.config import AugmentConfig, RunConfig, WeightsConfig
 from pipeline.data.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.manifest import open_dataset
 from pipeline.data.mix import draw_mixing, mix_images
 from pipeline.data.order import SampleOrder
 from pipeline.distributed import Ranks
+from pipeline.errors import UserError
 from pipeline.evaluate.classify import predict, score
+from pipeline.evaluate.subject import load_subject
 from pipeline.fragments import Fragments
+from pipeline.masking import Masking
+from pipeline.plan import new_model_config
 from pipeline.schedule import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
@@ -33,6 +37,9 @@ BIT = ("model.name=BiT-R50x1", *NO_SIZES, "model.representation=false", "train.l
        "schedule.warmup=0 steps", "train.micro_batch=12")  # fmt: skip
 HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d",
           "engine.zero_stage=3")  # fmt: skip
+MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4", "engine.zero_stage=3",
+          "schedule.decay=constant")  # fmt: skip
+WIDE = ("augment.crop=resize_small_crop", "augment.randaugment_layers=2", "augment.erase=0.5", *MIXED[:2])
 
 
 EVERY_STEP = ("checkpoint.every=1 steps", "checkpoint.keep=9", "schedule.decay=constant")
@@ -57,9 +64,8 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     data = open_dataset(config.data.path)
     split = data.split("train")
     m = config.model
-    model = models.create(m.name, m.image_size, data.num_classes, representation=m.representation, seed=config.seed,
-                          width=m.width, depth=m.depth, mlp_width=m.mlp_width, num_heads=m.num_heads, pool=m.pool,
-                          positions=m.positions)  # fmt: skip
+    model = models.build(new_model_config(m, data.num_classes, config.train.masked), config.seed)
+    masking = Masking(model.config, config.seed) if isinstance(model, models.MaskedViT) else None
     decayed = model.weight_decay_mask()
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
               for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
@@ -79,9 +85,13 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
             mixing = draw_mixing(config.augment, m.image_size, config.seed, step)
             if mixing:
                 images, own = mix_images(images, batch.valid, mixing)
-            loss = objective.batch_loss(
-                model(images), batch.labels, batch.valid, config.train.loss, config.train.label_smoothing, own
-            )
+            if masking:
+                masks = masking.inputs(batch, torch.device("cpu"))
+                loss = masking.batch_loss(model(images, *masks), masking.targets(batch.images, masks[1]), batch.valid)
+            else:
+                loss = objective.batch_loss(
+                    model(images), batch.labels, batch.valid, config.train.loss, config.train.label_smoothing, own
+                )
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
@@ -124,6 +134,9 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
         )
         runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
+    runs += [settings(dataset, out, "masked", *MASKED, *more) for more in (["train.length=3 steps"], [])]
+    wide = [given for given in settings(dataset, out, "wide", *WIDE) if not given.startswith("model.")]
+    runs.append([*wide, f"init.weights={out / 'masked'}", "model.image_size=16x24"])
     forge.start_work(2, "test_train:train_with_fp16", runs).finish()
     return out
 
@@ -217,6 +230,38 @@ def test_bit_trains_in_the_same_pipeline(matrix: Path) -> None:
     assert model.config == new.config
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), new.parameters(), strict=True)]
     assert sum(moved) > 0.9 * len(moved)
+
+
+def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(dataset: Path, matrix: Path) -> None:
+    """In two lives, at ZeRO-3: each image corrupted alike, and the mean over corrupted patches, whoever computes it."""
+    run = matrix / "masked"
+    expected = plain_losses(settings(dataset, matrix, "plain", *MASKED))
+    found = metrics(run)
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
+    assert expected[0] == pytest.approx(np.log(512), abs=1e-5), "a head of zeros knows nothing"
+    assert expected[-1] < 0.85 * expected[0], "it learns"
+    assert metrics(run, "val_loss")[STEPS] < metrics(run, "val_loss")[3]
+    assert metrics(run, "val_color_accuracy")[STEPS] > 3 / 512
+    assert metrics(run, "val_num_samples")[STEPS] == 37
+    checkpoint = run / "checkpoints" / "step-00000006"
+    now = {**read_state(checkpoint)["identity"], "train.loss": "masked_pixels"}
+    with pytest.raises(UserError, match=r"train\.loss was masked_mean_color, is masked_pixels"):
+        resume._compare(checkpoint, now)
+
+
+def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path, matrix: Path) -> None:
+    """With classes, every augmentation and positions for the new grid; scored as the run scored itself."""
+    log = (matrix / "wide" / "log.txt").read_text()
+    assert "masked patch prediction (mean_color): its mask token and its head are left out" in log
+    subject = load_subject(WeightsConfig(weights=str(matrix / "wide")))
+    config = subject.model.config
+    assert type(subject.model) is models.VisionTransformer
+    assert (config.image_size, config.grid, config.num_classes) == ((16, 24), (4, 6), 4)
+    split, alone = open_dataset(dataset).split("val"), Ranks(0, 0, 1, torch.device("cpu"))
+    with torch.no_grad():
+        scores = score(predict(subject.logits, split, subject.image_size, subject.view, "softmax", 37, 1, alone), split)
+    assert metrics(matrix / "wide", "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
+    assert metrics(matrix / "wide", "val_top1")[STEPS] == scores.top1
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
