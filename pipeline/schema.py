@@ -50,8 +50,8 @@ def setting(default: Any, doc: str) -> Any:
     metadata = {"doc": doc}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, (type, dict)):
-        factory = default if isinstance(default, type) else lambda: dict(default)
+    if isinstance(default, (type, dict, list)):
+        factory = default if isinstance(default, type) else lambda: default.copy()
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -138,11 +138,13 @@ def convert(kind: Any, value: Any, name: str, where: str) -> Any:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The tree as plain nested dicts that `build` reads back (what goes into checkpoints and MLflow)."""
-    plain = {}
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             plain[field.name] = str(value) if hasattr(value, "parse") else to_dict(value)
+        elif isinstance(value, list):
+            plain[field.name] = [str(item) if hasattr(item, "parse") else item for item in value]
         else:
             plain[field.name] = value
     return plain

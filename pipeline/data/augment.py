@@ -47,19 +47,37 @@ def train_view_of_region(
     """Write the augmented view into `out`, uint8 (S, S, 3); image: uint8, the part that `train_region` chose."""
     size = out.shape[0]
     draw = rng.draws(seed, _AUGMENT, epoch, sample)
-    method = cv2.INTER_LINEAR if config.resize_filter == "linear" else ANTIALIAS
+    method = _train_method(config)
     if config.crop in ("resize_crop", "resize_small_crop"):
-        side = config.resize_to or round(size * 7 / 6)
         if config.crop == "resize_crop":
-            image = resize(image, (side, side), method)
+            image = same_in_all_epochs(image, size, config)
         else:
-            image = _resize_short(_without_ends(image), side, _smaller(config))
+            image = _resize_short(_without_ends(image), _before_crop(size, config), _smaller(config))
         top, left = (int(draw(i) * (long - size + 1)) for i, long in enumerate(image.shape[:2]))
         image = image[top : top + size, left : left + size]
     _resize_into(image, out, method)
     if config.flip and draw(_FLIP_DRAW) < 0.5:
         cv2.flip(out, 1, dst=out)
     distort(out, config, seed, epoch, sample)
+
+
+def same_in_all_epochs(image: np.ndarray, size: int, config: AugmentConfig) -> np.ndarray:
+    """What every training view of an image, uint8 (H, W, 3), begins with: all of it in the size that it is cropped from.
+
+    A view of the result is that of the image, to the bit. Of crops that begin otherwise, the image itself.
+    """
+    if config.crop not in ("none", "resize_crop"):
+        return image
+    side = _before_crop(size, config) if config.crop == "resize_crop" else size
+    return image if image.shape[:2] == (side, side) else resize(image, (side, side), _train_method(config))
+
+
+def _before_crop(size: int, config: AugmentConfig) -> int:
+    return config.resize_to or round(size * 7 / 6)
+
+
+def _train_method(config: AugmentConfig) -> int:
+    return ANTIALIAS if config.resize_filter == "antialias" else cv2.INTER_LINEAR
 
 
 def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
@@ -95,7 +113,7 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
     """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (S, S, 3): nothing random.
 
     "center": short side to eval_resize, then the central square. "resize": all of it. Images are made smaller by the
-    area method (resize_filter=linear) or by the antialias filter, and larger by bilinear interpolation.
+    area method (resize_filter=linear), by the antialias filter or bilinearly, and larger by bilinear interpolation.
     """
     size = out.shape[0]
     smaller = _smaller(config)
@@ -116,7 +134,7 @@ def _without_ends(image: np.ndarray) -> np.ndarray:
 
 def _smaller(config: AugmentConfig) -> int:
     """The method that makes an image smaller where the whole of it counts."""
-    return cv2.INTER_AREA if config.resize_filter == "linear" else ANTIALIAS
+    return {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}[config.resize_filter]
 
 
 def _resize_short(image: np.ndarray, short: int, smaller: int) -> np.ndarray:
