@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ def vtab(config: VtabConfig) -> None:
     from data_tools.driver import only_driver
     from pipeline.transfer.vtab import output, run
 
-    for name in ("weights", "data", "out", "pretrained_on"):
+    for name in ("weights", "data", "pretrained_on"):
         if getattr(config, name):
             shared_path(name, getattr(config, name))
-    folder = output(config)
-    with only_driver(folder):
+    folder = Path(str(shared_path("out", str(output(config)))))
+    with nullcontext() if config.plan else only_driver(folder):
         run(config, folder, partial(on_ray, config))
 
 

@@ -22,7 +22,8 @@ from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan, new_model_config
-from pipeline.transfer import vtab, vtab_cell
+from pipeline.transfer.sweep import settings_of
+from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {**vars(settings), **vars(data_settings), **vars(look_settings), **vars(transfer_settings)}
@@ -184,10 +185,9 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
     if path.parent.name == "vtab":
         protocol = schema.load(transfer_settings.VtabConfig, path, ["weights=here"]).protocol
         assert protocol.name == path.stem
+        assert schema.build(transfer_settings.ProtocolConfig, schema.to_dict(protocol), "results.json") == protocol
         for num_samples in (800, 1000):
-            assert all(
-                vtab_cell.warmup_steps(protocol, tried, num_samples) >= 0 for tried in vtab.settings_of(protocol)
-            )
+            assert all(warmup_steps(protocol, tried, num_samples) >= 0 for tried in settings_of(protocol))
         return
     for overrides in [[], *overrides_in_header(path)]:
         config = schema.load(RunConfig, path, overrides)

@@ -8,29 +8,26 @@
 Where the cells run is not known here: `run` is given what runs them.
 """
 
-import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any, Protocol
 
 from pipeline import model as models
 from pipeline import schema
-from pipeline.data.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
 from pipeline.evaluate.subject import output_folder
-from pipeline.model import files
 from pipeline.run_folder import write_atomically
 from pipeline.track import run_id_of
 from pipeline.transfer.board import Board
-from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, Setting, run_cell, view_of, warmup_steps
+from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, settings_of
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.transfer_config import ProtocolConfig, VtabConfig
+from pipeline.transfer_config import VtabConfig
 
-SWEEP_FILE, CELLS, RESULTS_FILE = "sweep.json", "cells", "results.json"
+RESULTS_FILE = "results.json"
 # Where launch/dedup.py leaves its report in a data set.
 _DEDUP_REPORT = Path("dedup", "report.json")
 
@@ -50,53 +47,6 @@ class RunCells(Protocol):
     ) -> Iterable[tuple[int, dict[str, Any]]]: ...
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What is to be done. config: with weights one file, and absolute paths. sha256: of that file, hex.
-
-    datasets: name of a task -> its data set. missing: names of tasks that have none.
-    """
-
-    config: VtabConfig
-    sha256: str
-    folder: Path
-    datasets: dict[str, Dataset]
-    missing: list[str]
-
-    @property
-    def tasks(self) -> list[Task]:
-        return [task for task in TASKS if task.name in self.datasets]
-
-    def identity(self) -> dict[str, Any]:
-        """What every cell depends on beside itself."""
-        protocol = self.config.protocol
-        return {
-            "format": "vit-vtab/1",
-            "protocol": {"sha256": protocol_sha256(protocol), **schema.to_dict(protocol)},
-            "method": self.config.method,
-            "precision": self.config.precision,
-            "checkpoint_sha256": self.sha256,
-        }
-
-    def searches(self) -> list[Cell]:
-        """The cells that choose a setting of each task; none where there is one setting alone."""
-        settings = settings_of(self.config.protocol)
-        if self.config.method != "finetune" or len(settings) == 1:
-            return []
-        return [
-            Cell(task, "search", setting, self.config.seeds[0], self.datasets[task.name].fingerprint)
-            for task in self.tasks
-            for setting in settings
-        ]
-
-    def finals(self, task: Task, setting: Setting | None) -> list[Cell]:
-        """The cells that score a task with the setting chosen; of features one, in which nothing is random."""
-        fingerprint = self.datasets[task.name].fingerprint
-        if self.config.method != "finetune":
-            return [Cell(task, "probe", None, self.config.seeds[0], fingerprint)]
-        return [Cell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
-
-
 def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any] | None:
     """Run the cells that are not done, and write results.json, which is returned; None when it is only planned.
 
@@ -105,40 +55,39 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     """
     sweep = open_sweep(config, folder)
     if config.plan:
-        print_plan(sweep)
+        _print_plan(sweep)
         return None
-    _refuse_another_sweep(sweep)
     contamination = _contamination(sweep, config.pretrained_on)
-    (folder / CELLS).mkdir(parents=True, exist_ok=True)
+    sweep.claim()
 
     # ---------------------------------------------------------------------- choose a setting of each task, then score it
-    searches, settings = sweep.searches(), settings_of(config.protocol)
-    # Which setting a task is scored with is not known yet, but how often.
-    every = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, settings[0])]
-    outcomes = {cell: found for cell in searches if (found := _read(sweep, cell))}
-    known_finals = [
-        c for t in sweep.tasks if (s := _chosen(sweep, t, outcomes)[0]) for c in sweep.finals(t, s) if _read(sweep, c)
-    ]
-    _print_begin(sweep, len(every), len(outcomes) + len(known_finals))
+    searches = [cell for task in sweep.tasks for cell in sweep.searches(task)]
+    outcomes = {cell: outcome for task in sweep.tasks for cell, outcome in sweep.done(task).items()}
+    # Which setting a task is scored with may not be known yet, but how often.
+    any_setting = settings_of(config.protocol)[0]
+    every = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
+    _print_begin(sweep, len(every), len(outcomes))
     failed: dict[Cell, str] = {}
-    board = Board([c.task.name for c in every], [c.task.name for c in [*outcomes, *known_finals]], folder)
-    with board:
+    with Board([cell.task.name for cell in every], [cell.task.name for cell in outcomes], folder) as board:
         _run(sweep, searches, outcomes, failed, board, run_cells)
-        chosen = {task.name: _chosen(sweep, task, outcomes) for task in sweep.tasks}
-        finals = [c for task in sweep.tasks if (s := chosen[task.name][0]) for c in sweep.finals(task, s)]
-        outcomes |= {cell: found for cell in finals if (found := _read(sweep, cell))}
+        chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
+        finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
         _run(sweep, finals, outcomes, failed, board, run_cells)
 
     # ---------------------------------------------------------------------- the results
+    protocol = config.protocol
     scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
     results = {
-        "protocol": {"name": config.protocol.name, "sha256": protocol_sha256(config.protocol), **schema.to_dict(config.protocol)},
+        "protocol": {"name": protocol.name, "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)},
         "method": config.method,
         "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": _pretraining_run(sweep.config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,
         "scores": scores,
-        "failed": [{"task": c.task.name, "cell": cell_name(c), "seed": c.seed, "reason": failed[c]} for c in [*searches, *finals] if c in failed],
+        "failed": [
+            {"task": cell.task.name, "cell": cell_name(cell), "seed": cell.seed, "reason": failed[cell]}
+            for cell in [*searches, *finals] if cell in failed
+        ],
         "missing": sweep.missing,
     }  # fmt: skip
     write_atomically(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
@@ -146,76 +95,21 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     if failed:
         cell, reason = next(iter(failed.items()))
         raise UserError(
-            f"{len(failed)} of {len(every):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them again; "
-            f"all that is done is in {folder / RESULTS_FILE}."
+            f"{len(failed)} of {len(every):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them "
+            f"again; all that is done is in {folder / RESULTS_FILE}."
         )
     return results
 
 
 def output(config: VtabConfig) -> Path:
-    """The folder of a sweep's results."""
-    return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}").absolute()
-
-
-def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
-    """Find the weights and the tasks' data sets. Raises UserError for what is not there, or does not fit."""
-    known = [task.name for task in TASKS]
-    if unknown := [name for name in config.tasks if name not in known]:
-        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
-    if "://" in config.data:
-        raise UserError(
-            f"data = {config.data}: every image is read hundreds of times, so copy the tasks' data sets to a disk."
-        )
-    weights = files.find_file(Path(config.weights)).absolute()
-    datasets, missing = {}, {}
-    for name in known:
-        try:
-            datasets[name] = open_dataset(Path(config.data).absolute() / name)
-        except UserError as error:
-            missing[name] = str(error)
-    for name in config.tasks or known:
-        if name in missing and (config.tasks or not datasets):
-            raise UserError(
-                f"{missing[name].partition(' Shard it')[0]} Make it with launch/vtab_prepare.py tasks=[{name}] ..."
-            )
-    datasets = {name: dataset for name, dataset in datasets.items() if name in (config.tasks or known)}
-    config = replace(config, weights=str(weights), data=str(Path(config.data).absolute()))
-    sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing))
-    for task in sweep.tasks:
-        _check_dataset(sweep, task)
-    return sweep
-
-
-def _check_dataset(sweep: Sweep, task: Task) -> None:
-    dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
-    if lacking := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
-        raise UserError(f"{dataset.path} has no split {min(lacking)!r}. Make it with launch/vtab_prepare.py.")
-    for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
-        for split in (TRAIN, ALL):
-            warmup_steps(protocol, setting, dataset.info["samples"][split])
-
-
-def settings_of(protocol: ProtocolConfig) -> list[Setting]:
-    """Every setting that a protocol tries, in the order of its lists."""
-    tried = itertools.product(protocol.length, protocol.lr, protocol.weight_decay)
-    return [Setting(lr, weight_decay, length) for length, lr, weight_decay in tried]
-
-
-def protocol_sha256(protocol: ProtocolConfig) -> str:
-    """Hex digest of all its settings: the same for the same protocol, in whatever file it stands."""
-    return hashlib.sha256(json.dumps(schema.to_dict(protocol), sort_keys=True).encode()).hexdigest()
-
-
-def cell_name(cell: Cell) -> str:
-    """Of its file."""
-    if cell.setting is None:
-        return f"{cell.task.name}-probe"
-    setting, length = cell.setting, str(cell.setting.length).replace(" ", "_")
-    return f"{cell.task.name}-{cell.stage}-lr{setting.lr!r}-wd{setting.weight_decay!r}-{length}-seed{cell.seed}"
+    """The folder of a sweep's results. Raises UserError when it cannot be one."""
+    if "://" in config.out:
+        raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
+    return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}")
 
 
 def _run(
-    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, dict[str, Any]], failed: dict[Cell, str], board: Board, run_cells: RunCells
+    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, Outcome], failed: dict[Cell, str], board: Board, run_cells: RunCells
 ) -> None:  # fmt: skip
     """Run those cells that have no outcome, and keep theirs."""
     waiting = [cell for cell in cells if cell not in outcomes]
@@ -226,53 +120,9 @@ def _run(
 
     if waiting:
         for number, outcome in run_cells(run_cell, [Job(cell, sweep.config) for cell in waiting], board.retried, fail):
-            cell = waiting[number]
-            content = {"cell": cell_name(cell), **_identity(sweep, cell), "outcome": outcome}
-            write_atomically(_file(sweep, cell), json.dumps(content, indent=1) + "\n")
-            outcomes[cell] = outcome
-            board.ended(cell.task.name, _in_words(cell), outcome)
-
-
-def _file(sweep: Sweep, cell: Cell) -> Path:
-    return sweep.folder / CELLS / f"{cell_name(cell)}.json"
-
-
-def _identity(sweep: Sweep, cell: Cell) -> dict[str, Any]:
-    """What a cell's outcome follows from, beside its name."""
-    identity = sweep.identity()
-    return {"fingerprint": cell.fingerprint, "seed": cell.seed, **identity, "protocol": identity["protocol"]["sha256"]}
-
-
-def _read(sweep: Sweep, cell: Cell) -> dict[str, Any] | None:
-    """The outcome of a cell that is done; None when it is not, or its file is not what we wrote."""
-    try:
-        content = json.loads(_file(sweep, cell).read_text())
-        outcome = content.pop("outcome")
-        return outcome if content == {"cell": cell_name(cell), **_identity(sweep, cell)} else None
-    except (FileNotFoundError, ValueError, KeyError, AttributeError):
-        return None
-
-
-def _chosen(sweep: Sweep, task: Task, outcomes: dict[Cell, dict[str, Any]]) -> tuple[Setting | None, float | None]:
-    """The setting of a task with the best accuracy on val200, and that; ties go to the lower rate, then to the shorter run.
-
-    None as long as a cell of its search has no outcome: of fewer settings, another might be the best. Without a search
-    the protocol's one, of unknown accuracy.
-    """
-    settings = settings_of(sweep.config.protocol)
-    cells = [cell for cell in sweep.searches() if cell.task == task]
-    if not cells:
-        return settings[0], None
-    if any(cell not in outcomes for cell in cells):
-        return None, None
-
-    def rank(cell: Cell) -> tuple[float, ...]:
-        assert cell.setting is not None
-        found = outcomes[cell]
-        return found["accuracy"], -cell.setting.lr, -found["steps"], -cell.setting.weight_decay
-
-    best = max(cells, key=rank)
-    return best.setting, outcomes[best]["accuracy"]
+            outcomes[waiting[number]] = outcome
+            sweep.write(waiting[number], outcome)
+            board.ended(waiting[number].task.name, _in_words(waiting[number]), outcome)
 
 
 def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
@@ -284,34 +134,6 @@ def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> d
         "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
         **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
     }  # fmt: skip
-
-
-def _refuse_another_sweep(sweep: Sweep) -> None:
-    """A folder holds one sweep; its sweep.json says which. Tasks and seeds may be added."""
-    file = sweep.folder / SWEEP_FILE
-    now = {**sweep.identity(), "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()}}
-    then: dict[str, Any] = {}
-    if file.exists():
-        then = json.loads(file.read_text())
-        old, new = (schema.flatten(of) for of in (then, now))
-        others = [
-            f"{name} was {old.get(name)}, is {new[name]}" for name in new if old.get(name, new[name]) != new[name]
-        ]
-        others += [f"{name} was {old[name]}" for name in old if name not in new and not name.startswith("data.")]
-        if others:
-            raise UserError(
-                f"{sweep.folder} holds another sweep: {'; '.join(others)}. Choose another out=..., or remove the folder."
-            )
-        now["data"] = {**then["data"], **now["data"]}
-    elif sweep.folder.exists() and (
-        strangers := [p.name for p in sweep.folder.iterdir() if not p.name.startswith(".")]
-    ):
-        raise UserError(
-            f"out = {sweep.folder} is not empty (it holds {strangers[0]}), and holds no sweep. Choose another folder."
-        )
-    if now != then:
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(now, indent=1) + "\n")
 
 
 def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
@@ -383,44 +205,39 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
     print(f"results: {folder / RESULTS_FILE}", flush=True)
 
 
-def print_plan(sweep: Sweep) -> None:
+def _print_plan(sweep: Sweep) -> None:
     """Every task's cells, and the arithmetic that they take."""
-    protocol, config = sweep.config.protocol, sweep.config
-    trained, _, _ = models.read_weights(config.weights)
-    settings, total_flops, total_cells, total_done = settings_of(protocol), 0.0, 0, 0
-    print(
-        f"{'task':<12} {'side':>5} {'search':>7} {'final':>6} {'done':>5} {'trained on':>13} {'scored on':>11} {'PFLOP':>10}"
-    )
+    protocol = sweep.config.protocol
+    trained, _, _ = models.read_weights(sweep.config.weights)
+    columns = "{:<12} {:>5} {:>7} {:>6} {:>5} {:>13} {:>11} {:>10}"
+    print(columns.format("task", "side", "search", "final", "done", "trained on", "scored on", "PFLOP"))
+    total_cells = total_done = 0
+    total_flops = 0.0
     for task in sweep.tasks:
-        dataset, size = sweep.datasets[task.name], view_of(protocol, task)[0]
-        searches = [cell for cell in sweep.searches() if cell.task == task]
-        outcomes = {cell: found for cell in searches if (found := _read(sweep, cell))}
-        setting = _chosen(sweep, task, outcomes)[0]
-        done = len(outcomes) + sum(1 for cell in sweep.finals(task, setting) if setting and _read(sweep, cell))
-        finals = sweep.finals(task, settings[0])
-        num = dataset.info["samples"]
-        flops = models.training_flops_per_image(replace(trained, image_size=(size, size)))
-        if config.method == "finetune":
-            # Of several lengths, the final training may take any; the longest is counted.
-            longest = max(s.length.steps(num[ALL], protocol.batch) for s in settings)
-            of_search = sum(c.setting.length.steps(num[TRAIN], protocol.batch) for c in searches if c.setting)
-            images = (of_search + longest * len(finals)) * protocol.batch
-            scored = num[VAL] * len(searches) + num[TEST] * len(finals)
-        else:
-            images, scored = 0, num[TRAIN] + num[VAL] + num[TEST]
-        work = flops * (images + scored / 3)
-        total_flops, total_cells, total_done = (
-            total_flops + work,
-            total_cells + len(searches) + len(finals),
-            total_done + done,
-        )
-        print(
-            f"{task.title:<12} {size:>5} {len(searches):>7} {len(finals):>6} {done:>5} {images:>13,} {scored:>11,} {work / 1e15:>10,.1f}"
-        )
+        size, done = view_of(protocol, task)[0], len(sweep.done(task))
+        searches, finals = sweep.searches(task), sweep.finals(task, settings_of(protocol)[0])
+        images, scored = _num_images(sweep, task)
+        flops = models.training_flops_per_image(replace(trained, image_size=(size, size))) * (images + scored / 3)
+        total_cells, total_done = total_cells + len(searches) + len(finals), total_done + done
+        total_flops += flops
+        row = (len(searches), len(finals), done, f"{images:,}", f"{scored:,}", f"{flops / 1e15:,.1f}")
+        print(columns.format(task.title, size, *row))
     print(
         f"{total_cells:,} cells, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
         f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol.name} "
-        f"({protocol_sha256(protocol)[:16]}), method {config.method}."
+        f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
     )
     if sweep.missing:
         print(f"not prepared: {', '.join(sweep.missing)}")
+
+
+def _num_images(sweep: Sweep, task: Task) -> tuple[int, int]:
+    """(images trained on, images scored) by all cells of a task. Of several lengths the longest is counted for the finals."""
+    protocol, num = sweep.config.protocol, sweep.datasets[task.name].info["samples"]
+    if sweep.config.method != "finetune":
+        return 0, num[TRAIN] + num[VAL] + num[TEST]
+    settings, num_searches, num_finals = settings_of(protocol), len(sweep.searches(task)), len(sweep.config.seeds)
+    steps = num_finals * max(setting.length.steps(num[ALL], protocol.batch) for setting in settings)
+    if num_searches:
+        steps += sum(setting.length.steps(num[TRAIN], protocol.batch) for setting in settings)
+    return steps * protocol.batch, num[VAL] * num_searches + num[TEST] * num_finals
