@@ -121,10 +121,10 @@ def run_tasks(
         time.sleep(pause)
         return function(argument)
 
-    # Ray's own retries are not told to anyone.
-    remote = ray.remote(attempt).options(
-        name=function.__name__, num_cpus=num_cpus, num_gpus=num_gpus or None, max_retries=0
-    )
+    # Ray's own retries are not told to anyone. (With a GPU, and with all options given here, not by options(), each task
+    # gets a process of its own, whose GPU memory is free when it ends.)
+    options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
+    remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     waiting = enumerate(arguments)
     flying: dict[Any, _Task] = {}
 
