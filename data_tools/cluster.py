@@ -79,14 +79,41 @@ def connect(num_cpus: int = 0) -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
+def room(num_cpus: int, gpu_share: float) -> tuple[int, float]:
+    """How many tasks of `num_cpus` CPUs fit at a time, and the GPUs of each: `gpu_share` where the cluster has any, or 0.
+
+    Raises UserError when no node has room for one.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    num_gpus = gpu_share if any(node.get("GPU") for node in nodes) else 0.0
+    of_nodes = [int(node.get("CPU", 0) // num_cpus) for node in nodes]
+    if num_gpus:
+        a_gpu = int(1 / num_gpus + 1e-6)
+        of_nodes = [min(fit, int(node.get("GPU", 0)) * a_gpu) for fit, node in zip(of_nodes, nodes, strict=True)]
+    if not sum(of_nodes):
+        most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+        raise UserError(f"threads = {num_cpus}, but no node of this cluster has so many CPUs: {most} at most.")
+    return sum(of_nodes), num_gpus
+
+
 def run_tasks(
-    function: Callable[[A], R], arguments: Iterable[A], limit: int, on_retry: Callable[[str], None]
+    function: Callable[[A], R],
+    arguments: Iterable[A],
+    limit: int,
+    on_retry: Callable[[str], None],
+    on_failure: Callable[[int, str], None] | None = None,
+    num_cpus: int = 1,
+    num_gpus: float = 0.0,
 ) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
     limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run again, up
     to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised
     there, and the tasks still in flight are cancelled.
+    on_failure: if given, is told the number and the error of a task that fails instead, and the others go on. Then a task
+    that raises anything but a UserError is run again as well. num_cpus, num_gpus: what a task takes of its node.
     """
     import ray
 
@@ -94,8 +121,10 @@ def run_tasks(
         time.sleep(pause)
         return function(argument)
 
-    # Ray's own retries are not told to anyone.
-    remote = ray.remote(attempt).options(name=function.__name__, num_cpus=1, max_retries=0)
+    # Ray's own retries are not told to anyone. (With a GPU, and with all options given here, not by options(), each task
+    # gets a process of its own, whose GPU memory is free when it ends.)
+    options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
+    remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     waiting = enumerate(arguments)
     flying: dict[Any, _Task] = {}
 
@@ -113,9 +142,16 @@ def run_tasks(
             task = flying.pop(reference)
             try:
                 result = _result(reference)
-            except _LostError as error:
-                pause = task.next_pause(str(error))
-                on_retry(str(error))
+            except Exception as error:
+                try:
+                    pause = task.next_pause(error, or_whatever=on_failure is not None)
+                except Exception as last:
+                    if on_failure is None:
+                        raise
+                    on_failure(task.number, _in_one_line(last))
+                    launch()
+                    continue
+                on_retry(_in_one_line(error))
                 flying[remote.remote(task.argument, pause)] = task
                 continue
             launch()
@@ -137,11 +173,20 @@ class _Task:
     argument: Any
     retries: int = 0
 
-    def next_pause(self, reason: str) -> float:
-        """Count a retry; seconds to wait before it. Raises UserError when there were too many."""
+    def next_pause(self, error: Exception, or_whatever: bool) -> float:
+        """Count a retry after this error; seconds to wait before it.
+
+        Raises the error when it is no reason to try again: all but a lost worker, or (or_whatever) a UserError alone. Raises
+        UserError, or the error, when there were too many.
+        """
+        is_lost = isinstance(error, _LostError)
+        if not is_lost and (isinstance(error, UserError) or not or_whatever):
+            raise error
         if self.retries == len(_PAUSES):
+            if not is_lost:
+                raise error
             raise UserError(
-                f"Ray gave up on a task after {self.retries} retries: {reason} If memory ran out, use fewer tasks at a "
+                f"Ray gave up on a task after {self.retries} retries: {error} If memory ran out, use fewer tasks at a "
                 "time (num_tasks=...); run the same command again to go on."
             )
         self.retries += 1
@@ -170,6 +215,12 @@ def _result(reference: Any) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def _in_one_line(error: Exception) -> str:
+    """What an error says; of one that is not ours, its kind too."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, (UserError, _LostError)) else f"{type(error).__name__}: {said}"
 
 
 def run_ranks(

@@ -34,7 +34,7 @@ from pipeline.data.loader import Batch, normalise
 from pipeline.distributed import Ranks, from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import UserError
-from pipeline.length import Length
+from pipeline.length import ImageSize, Length
 from pipeline.plan import Plan
 from pipeline.profile import Meter, StepClock, peak_flops, peak_memory
 
@@ -65,7 +65,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
         run = RunConfig(
             name="bench",
             out=folder,
-            model=ModelConfig(name=config.model, image_size=(config.image_size, config.image_size)),
+            model=ModelConfig(name=config.model, image_size=ImageSize(config.image_size, config.image_size)),
             data=DataConfig(path=config.data, threads=config.decoders, streams=math.gcd(config.batch, 16)),
             train=TrainConfig(
                 length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.steps,

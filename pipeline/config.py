@@ -89,9 +89,10 @@ class AugmentConfig:
         0, "resize_crop, resize_small_crop: short side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
     )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
-    resize_filter: Literal["linear", "antialias"] = setting(
+    resize_filter: Literal["linear", "antialias", "bilinear"] = setting(
         "linear",
-        "Bilinear without antialias, as the papers' code (evaluation shrinks by area); or Pillow's bilinear, everywhere.",
+        "Bilinear without antialias, as the papers' code (evaluation shrinks by area); Pillow's bilinear, everywhere; or "
+        "bilinear without antialias, everywhere.",
     )
     color_jitter: float = setting(
         0.0, "Brightness, contrast and saturation, each times a random 1 - color_jitter to 1 + color_jitter."

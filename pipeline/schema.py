@@ -50,8 +50,8 @@ def setting(default: Any, doc: str) -> Any:
     metadata = {"doc": doc}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, (type, dict)):
-        factory = default if isinstance(default, type) else lambda: dict(default)
+    if isinstance(default, (type, dict, list)):
+        factory = default if isinstance(default, type) else lambda: default.copy()
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -145,6 +145,8 @@ def to_dict(config: Any) -> dict[str, Any]:
             plain[field.name] = str(value)
         elif dataclasses.is_dataclass(value):
             plain[field.name] = to_dict(value)
+        elif isinstance(value, list):
+            plain[field.name] = [str(item) if hasattr(item, "parse") else item for item in value]
         else:
             plain[field.name] = value
     return plain

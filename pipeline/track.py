@@ -219,6 +219,15 @@ def _record(line: bytes) -> dict[str, Any]:
         return {"step": 0, "time": 0, "metrics": {}}
 
 
+def run_id_of(folder: Path) -> str | None:
+    """MLflow's id of the run of a folder, in the store that it was sent to last; None when it was sent nowhere."""
+    try:
+        cursors = json.loads((folder / "mlflow.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return next((cursor["run_id"] for cursor in reversed(cursors.values()) if cursor["run_id"]), None)
+
+
 def default_uri(out: Path) -> str:
     """The tracking store of all runs below `out`, when no server is given."""
     return f"sqlite:///{(out / 'mlflow.db').resolve()}"

@@ -17,13 +17,16 @@ from pipeline import config as settings
 from pipeline import data_config as data_settings
 from pipeline import look_config as look_settings
 from pipeline import schema
+from pipeline import transfer_config as transfer_settings
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan, new_model_config
+from pipeline.transfer.sweep import settings_of
+from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[1]
-CLASSES = {**vars(settings), **vars(data_settings), **vars(look_settings)}
+CLASSES = {**vars(settings), **vars(data_settings), **vars(look_settings), **vars(transfer_settings)}
 COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
@@ -156,7 +159,7 @@ def test_every_field_is_read_outside_of_config() -> None:
     found: set[tuple[type, str]] = set()
     for folder in ("pipeline", "data_tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.name not in ("config.py", "data_config.py", "look_config.py"):
+            if not path.name.endswith("config.py"):
                 found |= reads_of(path.read_text())
     unread = [
         f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found
@@ -178,6 +181,13 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
         return
     if path.name == "prepare.yaml":
         assert schema.load(VtabPrepareConfig, path).originals
+        return
+    if path.parent.name == "vtab":
+        protocol = schema.load(transfer_settings.VtabConfig, path, ["weights=here"]).protocol
+        assert protocol.name == path.stem
+        assert schema.build(transfer_settings.ProtocolConfig, schema.to_dict(protocol), "results.json") == protocol
+        for num_samples in (800, 1000):
+            assert all(warmup_steps(protocol, tried, num_samples) >= 0 for tried in settings_of(protocol))
         return
     for overrides in [[], *overrides_in_header(path)]:
         config = schema.load(RunConfig, path, overrides)
@@ -493,6 +503,7 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("shard.py", ShardConfig),
         ("index.py", IndexConfig),
         ("vtab_prepare.py", VtabPrepareConfig),
+        ("vtab.py", transfer_settings.VtabConfig),
         ("supervise.py", settings.SuperviseConfig),
     ],
 )

@@ -47,13 +47,12 @@ def train_view_of_region(
     """Write the augmented view into `out`, uint8 (height, width, 3); image: uint8, the part that `train_region` chose."""
     view = out.shape[:2]
     draw = rng.draws(seed, _AUGMENT, epoch, sample)
-    method = cv2.INTER_LINEAR if config.resize_filter == "linear" else ANTIALIAS
+    method = _train_method(config)
     if config.crop in ("resize_crop", "resize_small_crop"):
-        frame = enlarged(view, config.resize_to or round(min(view) * 7 / 6))
         if config.crop == "resize_crop":
-            image = resize(image, frame[::-1], method)
+            image = same_in_all_epochs(image, view, config)
         else:
-            image = _cover(_without_ends(image), frame, _smaller(config))
+            image = _cover(_without_ends(image), _before_crop(view, config), _smaller(config))
         top, left = (
             int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
         )
@@ -62,6 +61,25 @@ def train_view_of_region(
     if config.flip and draw(_FLIP_DRAW) < 0.5:
         cv2.flip(out, 1, dst=out)
     distort(out, config, seed, epoch, sample)
+
+
+def same_in_all_epochs(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+    """What every training view of an image, uint8 (H, W, 3), begins with: all of it in the size that it is cropped from.
+
+    A view of the result is that of the image, to the bit. Of crops that begin otherwise, the image itself.
+    """
+    if config.crop not in ("none", "resize_crop"):
+        return image
+    frame = _before_crop(view, config) if config.crop == "resize_crop" else view
+    return image if image.shape[:2] == frame else resize(image, frame[::-1], _train_method(config))
+
+
+def _before_crop(view: tuple[int, int], config: AugmentConfig) -> tuple[int, int]:
+    return enlarged(view, config.resize_to or round(min(view) * 7 / 6))
+
+
+def _train_method(config: AugmentConfig) -> int:
+    return ANTIALIAS if config.resize_filter == "antialias" else cv2.INTER_LINEAR
 
 
 def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
@@ -97,7 +115,7 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
     """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
 
     "center": short side to eval_resize, then the centre. "resize": all of it. Images are made smaller by the
-    area method (resize_filter=linear) or by the antialias filter, and larger by bilinear interpolation.
+    area method (resize_filter=linear), by the antialias filter or bilinearly, and larger by bilinear interpolation.
     """
     height, width = out.shape[:2]
     smaller = _smaller(config)
@@ -126,7 +144,7 @@ def _without_ends(image: np.ndarray) -> np.ndarray:
 
 def _smaller(config: AugmentConfig) -> int:
     """The method that makes an image smaller where the whole of it counts."""
-    return cv2.INTER_AREA if config.resize_filter == "linear" else ANTIALIAS
+    return {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}[config.resize_filter]
 
 
 def _cover(image: np.ndarray, frame: tuple[int, int], smaller: int) -> np.ndarray:

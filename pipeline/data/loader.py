@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,6 +47,27 @@ class View:
         region = self.region
         choose = None if region is None else lambda height, width: region(height, width, epoch, row)
         self.write(decode(data, choose), out, epoch, row)
+
+
+@dataclass(frozen=True)
+class RememberingView(View):
+    """A view that decodes each image once and keeps it: for a small split that is seen hundreds of times.
+
+    prepare: (pixels of the whole image) -> what is kept of it, of which every view can be made.
+    kept: row -> that. It may be handed from loader to loader of the same split.
+    """
+
+    prepare: Callable[[np.ndarray], np.ndarray]
+    kept: dict[int, np.ndarray]
+
+    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        image = self.kept.get(row)
+        if image is None:
+            image = self.kept[row] = self.prepare(decode(data))
+        if self.region is not None:
+            top, left, height, width = self.region(image.shape[0], image.shape[1], epoch, row)
+            image = image[top : top + height, left : left + width]
+        self.write(image, out, epoch, row)
 
 
 @dataclass(frozen=True)
@@ -198,6 +220,13 @@ def train_view(config: AugmentConfig, seed: int) -> View:
         lambda height, width, epoch, row: augment.train_region(height, width, config, seed, epoch, row),
         lambda image, out, epoch, row: augment.train_view_of_region(image, out, config, seed, epoch, row),
     )
+
+
+def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]) -> View:
+    """The same view, of images that are decoded once. kept: see RememberingView; of this config and image size alone."""
+    view = train_view(config, seed)
+    prepare = partial(augment.same_in_all_epochs, view=(image_size, image_size), config=config)
+    return RememberingView(view.region, view.write, prepare, kept)
 
 
 def eval_view(config: AugmentConfig) -> View:

@@ -182,6 +182,14 @@ def test_antialias_in_the_other_views(image: np.ndarray) -> None:
     assert decibels(found, resized) > 50
 
 
+def test_bilinear_everywhere_is_the_same_in_training_and_evaluation() -> None:
+    image = np.random.default_rng(3).integers(0, 256, (128, 170, 3), np.uint8)
+    resized = cv2.resize(image, (40, 40), interpolation=cv2.INTER_LINEAR)
+    assert np.array_equal(view(image, 40, crop="none", flip=False, resize_filter="bilinear"), resized)
+    assert np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="bilinear"), resized)
+    assert not np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="linear"), resized)
+
+
 def test_no_crop_is_a_plain_resize(image: np.ndarray) -> None:
     assert np.array_equal(
         view(image, crop="none", flip=False), cv2.resize(image, (32, 32), interpolation=cv2.INTER_LINEAR)

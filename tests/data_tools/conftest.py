@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import raw_images
+import vtab_originals
 from faulty_s3 import S3
+from vtab_originals import Truth
 
 from data_tools import cluster, shard
+from data_tools.vtab import prepare
 from pipeline.data.manifest import Dataset
 
 
@@ -34,3 +37,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int, source: 
     """The pictures as a data set with a held-out split; tests must not change it."""
     out = tmp_path_factory.mktemp("dataset") / "out"
     return shard.run(raw_images.settings(source, out, val_share=0.25))
+
+
+@pytest.fixture(scope="session")
+def vtab_tasks(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Path, Truth]:
+    """originals/, tfds/, and out/ with all 19 tasks of VTAB made of the originals; tests must not change them."""
+    folder = tmp_path_factory.mktemp("vtab")
+    truth = vtab_originals.write_originals(folder / "originals")
+    vtab_originals.write_tfds(folder / "tfds", truth)
+    with vtab_originals.small_splits():
+        prepare.run(vtab_originals.settings(folder / "out", originals=str(folder / "originals")))
+    return folder, truth

@@ -5,8 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ import pytest
 import vtab_originals
 import webdataset
 from raw_images import write_folder
-from vtab_originals import NUM_TRAIN, NUM_VAL, Truth
+from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
-from data_tools.vtab import convert, keys, split
+from data_tools.vtab import convert, keys
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.prepare import run
@@ -34,34 +33,10 @@ CONVERTED = ("sun397", "retinopathy")
 SIZES = {"train800": NUM_TRAIN, "val200": NUM_VAL, "train800val200": NUM_TRAIN + NUM_VAL}
 
 
-@contextmanager
-def small_splits() -> Iterator[None]:
-    """A fortieth of 800 and 200 images: the 16 originals can be small then."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split, "NUM_TRAIN", NUM_TRAIN)
-        patch.setattr(split, "NUM_VAL", NUM_VAL)
-        yield
-
-
-def settings(out: Path, **others: object) -> VtabPrepareConfig:
-    return VtabPrepareConfig(out=str(out), published=False, num_tasks=2, **others)  # type: ignore[arg-type]
-
-
 def refused(config: VtabPrepareConfig) -> str:
     with pytest.raises(UserError) as error, small_splits():
         run(config)
     return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Path, Truth]:
-    """originals/, tfds/, and out/ with all 19 tasks made of the originals; tests must not change them."""
-    folder = tmp_path_factory.mktemp("vtab")
-    truth = vtab_originals.write_originals(folder / "originals")
-    vtab_originals.write_tfds(folder / "tfds", truth)
-    with small_splits():
-        run(settings(folder / "out", originals=str(folder / "originals")))
-    return folder, truth
 
 
 def published_order(pool: str, names: list[str]) -> list[str]:
@@ -100,8 +75,8 @@ def expected_splits(task: str, dataset: str, truth: Truth) -> dict[str, dict[str
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_each_split_has_the_images_and_labels_of_the_originals(task, made: tuple[Path, Truth]) -> None:  # type: ignore[no-untyped-def]
-    folder, truth = made
+def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks: tuple[Path, Truth]) -> None:  # type: ignore[no-untyped-def]
+    folder, truth = vtab_tasks
     dataset = open_dataset(folder / "out" / task.name)
     expected = expected_splits(task.name, task.dataset, truth)
     assert dataset.splits == list(SPLITS)
@@ -125,8 +100,8 @@ def test_each_split_has_the_images_and_labels_of_the_originals(task, made: tuple
                 assert image == getattr(convert, task.dataset)(wanted)
 
 
-def test_splits_that_were_made_are_proved(made: tuple[Path, Truth], capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = made
+def test_splits_that_were_made_are_proved(vtab_tasks: tuple[Path, Truth], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = vtab_tasks
     with small_splits():
         run(settings(folder / "out", prove=True, originals=str(folder / "originals")))
     lines = capsys.readouterr().out.splitlines()
@@ -201,11 +176,11 @@ def test_a_forgery_is_not_proved(
     file: str,
     change: Callable[[list[dict]], None],
     said: str,
-    made: tuple[Path, Truth],
+    vtab_tasks: tuple[Path, Truth],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = shutil.copytree(made[0] / "out" / "svhn", tmp_path / "svhn")
+    folder = shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "svhn")
     rewrite(folder / file, change)
     unsigned = refused(settings(tmp_path, prove=True))
     assert unsigned == "1 of 1 tasks are not proved: svhn."
@@ -218,9 +193,9 @@ def test_a_forgery_is_not_proved(
 
 
 def test_a_forgery_of_everything_is_found_with_the_originals(
-    made: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(made[0] / "out" / "svhn", tmp_path / "svhn")
+    folder = shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "svhn")
 
     def relabel(rows: list[dict]) -> None:
         for row in rows:
@@ -231,14 +206,14 @@ def test_a_forgery_of_everything_is_found_with_the_originals(
     sign(folder)
     with small_splits():
         run(settings(tmp_path, prove=True))
-    refused(settings(tmp_path, prove=True, originals=str(made[0] / "originals")))
+    refused(settings(tmp_path, prove=True, originals=str(vtab_tasks[0] / "originals")))
     assert "keys.parquet, pool 'train', has with another label 120" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
 
 
-def test_a_copy_of_tfds_gives_the_same_splits(made: tuple[Path, Truth], tmp_path: Path) -> None:
+def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """All tasks, in which keys are names, numbers, or are told by the order alone."""
-    folder, truth = made
+    folder, truth = vtab_tasks
     for task in TASKS:
         origin = find_origin(task, settings(tmp_path, tfds=str(folder / "tfds")))
         original = read_original(task, origin, tmp_path, published=False)
@@ -258,8 +233,8 @@ def test_a_copy_of_tfds_gives_the_same_splits(made: tuple[Path, Truth], tmp_path
         assert ours.classes == theirs.classes
 
 
-def test_tfds_out_of_order_or_damaged_is_refused(made: tuple[Path, Truth], tmp_path: Path) -> None:
-    folder = shutil.copytree(made[0] / "tfds" / "dtd", tmp_path / "tfds" / "dtd") / "3.0.1"
+def test_tfds_out_of_order_or_damaged_is_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    folder = shutil.copytree(vtab_tasks[0] / "tfds" / "dtd", tmp_path / "tfds" / "dtd") / "3.0.1"
     config = settings(tmp_path / "out", tfds=str(tmp_path / "tfds"), tasks=["dtd"])
     first, second = (folder / f"dtd-train.tfrecord-0000{number}-of-00002" for number in (0, 1))
     content = first.read_bytes()
@@ -308,11 +283,11 @@ def test_lists_are_taken_and_said_not_to_be_proved(
 
 
 def test_what_is_missing_is_named_and_the_rest_is_made(
-    made: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     originals = tmp_path / "originals"
-    shutil.copytree(made[0] / "originals" / "eurosat", originals / "eurosat")
-    shutil.copytree(made[0] / "originals" / "pets", originals / "pets")
+    shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
+    shutil.copytree(vtab_tasks[0] / "originals" / "pets", originals / "pets")
     (originals / "pets" / "annotations.tar.gz").unlink()
     said = refused(settings(tmp_path / "out", originals=str(originals)))
     printed = capsys.readouterr()
@@ -333,9 +308,9 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     )
 
 
-def test_files_that_are_not_the_published_ones_are_refused(made: tuple[Path, Truth], tmp_path: Path) -> None:
+def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     originals = tmp_path / "originals"
-    shutil.copytree(made[0] / "originals" / "svhn", originals / "svhn")
+    shutil.copytree(vtab_tasks[0] / "originals" / "svhn", originals / "svhn")
     config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(originals))
     size = (originals / "svhn" / "train_32x32.mat").stat().st_size
     assert f"train_32x32.mat has {size:,} bytes, but 182,040,794 were published" in refused(config)
@@ -344,7 +319,7 @@ def test_files_that_are_not_the_published_ones_are_refused(made: tuple[Path, Tru
     config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(originals), tasks=["flowers102"])
     assert "imagelabels.mat has not the published checksum" in refused(config)
     # Unpacked, so without a checksum: the number of images is compared all the same.
-    shutil.copytree(made[0] / "originals" / "resisc45", tmp_path / "others" / "resisc45")
+    shutil.copytree(vtab_tasks[0] / "originals" / "resisc45", tmp_path / "others" / "resisc45")
     config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(tmp_path / "others"))
     assert "has 120 images of 'train', but 31,500 were published" in refused(config)
 
@@ -369,41 +344,41 @@ def test_files_that_are_not_the_published_ones_are_refused(made: tuple[Path, Tru
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
-    dataset: str, file: str, damage: Callable[[bytes], bytes], said: str, made: tuple[Path, Truth], tmp_path: Path
+    dataset: str, file: str, damage: Callable[[bytes], bytes], said: str, vtab_tasks: tuple[Path, Truth], tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(made[0] / "originals" / dataset, tmp_path / "originals" / dataset)
+    folder = shutil.copytree(vtab_tasks[0] / "originals" / dataset, tmp_path / "originals" / dataset)
     (folder / file).write_bytes(damage((folder / file).read_bytes()))
     assert said in refused(settings(tmp_path / "out", originals=str(tmp_path / "originals")))
     # Nothing half-written stays.
     assert not list((tmp_path / "out").rglob("*"))
 
 
-def test_other_forms_of_the_same_files(made: tuple[Path, Truth], tmp_path: Path) -> None:
+def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """dSprites as .npz, Caltech101 without the official list, CLEVR and KITTI unpacked: what differs is said."""
     originals = tmp_path / "originals"
     for name in ("dsprites", "caltech101"):
-        shutil.copytree(made[0] / "originals" / name, originals / name)
+        shutil.copytree(vtab_tasks[0] / "originals" / name, originals / name)
     vtab_originals.dsprites_as_npz(originals / "dsprites")
     (originals / "caltech101" / "train.txt").unlink()
     for name in ("clevr", "kitti"):
-        for path in (made[0] / "originals" / name).iterdir():
+        for path in (vtab_tasks[0] / "originals" / name).iterdir():
             shutil.unpack_archive(path, originals / name)
     tasks = ["dsprites_orientation", "clevr_count", "kitti_distance", "caltech101"]
     with small_splits():
         run(settings(tmp_path / "out", originals=str(originals), tasks=tasks))
         run(settings(tmp_path / "out", prove=True))
     for name in tasks[:3]:
-        ours, theirs = open_dataset(tmp_path / "out" / name), open_dataset(made[0] / "out" / name)
+        ours, theirs = open_dataset(tmp_path / "out" / name), open_dataset(vtab_tasks[0] / "out" / name)
         assert ours.fingerprint == theirs.fingerprint
     about = open_dataset(tmp_path / "out" / "caltech101").info["source"]["vtab"]
     assert any("the official draw is from the order in which a disk listed them" in note for note in about["notes"])
-    theirs = open_dataset(made[0] / "out" / "caltech101").info["source"]["vtab"]
+    theirs = open_dataset(vtab_tasks[0] / "out" / "caltech101").info["source"]["vtab"]
     assert not any("official draw" in note for note in theirs["notes"])
 
 
-def test_the_command_proves_and_says_what_is_wrong_in_one_line(made: tuple[Path, Truth], tmp_path: Path) -> None:
+def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "--prove"]
-    shutil.copytree(made[0] / "out" / "eurosat", tmp_path / "eurosat")
+    shutil.copytree(vtab_tasks[0] / "out" / "eurosat", tmp_path / "eurosat")
     done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
     assert done.returncode == 2

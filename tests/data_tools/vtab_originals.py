@@ -10,20 +10,38 @@ import io
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 import scipy.io
 import simplejpeg
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 from raw_images import encoded, write_folder, write_tar, write_zip
 
+from data_tools.vtab import split
+from pipeline.data_config import VtabPrepareConfig
+
 # Samples are enough for splits of these sizes: the tests make the real ones, 800 and 200, smaller.
 NUM_TRAIN, NUM_VAL = 20, 5
+
+
+@contextmanager
+def small_splits() -> Iterator[None]:
+    """A fortieth of 800 and 200 images: the 16 originals can be small then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "NUM_TRAIN", NUM_TRAIN)
+        patch.setattr(split, "NUM_VAL", NUM_VAL)
+        yield
+
+
+def settings(out: Path, **others: object) -> VtabPrepareConfig:
+    return VtabPrepareConfig(out=str(out), published=False, num_tasks=2, **others)  # type: ignore[arg-type]
 
 
 @dataclass

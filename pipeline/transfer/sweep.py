@@ -1,0 +1,199 @@
+"""What a sweep is: its cells, and what its folder keeps of them.
+
+A cell's outcome is one small file, written whole, that says what it is of; so what is done is told from the files alone.
+"""
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline import schema
+from pipeline.data.manifest import Dataset, file_sha256, open_dataset
+from pipeline.errors import UserError
+from pipeline.model import files
+from pipeline.run_folder import write_atomically
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, warmup_steps
+from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.transfer_config import ProtocolConfig, VtabConfig
+
+SWEEP_FILE, CELLS = "sweep.json", "cells"
+Outcome = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """config: with weights one file, and absolute paths. sha256: of that file, hex. folder: of all that is kept.
+
+    datasets: name of a task -> its data set. missing: names of tasks that have none.
+    """
+
+    config: VtabConfig
+    sha256: str
+    folder: Path
+    datasets: dict[str, Dataset]
+    missing: list[str]
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [task for task in TASKS if task.name in self.datasets]
+
+    def searches(self, task: Task) -> list[Cell]:
+        """The cells that choose a task's setting; none where there is one setting alone."""
+        settings = settings_of(self.config.protocol)
+        if self.config.method != "finetune" or len(settings) == 1:
+            return []
+        fingerprint = self.datasets[task.name].fingerprint
+        return [Cell(task, "search", setting, self.config.seeds[0], fingerprint) for setting in settings]
+
+    def finals(self, task: Task, setting: Setting) -> list[Cell]:
+        """The cells that score a task with the setting chosen; of features one, in which nothing is random."""
+        fingerprint = self.datasets[task.name].fingerprint
+        if self.config.method != "finetune":
+            return [Cell(task, "probe", None, self.config.seeds[0], fingerprint)]
+        return [Cell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
+
+    def chosen(self, task: Task, outcomes: dict[Cell, Outcome]) -> tuple[Setting | None, float | None]:
+        """The setting of a task with the best accuracy on val200, and that; ties go to the lower rate, then the shorter run.
+
+        None as long as a cell of its search has no outcome: of fewer settings, another might be the best. Without a search
+        the protocol's first, of unknown accuracy.
+        """
+        cells = self.searches(task)
+        if not cells:
+            return settings_of(self.config.protocol)[0], None
+        if any(cell not in outcomes for cell in cells):
+            return None, None
+
+        def rank(cell: Cell) -> tuple[float, ...]:
+            assert cell.setting is not None
+            found = outcomes[cell]
+            return found["accuracy"], -cell.setting.lr, -found["steps"], -cell.setting.weight_decay
+
+        best = max(cells, key=rank)
+        return best.setting, outcomes[best]["accuracy"]
+
+    def done(self, task: Task) -> dict[Cell, Outcome]:
+        """The outcomes that are kept of a task's cells."""
+        found = {cell: outcome for cell in self.searches(task) if (outcome := self.read(cell))}
+        setting, _ = self.chosen(task, found)
+        finals = self.finals(task, setting) if setting else []
+        return found | {cell: outcome for cell in finals if (outcome := self.read(cell))}
+
+    def read(self, cell: Cell) -> Outcome | None:
+        """The outcome of a cell that is done; None when it is not, or its file is not what we wrote."""
+        try:
+            content = json.loads(self._file(cell).read_text())
+            outcome = content.pop("outcome")
+            return outcome if content == self._about(cell) else None
+        except (FileNotFoundError, ValueError, KeyError, AttributeError):
+            return None
+
+    def write(self, cell: Cell, outcome: Outcome) -> None:
+        """Keep the outcome of a cell."""
+        write_atomically(self._file(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
+
+    def claim(self) -> None:
+        """Make the folder this sweep's. Raises UserError when it is another's, or holds files of others.
+
+        Tasks and seeds may be added to a sweep.
+        """
+        protocol = schema.to_dict(self.config.protocol)
+        data = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+        now, then = {"protocol": protocol, **self._identity(), "data": data}, dict[str, Any]()
+        file = self.folder / SWEEP_FILE
+        if file.exists():
+            then = json.loads(file.read_text())
+            old, new = schema.flatten(then), schema.flatten(now)
+            names = [name for name in {**old, **new} if not name.startswith("data.") or (name in old and name in new)]
+            if others := [
+                f"{name} was {old.get(name)}, is {new.get(name)}" for name in names if old.get(name) != new.get(name)
+            ]:
+                raise UserError(
+                    f"{self.folder} holds another sweep: {'; '.join(others)}. Choose another out=..., or remove the folder."
+                )
+            now["data"] = {**then["data"], **data}
+        elif self.folder.exists() and (found := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]):
+            raise UserError(
+                f"out = {self.folder} is not empty (it holds {found[0]}), and holds no sweep. Choose another folder."
+            )
+        (self.folder / CELLS).mkdir(parents=True, exist_ok=True)
+        if now != then:
+            write_atomically(file, json.dumps(now, indent=1) + "\n")
+
+    def _file(self, cell: Cell) -> Path:
+        return self.folder / CELLS / f"{cell_name(cell)}.json"
+
+    def _about(self, cell: Cell) -> dict[str, Any]:
+        """What a cell's outcome follows from."""
+        protocol = protocol_sha256(self.config.protocol)
+        return {
+            "cell": cell_name(cell),
+            "fingerprint": cell.fingerprint,
+            "protocol_sha256": protocol,
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What every cell depends on, beside the protocol and itself."""
+        config = self.config
+        return {"method": config.method, "precision": config.precision, "checkpoint_sha256": self.sha256}
+
+
+def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
+    """Find the weights and the tasks' data sets. Raises UserError for what is not there, or does not fit."""
+    known = [task.name for task in TASKS]
+    if unknown := [name for name in config.tasks if name not in known]:
+        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
+    if "://" in config.data:
+        raise UserError(
+            f"data = {config.data}: every image is read hundreds of times, so copy the tasks' data sets to a disk."
+        )
+    weights = files.find_file(Path(config.weights)).absolute()
+    datasets, missing = {}, {}
+    for name in known:
+        try:
+            datasets[name] = open_dataset(Path(config.data).absolute() / name)
+        except UserError as error:
+            missing[name] = str(error)
+    for name in config.tasks or known:
+        if name in missing and (config.tasks or not datasets):
+            raise UserError(
+                f"{missing[name].partition(' Shard it')[0]} Make it with launch/vtab_prepare.py tasks=[{name}] ..."
+            )
+    datasets = {name: dataset for name, dataset in datasets.items() if name in (config.tasks or known)}
+    config = replace(config, weights=str(weights), data=str(Path(config.data).absolute()))
+    sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing))
+    for task in sweep.tasks:
+        _check_dataset(sweep, task)
+    return sweep
+
+
+def _check_dataset(sweep: Sweep, task: Task) -> None:
+    dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
+    if lacking := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
+        raise UserError(f"{dataset.path} has no split {min(lacking)!r}. Make it with launch/vtab_prepare.py.")
+    for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
+        for split in (TRAIN, ALL):
+            warmup_steps(protocol, setting, dataset.info["samples"][split])
+
+
+def settings_of(protocol: ProtocolConfig) -> list[Setting]:
+    """Every setting that a protocol tries, in the order of its lists."""
+    tried = itertools.product(protocol.length, protocol.lr, protocol.weight_decay)
+    return [Setting(lr, weight_decay, length) for length, lr, weight_decay in tried]
+
+
+def protocol_sha256(protocol: ProtocolConfig) -> str:
+    """Hex digest of all its settings: the same for the same protocol, in whatever file it stands."""
+    return hashlib.sha256(json.dumps(schema.to_dict(protocol), sort_keys=True).encode()).hexdigest()
+
+
+def cell_name(cell: Cell) -> str:
+    """Of its file."""
+    if cell.setting is None:
+        return f"{cell.task.name}-probe"
+    setting, length = cell.setting, str(cell.setting.length).replace(" ", "_")
+    return f"{cell.task.name}-{cell.stage}-lr{setting.lr!r}-wd{setting.weight_decay!r}-{length}-seed{cell.seed}"

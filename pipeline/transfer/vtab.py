@@ -1,0 +1,243 @@
+"""Weights -> scores on VTAB-1k's 19 tasks by a protocol, cell by cell; `run` is the whole of it.
+
+    sweep.json      what the cells are of: protocol, method, weights, data. A folder holds one sweep.
+    cells/*.json    the outcome of each cell that is done, written whole; such a cell is not run again
+    progress.json   while it runs: cells of each task that are done
+    results.json    protocol, weights, data, and a score for each task and seed; written at the end
+
+Where the cells run is not known here: `run` is given what runs them.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any, Protocol
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.errors import UserError
+from pipeline.evaluate.subject import output_folder
+from pipeline.run_folder import write_atomically
+from pipeline.track import run_id_of
+from pipeline.transfer.board import Board
+from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, settings_of
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
+from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.transfer_config import VtabConfig
+
+RESULTS_FILE = "results.json"
+# Where launch/dedup.py leaves its report in a data set.
+_DEDUP_REPORT = Path("dedup", "report.json")
+
+
+class RunCells(Protocol):
+    """Runs function(job) for each job somewhere; (number of the job, outcome) as they finish.
+
+    on_retry is told why a job is run again, on_failure which one failed and why; the others go on.
+    """
+
+    def __call__(
+        self,
+        function: Callable[[Job], dict[str, Any]],
+        jobs: Sequence[Job],
+        on_retry: Callable[[str], None],
+        on_failure: Callable[[int, str], None],
+    ) -> Iterable[tuple[int, dict[str, Any]]]: ...
+
+
+def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any] | None:
+    """Run the cells that are not done, and write results.json, which is returned; None when it is only planned.
+
+    folder: of the results (`output`), which nobody else works on. Raises UserError for a sweep that cannot be done or is
+    another than the folder's; and, in the end, when a cell failed. All other results are there then.
+    """
+    sweep = open_sweep(config, folder)
+    if config.plan:
+        _print_plan(sweep)
+        return None
+    contamination = _contamination(sweep, config.pretrained_on)
+    sweep.claim()
+
+    # ---------------------------------------------------------------------- choose a setting of each task, then score it
+    searches = [cell for task in sweep.tasks for cell in sweep.searches(task)]
+    outcomes = {cell: outcome for task in sweep.tasks for cell, outcome in sweep.done(task).items()}
+    # Which setting a task is scored with may not be known yet, but how often.
+    any_setting = settings_of(config.protocol)[0]
+    every = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
+    _print_begin(sweep, len(every), len(outcomes))
+    failed: dict[Cell, str] = {}
+    with Board([cell.task.name for cell in every], [cell.task.name for cell in outcomes], folder) as board:
+        _run(sweep, searches, outcomes, failed, board, run_cells)
+        chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
+        finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
+        _run(sweep, finals, outcomes, failed, board, run_cells)
+
+    # ---------------------------------------------------------------------- the results
+    protocol = config.protocol
+    scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
+    results = {
+        "protocol": {"name": protocol.name, "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)},
+        "method": config.method,
+        "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": _pretraining_run(sweep.config.weights)},
+        "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
+        "contamination": contamination,
+        "scores": scores,
+        "failed": [
+            {"task": cell.task.name, "cell": cell_name(cell), "seed": cell.seed, "reason": failed[cell]}
+            for cell in [*searches, *finals] if cell in failed
+        ],
+        "missing": sweep.missing,
+    }  # fmt: skip
+    write_atomically(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    _print_end(sweep, scores, folder)
+    if failed:
+        cell, reason = next(iter(failed.items()))
+        raise UserError(
+            f"{len(failed)} of {len(every):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them "
+            f"again; all that is done is in {folder / RESULTS_FILE}."
+        )
+    return results
+
+
+def output(config: VtabConfig) -> Path:
+    """The folder of a sweep's results. Raises UserError when it cannot be one."""
+    if "://" in config.out:
+        raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
+    return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}")
+
+
+def _run(
+    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, Outcome], failed: dict[Cell, str], board: Board, run_cells: RunCells
+) -> None:  # fmt: skip
+    """Run those cells that have no outcome, and keep theirs."""
+    waiting = [cell for cell in cells if cell not in outcomes]
+
+    def fail(number: int, reason: str) -> None:
+        failed[waiting[number]] = reason
+        board.gave_up(waiting[number].task.name, _in_words(waiting[number]), reason)
+
+    if waiting:
+        for number, outcome in run_cells(run_cell, [Job(cell, sweep.config) for cell in waiting], board.retried, fail):
+            outcomes[waiting[number]] = outcome
+            sweep.write(waiting[number], outcome)
+            board.ended(waiting[number].task.name, _in_words(waiting[number]), outcome)
+
+
+def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
+    """A row of results.json."""
+    setting = cell.setting
+    return {
+        "task": cell.task.name, "seed": cell.seed, "accuracy": outcome["accuracy"], "num_test": outcome["num_images"],
+        "learning_rate": setting.lr if setting else None, "weight_decay": setting.weight_decay if setting else None,
+        "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
+        **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
+    }  # fmt: skip
+
+
+def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
+    """Task -> images of the pre-training data that are marked as copies of its test images; None where nobody looked."""
+    found: dict[str, int | None] = dict.fromkeys(sweep.datasets)
+    if not pretrained_on:
+        return found
+    path = Path(pretrained_on) / _DEDUP_REPORT
+    try:
+        report = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there. Make it with launch/dedup.py data={pretrained_on} against=...") from None
+    trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
+    if trained and trained != report["data"]["fingerprint"]:
+        raise UserError(
+            f"pretrained_on = {pretrained_on} is {report['data']['fingerprint']}, but the weights were trained on "
+            f"{trained}."
+        )
+    if report["marked"]:
+        copies = {
+            part["fingerprint"]: part["copies"] for part in report["against"] if part["name"].endswith(f":{TEST}")
+        }
+        found = {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
+    return found
+
+
+def _pretraining_run(weights: str) -> str | None:
+    """MLflow's id of the run whose folder a checkpoint lies in."""
+    return next((found for folder in Path(weights).parents[:3] if (found := run_id_of(folder))), None)
+
+
+def _in_words(cell: Cell) -> str:
+    if cell.setting is None:
+        return f"{cell.task.title}, features"
+    return f"{cell.task.title}, {'search' if cell.stage == 'search' else 'final'}, {cell.setting}, seed {cell.seed}"
+
+
+def _print_begin(sweep: Sweep, cells: int, done: int) -> None:
+    protocol = sweep.config.protocol
+    print(
+        f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {len(TASKS)} tasks by {protocol.name} "
+        f"({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {cells:,} cells, {done:,} of them done before",
+        flush=True,
+    )
+    if sweep.missing:
+        print(f"not prepared: {', '.join(sweep.missing)}", flush=True)
+    for name, dataset in sweep.datasets.items():
+        if not dataset.info["source"].get("vtab", {}).get("published", True):
+            print(f"{name}: not the published files, so its score is not VTAB's", flush=True)
+
+
+def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None:
+    """The table of tasks. The report beside published ones is another command's."""
+    means = []
+    for task in sweep.tasks:
+        rows = [row for row in scores if row["task"] == task.name]
+        if not rows:
+            print(f"{task.title:<12}  no score")
+            continue
+        of_task = [row["accuracy"] for row in rows]
+        means.append(mean(of_task))
+        rate = f"  lr {rows[0]['learning_rate']:g}, {rows[0]['steps']:,} steps" if rows[0]["steps"] else ""
+        deviation = f" ± {pstdev(of_task):.2%}" if len(rows) > 1 else ""
+        print(
+            f"{task.title:<12} {mean(of_task):>8.2%}{deviation}  ({len(rows)} seeds, {rows[0]['num_test']:,} images){rate}"
+        )
+    if means:
+        print(f"mean of {len(means)} tasks: {mean(means):.2%}")
+    print(f"results: {folder / RESULTS_FILE}", flush=True)
+
+
+def _print_plan(sweep: Sweep) -> None:
+    """Every task's cells, and the arithmetic that they take."""
+    protocol = sweep.config.protocol
+    trained, _, _ = models.read_weights(sweep.config.weights)
+    columns = "{:<12} {:>5} {:>7} {:>6} {:>5} {:>13} {:>11} {:>10}"
+    print(columns.format("task", "side", "search", "final", "done", "trained on", "scored on", "PFLOP"))
+    total_cells = total_done = 0
+    total_flops = 0.0
+    for task in sweep.tasks:
+        size, done = view_of(protocol, task)[0], len(sweep.done(task))
+        searches, finals = sweep.searches(task), sweep.finals(task, settings_of(protocol)[0])
+        images, scored = _num_images(sweep, task)
+        flops = models.training_flops_per_image(replace(trained, image_size=(size, size))) * (images + scored / 3)
+        total_cells, total_done = total_cells + len(searches) + len(finals), total_done + done
+        total_flops += flops
+        row = (len(searches), len(finals), done, f"{images:,}", f"{scored:,}", f"{flops / 1e15:,.1f}")
+        print(columns.format(task.title, size, *row))
+    print(
+        f"{total_cells:,} cells, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
+        f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol.name} "
+        f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
+    )
+    if sweep.missing:
+        print(f"not prepared: {', '.join(sweep.missing)}")
+
+
+def _num_images(sweep: Sweep, task: Task) -> tuple[int, int]:
+    """(images trained on, images scored) by all cells of a task. Of several lengths the longest is counted for the finals."""
+    protocol, num = sweep.config.protocol, sweep.datasets[task.name].info["samples"]
+    if sweep.config.method != "finetune":
+        return 0, num[TRAIN] + num[VAL] + num[TEST]
+    settings, num_searches, num_finals = settings_of(protocol), len(sweep.searches(task)), len(sweep.config.seeds)
+    steps = num_finals * max(setting.length.steps(num[ALL], protocol.batch) for setting in settings)
+    if num_searches:
+        steps += sum(setting.length.steps(num[TRAIN], protocol.batch) for setting in settings)
+    return steps * protocol.batch, num[VAL] * num_searches + num[TEST] * num_finals

@@ -1,0 +1,285 @@
+"""One cell of a sweep: weights adapted to one task in one way, and scored. One process, one device.
+
+A loop of its own, because 1,000 images need neither ranks nor checkpoints: DeepSpeed's start alone takes as long as a small
+cell. All that it does is what training does elsewhere: loader, order, schedule, optimizer, loss and score are the same code.
+What comes out is a function of the cell, the weights and the data; on a CPU to the last bit for a number of threads.
+
+Shapes: B batch, S image side, K classes, D features.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline import objective, optim
+from pipeline.config import AugmentConfig, OptimizerConfig
+from pipeline.data import rng
+from pipeline.data.bucket import to_path
+from pipeline.data.loader import Loader, normalise, remembering_train_view, train_requests
+from pipeline.data.manifest import Dataset, Split, open_dataset
+from pipeline.data.mix import draw_mixing, mix_images
+from pipeline.data.order import SampleOrder
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.evaluate import fewshot
+from pipeline.evaluate.classify import label_table, predict, score
+from pipeline.evaluate.features import extract
+from pipeline.evaluate.knn import knn_predict
+from pipeline.length import Length
+from pipeline.model import Model
+from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from pipeline.schedule import learning_rate
+from pipeline.transfer.vtab_tasks import Task
+from pipeline.transfer_config import ProtocolConfig, VtabConfig
+
+TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
+_DROPOUT = 5  # As in engine.py.
+_STEPS_BETWEEN_LOOKS = 50
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a protocol's lists try: one of each."""
+
+    lr: float
+    weight_decay: float
+    length: Length
+
+    def __str__(self) -> str:
+        return f"lr {self.lr:g}, weight decay {self.weight_decay:g}, {self.length}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """stage: search trains on train800 and scores on val200, final trains on both and scores on test; probe is both at once,
+    of features. setting: None for a probe. fingerprint: of the task's data set.
+    """
+
+    task: Task
+    stage: Literal["search", "final", "probe"]
+    setting: Setting | None
+    seed: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell, and the settings of its sweep, with config.weights one file."""
+
+    cell: Cell
+    config: VtabConfig
+
+
+def run_cell(job: Job) -> dict[str, Any]:
+    """The cell's outcome: accuracy in [0, 1] on num_images, steps, and what else there is to know. A Ray task.
+
+    Raises UserError for data that are not those of the cell, images that cannot be read, and a final training that
+    diverged: the same again would come of it.
+    """
+    begin = time.perf_counter()
+    cell, config = job.cell, job.config
+    dataset = open_dataset(to_path(config.data) / cell.task.name)
+    if dataset.fingerprint != cell.fingerprint:
+        raise UserError(f"{dataset.path} has changed: it was {cell.fingerprint}, and is {dataset.fingerprint}.")
+    device = _prepare_device(config.threads)
+    adapt = probe if cell.stage == "probe" else finetune
+    outcome = adapt(cell, config, dataset, device)
+    return {**outcome, "seconds": round(time.perf_counter() - begin, 2), "device": _name(device)}
+
+
+def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    """Train all weights by the cell's setting, with a new zero head, and score them."""
+    protocol = config.protocol
+    train, tested = (dataset.split(name, "none") for name in ((TRAIN, VAL) if cell.stage == "search" else (ALL, TEST)))
+    size, augment = view_of(protocol, cell.task)
+    model = models.load(
+        config.weights, image_size=size, num_classes=dataset.num_classes, new_head=True, dropout=protocol.dropout,
+        drop_path=0.0, seed=cell.seed,
+    ).to(device)  # fmt: skip
+    steps, diverged = train_model(model, train, cell, config, device)
+    if diverged and cell.stage == "final":
+        raise UserError(f"{cell.task.name} diverged by step {diverged} with {cell.setting}, seed {cell.seed}.")
+    outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
+    if diverged:
+        return {**outcome, "diverged": diverged}  # No more than any other setting that is not chosen.
+    read = reader(protocol, device)
+
+    def logits(images: Tensor) -> Tensor:
+        with _arithmetic(config, device):
+            return model(read(images)).float()
+
+    alone = Ranks(0, 0, 1, device)
+    model.eval()
+    predictions = predict(logits, tested, size, augment, "softmax", config.micro_batch, config.threads, alone)
+    _refuse_unreadable(predictions.problems, tested)
+    return {**outcome, "accuracy": score(predictions, tested).top1}
+
+
+def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, device: torch.device) -> tuple[int, int]:
+    """Train in place; the number of steps, and the step by which the loss was no number, 0 if it always was."""
+    protocol, setting, batch = config.protocol, cell.setting, config.protocol.batch
+    assert setting is not None
+    steps = setting.length.steps(len(split), batch)
+    warmup = warmup_steps(protocol, setting, len(split))
+    size, augment = view_of(protocol, cell.task)
+    optimizer = optim.build(
+        model,
+        model.weight_decay_mask(),
+        OptimizerConfig(
+            name=protocol.optimizer, lr=setting.lr, momentum=protocol.momentum, weight_decay=setting.weight_decay
+        ),
+    )
+    order = SampleOrder(split.shard_sizes, cell.seed, batch, streams=1, window=len(split))
+    accumulation = -(-batch // config.micro_batch)
+    read, diverged = reader(protocol, device), 0
+    view = remembering_train_view(augment, cell.seed, size, _kept(cell.fingerprint, split.name, size, augment))
+    model.train()
+    with Loader(
+        split, view, size, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
+    ) as loader:
+        batches = loader.batches(train_requests(order, 0, steps, config.micro_batch, rank=0, world_size=1))
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(protocol.schedule, setting.lr, step, steps, warmup)
+            mixing, total = draw_mixing(augment, size, cell.seed, step), torch.zeros((), device=device)
+            for i, part in enumerate(islice(batches, accumulation)):
+                # From (seed, step, micro-batch), as all randomness.
+                torch.manual_seed(int(rng.bits(cell.seed, _DROPOUT, step, 0, i) >> 1))
+                labels, valid = part.labels.to(device), part.valid.to(device)
+                images, own = read(part.images), None
+                if mixing is not None:
+                    images, own = mix_images(images, valid, mixing)
+                with _arithmetic(config, device):
+                    logits = model(images)
+                loss = objective.batch_loss(logits, labels, valid, "softmax", 0.0, own) * (len(part.rows) / batch)
+                loss.backward()
+                total += loss.detach()
+            if protocol.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            # A look waits for the device, and weights that are no numbers stay so.
+            looking = step % _STEPS_BETWEEN_LOOKS == 0 or step + 1 == steps
+            if looking and not math.isfinite(float(total)):
+                diverged = step + 1
+                break
+    return steps, diverged
+
+
+def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    """Ridge regression or nearest neighbours on features: the strength or number chosen on val200, then both on test."""
+    protocol = config.protocol
+    size, augment = view_of(protocol, cell.task)
+    model = models.load(config.weights, image_size=size, num_classes=0).eval().to(device)
+    read = reader(protocol, device)
+
+    def features(images: Tensor) -> Tensor:
+        with _arithmetic(config, device):
+            return model.features(read(images))
+
+    values, labels = {}, {}
+    for name in (TRAIN, VAL, TEST):
+        split = dataset.split(name, "none")
+        seen = extract(features, split, np.arange(len(split)), size, augment, config.micro_batch, config.threads)
+        _refuse_unreadable(seen.problems, split)
+        values[name], labels[name] = seen.values, label_table(split)[:, 0]
+    # train800val200 is these two.
+    values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
+
+    def accuracy(choice: float, train: str, tested: str) -> float:
+        if config.method == "linear":
+            found = fewshot.classify(values[train], labels[train], values[tested], dataset.num_classes, choice)
+        else:
+            votes = knn_predict(
+                torch.from_numpy(values[train]), torch.from_numpy(labels[train]), torch.from_numpy(values[tested]),
+                dataset.num_classes, int(choice), protocol.temperature,
+            )  # fmt: skip
+            found = votes.argmax(1).numpy()
+        return float((found == labels[tested]).mean())
+
+    tried = {
+        choice: accuracy(choice, TRAIN, VAL)
+        for choice in (protocol.l2 if config.method == "linear" else protocol.neighbours)
+    }
+    best = max(tried, key=lambda choice: (tried[choice], -choice))
+    return {
+        "accuracy": accuracy(best, ALL, TEST), "num_images": len(values[TEST]), "steps": None, "val_accuracy": tried[best],
+        "l2" if config.method == "linear" else "neighbours": best,
+    }  # fmt: skip
+
+
+def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:
+    """(image side, pre-processing) of a task: without mirror or crop where these would change what is asked."""
+    augment = replace(protocol.augment, flip=protocol.augment.flip and task.flip)
+    if not task.crop:
+        augment = replace(augment, crop="none")
+    if task.small and protocol.small_image_size:
+        return protocol.small_image_size, replace(augment, resize_to=protocol.small_resize_to)
+    return protocol.image_size, augment
+
+
+def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -> int:
+    """Steps of warm-up of a setting on so many samples. Raises UserError when nothing is left after them."""
+    steps = setting.length.steps(num_samples, protocol.batch)
+    warmup = protocol.schedule.warmup.steps(num_samples, protocol.batch, steps)
+    if warmup >= steps:
+        raise UserError(
+            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {warmup:,} steps, but a training of {setting.length} "
+            f"has {steps:,}. Use protocol.schedule.warmup=5%."
+        )
+    return warmup
+
+
+def reader(protocol: ProtocolConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """uint8 (B, S, S, 3) -> float32 (B, 3, S, S) on the device, what the model reads."""
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+
+    def read(images: Tensor) -> Tensor:
+        pixels = normalise(images, device, torch.float32)
+        return (pixels * 0.5 + 0.5 - mean) / std if protocol.pixels == "imagenet" else pixels
+
+    return read
+
+
+@lru_cache(maxsize=1)
+def _kept(fingerprint: str, split: str, image_size: int, augment: AugmentConfig) -> dict[int, np.ndarray]:
+    """The decoded images of a split, which the next cell of the same task finds if it runs in the same process."""
+    return {}
+
+
+def _arithmetic(config: VtabConfig, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+def _prepare_device(threads: int) -> torch.device:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(threads)
+        return torch.device("cpu")
+    # Before the first product; else cuBLAS takes what is fastest at the moment.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return torch.device("cuda")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _refuse_unreadable(problems: dict[int, str], split: Split) -> None:
+    """With a test image less, the score would be another."""
+    if problems:
+        row = min(problems)
+        raise UserError(
+            f"{len(problems)} of {len(split):,} images of {split.name} cannot be read, the first {split.keys([row])[0]}: "
+            f"{problems[row]}. Make the data set again with launch/vtab_prepare.py."
+        )

@@ -1,0 +1,221 @@
+"""What a sweep runs, keeps, refuses and reports, wherever its cells run: here one after another, in this process."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_dataset
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.errors import UserError
+from pipeline.transfer import vtab
+from pipeline.transfer.sweep import cell_name, settings_of
+from pipeline.transfer.vtab_cell import Cell, Job
+from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.transfer_config import VtabConfig
+
+PREPARED = ("dtd", "pets", "svhn")
+SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
+TINY = [
+    "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]", "protocol.lr=[0.1]",
+    "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
+    "protocol.augment.eval_crop=resize", "threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The settings that name tiny weights and three tasks."""
+    folder = tmp_path_factory.mktemp("vtab")
+    models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
+    for seed, name in enumerate(PREPARED):
+        make_dataset(folder / "tasks" / name, SPLITS, seed=seed)
+    return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *TINY]
+
+
+def run_here(
+    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
+) -> Iterable[tuple[int, dict[str, Any]]]:
+    for number, job in enumerate(jobs):
+        yield number, function(job)
+
+
+def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
+    config = schema.load(VtabConfig, None, [*settings, *more])
+    results = vtab.run(config, folder, run_here)
+    assert results is not None
+    assert json.loads((folder / "results.json").read_text()) == results
+    return results
+
+
+def refused(folder: Path, settings: Sequence[str], *more: str) -> str:
+    with pytest.raises(UserError) as error:
+        sweep(folder, settings, *more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> Path:
+    """The folder of a sweep that is done; tests must not change it."""
+    folder = tmp_path_factory.mktemp("sweep") / "out"
+    sweep(folder, prepared)
+    return folder
+
+
+def run_nowhere(*_: object) -> Iterable[tuple[int, dict[str, Any]]]:
+    raise AssertionError("a cell that is done is run again")
+
+
+def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
+    finished: Path, prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (finished / "results.json").read_bytes()
+    config = schema.load(VtabConfig, None, prepared)
+    vtab.run(config, finished, run_nowhere)
+    assert (finished / "results.json").read_bytes() == before
+    assert "3 cells, 3 of them done before" in capsys.readouterr().out
+
+    said = refused(finished, prepared, "protocol.lr=[0.2]", "precision=bf16")
+    assert "holds another sweep: protocol.lr was [0.1], is [0.2]; " in said
+    assert "precision was fp32, is bf16" in said
+    assert "method was finetune, is knn" in refused(finished, prepared, "method=knn")
+    models.save(models.create("ViT-mu/4", 8, 7, seed=1), tmp_path / "other.pt")
+    assert "checkpoint_sha256 was " in refused(finished, prepared, f"weights={tmp_path / 'other.pt'}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    assert "is not empty (it holds thesis.tex), and holds no sweep" in refused(tmp_path / "mine", prepared)
+    assert (finished / "results.json").read_bytes() == before
+
+    # A file that is not what was written there is no outcome.
+    cell = next((finished / "cells").glob("dtd-*"))
+    content = cell.read_bytes()
+    cell.write_bytes(content[:40])
+    with pytest.raises(AssertionError, match="run again"):
+        vtab.run(config, finished, run_nowhere)
+    cell.write_bytes(content)
+
+
+def test_the_plan_counts_cells_and_work(
+    finished: Path, prepared: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = schema.load(
+        VtabConfig, None, [*prepared, "plan=true", "tasks=[svhn,dtd]", "seeds=[0,1]", "protocol.lr=[0.1,0.01]"]
+    )
+    vtab.run(config, finished, run_nowhere)
+    printed = capsys.readouterr().out
+    flops = models.training_flops_per_image(models.read_weights(config.weights)[0])
+    (row,) = [line.split() for line in printed.splitlines() if line.startswith("DTD")]
+    # 2 settings on train800, 2 seeds on the 1,000, 2 steps of 16 each; 5 and 12 images scored.
+    assert row == ["DTD", "8", "2", "2", "0", "128", "34", f"{flops * (128 + 34 / 3) / 1e15:,.1f}"]
+    assert "8 cells, 0 of them done; " in printed
+    assert "Protocol tiny (" in printed
+
+
+def test_tasks_that_are_not_prepared_are_named(prepared: list[str], tmp_path: Path) -> None:
+    results = sweep(tmp_path / "out", prepared, "method=linear")
+    assert [row["task"] for row in results["scores"]] == list(PREPARED)
+    assert results["missing"] == [task.name for task in TASKS if task.name not in PREPARED]
+    assert {type(row["l2"]) for row in results["scores"]} == {float}
+    assert [row["task"] for row in sweep(tmp_path / "out", prepared, "method=linear", "tasks=[svhn]")["scores"]] == [
+        "svhn"
+    ]
+    said = refused(tmp_path / "out", prepared, "method=linear", "tasks=[svhn,eurosat]")
+    assert said.endswith("/tasks/eurosat: no such data set. Make it with launch/vtab_prepare.py tasks=[eurosat] ...")
+    assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(tmp_path, prepared, "tasks=[cifar]")
+    assert "no such data set" in refused(tmp_path, prepared, f"data={tmp_path / 'nowhere'}")
+    assert "copy the tasks' data sets to a disk" in refused(tmp_path, prepared, "data=s3://bucket/vtab")
+    assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
+
+
+def in_turn(
+    outcome: Callable[[Cell], dict[str, Any] | str],
+) -> vtab.RunCells:
+    """Runs cells that are not computed: what `outcome` says becomes of each, an outcome or a failure."""
+
+    def run(
+        function: Callable[..., dict], jobs: Sequence[Job], on_retry: Callable, on_failure: Callable
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        assert json.loads((vtab.output(jobs[0].config) / "progress.json").read_text())["cells"] > 0
+        for number, job in enumerate(jobs):
+            found = outcome(job.cell)
+            if isinstance(found, str):
+                on_retry("It was killed.")
+                on_failure(number, found)
+            else:
+                yield number, {"steps": 2, "num_images": 10, "seconds": 1.0, **found}
+
+    return run
+
+
+def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    config = schema.load(
+        VtabConfig, None,
+        [*prepared, f"out={out}", "tasks=[dtd,pets,svhn]", "seeds=[4,5]", "protocol.lr=[0.1,0.01,0.001]", "protocol.weight_decay=[0,0.1]"],
+    )  # fmt: skip
+    ran: list[str] = []
+
+    def outcome(cell: Cell) -> dict[str, Any] | str:
+        ran.append(cell_name(cell))
+        assert cell.setting is not None
+        if cell.stage == "search":
+            assert cell.seed == 4
+            if cell.task.name == "svhn" and cell.setting == settings_of(config.protocol)[3] and "svhn" in broken:
+                return "no space left"
+            best = {"dtd": 0.01, "pets": 0.1, "svhn": 0.001}[cell.task.name]
+            tie = cell.task.name == "pets" and cell.setting.lr == 0.01
+            return {"accuracy": 0.9 if cell.setting.lr == best or tie else 0.5}
+        if (cell.task.name, cell.seed) == ("dtd", 5) and "dtd" in broken:
+            return "it burst"
+        return {"accuracy": 0.7}
+
+    broken = {"svhn", "dtd"}
+    with pytest.raises(
+        UserError, match=r"2 of 24 cells failed, such as svhn-search-lr0.01-wd0.1-2_steps-seed4: no space left"
+    ):
+        vtab.run(config, out, in_turn(outcome))
+    results = json.loads((out / "results.json").read_text())
+    assert [(row["task"], row["seed"], row["learning_rate"], row["weight_decay"], row["val_accuracy"]) for row in results["scores"]] == [
+        ("dtd", 4, 0.01, 0.0, 0.9), ("pets", 4, 0.01, 0.0, 0.9), ("pets", 5, 0.01, 0.0, 0.9)
+    ]  # fmt: skip
+    assert [(row["task"], row["seed"], row["reason"]) for row in results["failed"]] == [
+        ("svhn", 4, "no space left"), ("dtd", 5, "it burst")
+    ]  # fmt: skip
+    printed = capsys.readouterr()
+    assert "FAILED: DTD, final, lr 0.01, weight decay 0, 2 steps, seed 5: it burst" in printed.out
+    assert "SVHN          no score" in printed.out
+    assert "It was killed. The cell is run again" in printed.err
+
+    ran.clear()
+    broken.clear()
+    done = vtab.run(config, out, in_turn(outcome))
+    assert ran == [
+        "svhn-search-lr0.01-wd0.1-2_steps-seed4", "dtd-final-lr0.01-wd0.0-2_steps-seed5",
+        "svhn-final-lr0.001-wd0.0-2_steps-seed4", "svhn-final-lr0.001-wd0.0-2_steps-seed5",
+    ]  # fmt: skip
+    assert done is not None
+    assert done["failed"] == []
+    assert len(done["scores"]) == 6
+
+
+def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, tmp_path: Path) -> None:
+    data = json.loads((finished / "results.json").read_text())["data"]
+    trained = [*prepared, f"pretrained_on={tmp_path}", "tasks=[dtd,pets]"]
+    assert "Make it with launch/dedup.py" in refused(tmp_path / "out", trained)
+    report = {"data": {"fingerprint": "f" * 16}, "marked": True, "against": [
+        {"name": "dtd:test", "fingerprint": data["dtd"], "copies": 3}, {"name": "dtd:val200", "fingerprint": data["dtd"], "copies": 9}]}  # fmt: skip
+    (tmp_path / "dedup").mkdir()
+    (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
+    config = schema.load(VtabConfig, None, [*trained, f"out={tmp_path / 'out'}"])
+    results = vtab.run(config, tmp_path / "out", in_turn(lambda cell: {"accuracy": 0.5}))
+    assert results is not None
+    assert results["contamination"] == {"dtd": 3, "pets": None}
+    report["data"] = {"fingerprint": "0" * 16}
+    (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
+    assert "but the weights were trained on ffffffffffffffff" in refused(tmp_path / "out", trained)
