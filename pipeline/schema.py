@@ -50,8 +50,8 @@ def setting(default: Any, doc: str) -> Any:
     metadata = {"doc": doc}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, (type, dict)):
-        factory = default if isinstance(default, type) else lambda: dict(default)
+    if isinstance(default, (type, dict, list)):
+        factory = default if isinstance(default, type) else lambda: default.copy()
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -94,13 +94,18 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
 def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
     """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (S, S, 3): nothing random.
 
-    "center": short side to eval_resize, then the central square. "resize": all of it. Images are made smaller by the
-    area method (resize_filter=linear) or by the antialias filter, and larger by bilinear interpolation.
+    "center": short side to eval_resize, then the central square. "resize": all of it. "resize_center": all of it to a square
+    of eval_resize, then its centre. Images are made smaller by the area method (resize_filter=linear) or by the antialias
+    filter, and larger by bilinear interpolation.
     """
     size = out.shape[0]
     smaller = _smaller(config)
-    if config.eval_crop == "center":
-        image = _resize_short(_without_ends(image), config.eval_resize or round(size * 8 / 7), smaller)
+    if config.eval_crop != "resize":
+        side = config.eval_resize or round(size * 8 / 7)
+        if config.eval_crop == "center":
+            image = _resize_short(_without_ends(image), side, smaller)
+        else:
+            image = resize(image, (side, side), smaller if min(image.shape[:2]) > side else cv2.INTER_LINEAR)
         top, left = (image.shape[0] - size) // 2, (image.shape[1] - size) // 2
         image = image[top : top + size, left : left + size]
     _resize_into(image, out, smaller if min(image.shape[:2]) > size else cv2.INTER_LINEAR)

@@ -19,10 +19,13 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
                  "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
         rows += [(text, f"{scores[name]:.2%}") for name, text in names.items()]
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
-    if "fewshot_top1" in scores:
-        seeds = len(scores["fewshot_top1_of_seeds"])
-        rows.append((f"{scores['fewshot_shots']}-shot linear accuracy, mean", f"{scores['fewshot_top1']:.2%}"))
-        rows.append((f"  its standard deviation over {seeds} seeds", f"{scores['fewshot_std']:.2%}"))
+    several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
+    for row in scores.get("fewshot", []):
+        strength = f", λ = {row['l2']:g}" if several else ""
+        rows.append((f"{row['shots']}-shot linear accuracy{strength}, mean", f"{row['top1']:.2%}"))
+        rows.append((f"  its standard deviation over {len(row['top1_of_seeds'])} seeds", f"{row['std']:.2%}"))
+    if "knn" in scores:
+        rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
@@ -34,8 +37,8 @@ def page(scores: dict[str, Any]) -> str:
     """report.md."""
     parts = [f"# {scores['weights']} on {scores['data']}, split {scores['split']}", _how(scores)]
     parts.append(_table(("score", "value"), summary(scores)))
-    if "fewshot_top1" in scores:
-        parts += ["## Few-shot", _few_shot_text(scores)]
+    if "probe_split" in scores:
+        parts += ["## Features", *_probe_text(scores)]
     if "per_class" in scores:
         parts += ["## Classes", *_classes(scores), "## What is taken for what"]
         if scores["confused"]:
@@ -48,7 +51,7 @@ def page(scores: dict[str, Any]) -> str:
                      "(confusion.png)")  # fmt: skip
     for title, name in (
         ("Unreadable images", "unreadable"),
-        ("Unreadable images among the shots", "fewshot_unreadable"),
+        ("Unreadable images that features were to be fitted to", "probe_unreadable"),
     ):
         if bad := scores.get(name):
             parts += [f"## {title}", _table(("image", "problem"), [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]])]
@@ -69,8 +72,9 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     crop = "the whole image resized to a square"
-    if scores["eval_crop"] == "center":
-        crop = f"short side resized to {scores['eval_resize']}, central crop"
+    if scores["eval_crop"] != "resize":
+        resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
+        crop = f"{resized} resized to {scores['eval_resize']}, central crop"
     left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "
     return (
         f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {left_out}"
@@ -78,15 +82,26 @@ def _how(scores: dict[str, Any]) -> str:
     )
 
 
-def _few_shot_text(scores: dict[str, Any]) -> str:
-    shots, fewest = scores["fewshot_shots"], scores["fewshot_fewest"]
-    of_seeds = ", ".join(f"{accuracy:.2%}" for accuracy in scores["fewshot_top1_of_seeds"])
-    less = f" Some class has only {fewest}." if fewest < shots else ""
-    return (
-        f"Ridge regression (λ = 1024) of the features before the head on {shots} images of each class of split "
-        f"{scores['fewshot_split']}, tested on split {scores['split']}, both in the evaluation view above. "
-        f"Seeds 0, 1, ...: {of_seeds}.{less}"
+def _probe_text(scores: dict[str, Any]) -> Iterable[str]:
+    yield (
+        f"What the head reads, learnt from images of split {scores['probe_split']} and tested on split {scores['split']}, both "
+        "in the evaluation view above."
     )
+    if scores["fewshot"]:
+        yield "Ridge regression on a few images of each class, with strength λ, for seeds 0, 1, ... of their choice:"
+        rows = [
+            (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
+            for row in scores["fewshot"]
+        ]  # fmt: skip
+        yield _table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
+        if len({row["l2"] for row in scores["fewshot"]}) > 1:
+            yield "To take the best λ of this table would be to choose it on the test images: use one, told beforehand."
+    if "knn" in scores:
+        knn = scores["knn"]
+        yield (
+            f"Nearest neighbours: the {knn['neighbours']} of {knn['images']:,} images with the largest cosine vote, each with "
+            f"exp(cosine / {knn['temperature']:g})."
+        )
 
 
 def _classes(scores: dict[str, Any]) -> Iterable[str]:
