@@ -169,7 +169,9 @@ def _probe(
     """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
     choice = choose(config, train, num_classes)
     if not len(choice.rows):
-        raise UserError(f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0.")
+        raise UserError(
+            f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."
+        )
     alone = Ranks(0, 0, 1, subject.device)
     with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
         seen = extract(
