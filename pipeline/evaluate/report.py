@@ -72,7 +72,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
-        "report.md": render.page(scores).encode(),
+        "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,12 @@ def test_one_and_two_ranks_probe_the_same(data: Path, tmp_path: Path) -> None:
         for ranks, stage in ((1, 1), (2, 3)):
             run = forge.start(ranks, settings(data, tmp_path, f"on{ranks}", f"engine.zero_stage={stage}", *still))
             assert run.wait() == [0] * ranks, run.said()
+        # Killed between its last checkpoint and its last probe, a run makes up for it.
+        whole = (tmp_path / "on1" / "probe.json").read_text()
+        (tmp_path / "on1" / "probe.json").write_text(json.dumps({**json.loads(whole), "step": 4}))
+        again = forge.start(1, settings(data, tmp_path, "on1", "engine.zero_stage=1", *still))
+        assert again.wait() == [0], again.said()
+        assert (tmp_path / "on1" / "probe.json").read_text() == whole
     runs = [tmp_path / "on1", tmp_path / "on2"]
     for name in names:
         found = metrics(runs[0], name)

@@ -23,6 +23,7 @@ from pipeline.data.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import figure, render, report
 from pipeline.evaluate.subject import evaluation_view, load_subject
+from pipeline.page import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
@@ -262,7 +263,7 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     names = [f"class{c}" for c in range(60)]
     rows = [{"class": name, "precision": c / 60, "recall": c / 60, "f1": c / 60, "support": 5 * (c > 0)}
             for c, name in enumerate(names)]  # fmt: skip
-    text = "\n".join(render._classes({"per_class": rows}))
+    text = markdown("classes", list(render._classes({"per_class": rows})))
     shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| class")][1:]
     assert shown == [*names[1:16], *names[55:]]
     assert "1 classes have no image in this split" in text
