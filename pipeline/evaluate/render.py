@@ -55,8 +55,8 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
         ("Unreadable images that features were to be fitted to", "probe_unreadable"),
     ):
         if bad := scores.get(name):
-            rows = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
-            blocks += [Heading(title), Table(("image", "problem"), rows)]
+            named = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
+            blocks += [Heading(title), Table(("image", "problem"), named)]
             if len(bad) > _MAX_NAMED:
                 blocks.append(Paragraph(f"The first {_MAX_NAMED} of {len(bad):,}; all are in scores.json."))
     return markdown(f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks)
