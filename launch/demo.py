@@ -71,7 +71,7 @@ def demo(config: DemoConfig) -> None:
     summary = {
         "pretrain_top1": pretrained["top1"],
         "finetune_top1": finetuned["top1"],
-        "fewshot_top1": probed["fewshot_top1"],
+        "fewshot_top1": probed["fewshot"][0]["top1"],
         "images_per_second": speeds[len(speeds) // 2],
         "seconds": time.perf_counter() - begin,
     }

@@ -21,7 +21,7 @@ if __name__ == "__main__":
         evaluate,
         """
         Score weights on a split of a data set: top-1, top-5, loss, precision, recall and F1 of each class, a picture of
-        what is taken for what, and few-shot linear accuracy of the features. Runs in one process, on a GPU or a CPU.
+        what is taken for what, few-shot linear and kNN accuracy of the features. Runs in one process, on a GPU or a CPU.
 
           python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet
           python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10

@@ -67,11 +67,21 @@ class DataConfig:
         Limit.parse("100%"),
         "Random subset of the training split: a number of samples or a share; smaller lie in larger.",
     )
+    dev_share: float = setting(
+        0.0,
+        "Share of the training samples that are held out at random and evaluated on, as 'dev', in place of eval_split: to "
+        "choose settings by. 0 is none.",
+    )
     streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
     threads: int = setting(2, "Decoding threads of each rank.")
     prefetch: int = setting(4, "Micro-batches that are decoded ahead.")
     max_bad_share: float = setting(0.001, "Share of undecodable images above which the run stops.")
+
+    @property
+    def evaluated_split(self) -> str:
+        """What evaluations of a run, and their metrics, are called by."""
+        return "dev" if self.dev_share else self.eval_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +115,12 @@ class AugmentConfig:
         0.0, "Pairs swap a box, its area from Beta(cutmix, cutmix); with mixup too, each step takes one of the two."
     )
     eval_resize: int = setting(
-        0, "Evaluation: short side before the central crop; 0 is 8/7 of image_size (256 for 224)."
+        0, "Evaluation: short side, or square, before the central crop; 0 is 8/7 of image_size (256 for 224)."
     )
-    eval_crop: Literal["center", "resize"] = setting(
-        "center", "Evaluation: short side to eval_resize and central crop, or the whole image resized."
+    eval_crop: Literal["center", "resize", "resize_center"] = setting(
+        "center",
+        "Evaluation: short side to eval_resize and central crop; the whole image resized; or that to eval_resize, and its "
+        "central crop (big_vision's few-shot).",
     )
 
 
@@ -184,6 +196,54 @@ class EngineConfig:
 class EvaluateConfig:
     every: Length = _length("5%", "Between evaluations during training; one is always made at the end.")
     batch: int = setting(64, "Images per forward pass of one rank.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """What is asked of features without training: few-shot linear accuracy, and that of nearest neighbours."""
+
+    train_split: str = setting("train", "Split that the few shots and the neighbours are chosen from.")
+    shots: list[int] = setting(
+        [5], "Few-shot linear accuracy of the features, with so many images of each class, as [1,5,10,25]; 0 is none."
+    )
+    shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.")
+    l2: list[float] = setting(
+        [1024.0], "Strengths of the few-shot ridge regression (2^10 is big_vision's); each is told."
+    )
+    neighbours: int = setting(0, "kNN accuracy of the features, with the votes of so many (20 is DINO's); 0 is none.")
+    temperature: float = setting(0.07, "Of kNN: a neighbour's vote is exp(cosine / temperature).")
+    neighbour_images: int = setting(50_000, "Training images, chosen at random, that neighbours are among; 0 is all.")
+
+    @property
+    def probes(self) -> bool:
+        """Whether there is anything to ask."""
+        return any(self.shots) or self.neighbours > 0
+
+    def check_probe(self, prefix: str, split: str) -> None:
+        """Refuse what cannot work; prefix: of the settings' names, split: the one tested on. Raises UserError."""
+        not_negative = {"shots": min(self.shots, default=0), "neighbours": self.neighbours,
+                        "neighbour_images": self.neighbour_images}  # fmt: skip
+        for name, value in not_negative.items():
+            if value < 0:
+                raise UserError(f"{prefix}{name} = {value} must not be negative.")
+        if self.shots_seeds < 1:
+            raise UserError(f"{prefix}shots_seeds = {self.shots_seeds} must be at least 1.")
+        if any(self.shots) and (not self.l2 or min(self.l2) <= 0):
+            raise UserError(f"{prefix}l2 = {self.l2} must be numbers greater than 0.")
+        if self.temperature <= 0:
+            raise UserError(f"{prefix}temperature = {self.temperature} must be greater than 0.")
+        if self.probes and self.train_split == split:
+            raise UserError(
+                f"{prefix}train_split = {prefix}split = {split}: features would be tested on what they are fitted to. "
+                f"Use another {prefix}train_split, or {prefix}shots=0 {prefix}neighbours=0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProbeConfig(ProbeConfig):
+    every: Length = _length("0 steps", "Between probes of the features during training, and one at the end; 0 is none.")
+    data: str = setting("", "Folder or URL of the data set they are made on; empty is the run's own.")
+    split: str = setting("val", "Split that they are tested on.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +326,7 @@ class RunConfig:
     schedule: ScheduleConfig = setting(ScheduleConfig, "")
     engine: EngineConfig = setting(EngineConfig, "")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "")
+    probe: RunProbeConfig = setting(RunProbeConfig, "")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
     health: HealthConfig = setting(HealthConfig, "")
     profile: ProfileConfig = setting(ProfileConfig, "")
@@ -294,7 +355,7 @@ class RunConfig:
             "train.max_skipped_steps": self.train.max_skipped_steps,
             "train.stop_after_minutes": self.train.stop_after_minutes, "data.retry_minutes": self.data.retry_minutes,
             "augment.randaugment_layers": self.augment.randaugment_layers,
-            "checkpoint.keep_every": self.checkpoint.keep_every.amount,
+            "checkpoint.keep_every": self.checkpoint.keep_every.amount, "probe.every": self.probe.every.amount,
             "profile.trace_step": self.profile.trace_step, "health.max_rollbacks": self.health.max_rollbacks, "health.hang_minutes": self.health.hang_minutes,
             "health.straggler_ratio": self.health.straggler_ratio, "optimizer.lr_batch": self.optimizer.lr_batch,
         }  # fmt: skip
@@ -316,7 +377,7 @@ class RunConfig:
             )
         shares = {"model.dropout": self.model.dropout, "model.drop_path": self.model.drop_path,
                   "train.label_smoothing": self.train.label_smoothing,
-                  "data.max_bad_share": self.data.max_bad_share, "schedule.final": self.schedule.final,
+                  "data.max_bad_share": self.data.max_bad_share, "data.dev_share": self.data.dev_share, "schedule.final": self.schedule.final,
                   "augment.color_jitter": self.augment.color_jitter, "augment.erase": self.augment.erase,
                   "augment.mixup": self.augment.mixup, "augment.cutmix": self.augment.cutmix}  # fmt: skip
         for name, value in shares.items():
@@ -361,9 +422,22 @@ class RunConfig:
                 f"{self.data.streams}. Use data.streams={math.gcd(self.train.global_batch, self.data.streams)}."
             )
         names = ("loss",) if self.train.masked else ("top1", "top5", "loss")
-        metrics = [f"{self.data.eval_split}_{name}" for name in names]
+        if self.data.dev_share >= 1:
+            raise UserError(
+                f"data.dev_share = {self.data.dev_share} must be below 1: something must be left to train on."
+            )
+        metrics = [f"{self.data.evaluated_split}_{name}" for name in names]
         if self.checkpoint.best and self.checkpoint.best not in metrics:
             raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
+        if self.probe.every.amount and self.train.masked:
+            raise UserError(
+                f"probe.every is set, and train.loss = {self.train.loss} trains a model that reads corrupted images. Probe "
+                "its checkpoints: launch/evaluate.py."
+            )
+        if self.probe.every.amount:
+            self.probe.check_probe("probe.", self.probe.split)
+            if not self.probe.probes:
+                raise UserError("probe.every is set with probe.shots=0 and probe.neighbours=0: set one of them.")
         if self.health.spike_window < 8:
             raise UserError(
                 f"health.spike_window = {self.health.spike_window} must be at least 8 to tell a spike from noise."
@@ -462,11 +536,12 @@ class WeightsConfig:
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of others (docs/weights.md)")
     image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.")
     eval_resize: int = setting(
-        0, "Short side before the central crop; 0 is as the weights say, else 8/7 of image_size."
+        0, "Short side, or square, before the central crop; 0 is as the weights say, else 8/7 of image_size."
     )
-    eval_crop: Literal["auto", "center", "resize"] = setting(
+    eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
         "auto",
-        "Short side resized and central crop, or the whole image resized; auto is as the weights say.",
+        "Short side resized and central crop; the whole image resized; or that and its central crop; auto is as the weights "
+        "say.",
     )
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."
@@ -487,7 +562,7 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig(WeightsConfig):
+class ScoreConfig(WeightsConfig, ProbeConfig):
     """Scores of trained weights on a split of a data set, and a report of them."""
 
     data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
@@ -496,26 +571,15 @@ class ScoreConfig(WeightsConfig):
     out: str = setting(
         "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."
     )
-    classify: bool = setting(True, "Score the weights' own head; false when it is of other classes: shots only.")
+    classify: bool = setting(True, "Score the weights' own head; false when it is of other classes: features only.")
     match_classes: bool = setting(True, "Refuse data whose class names are not those that the weights were trained on.")
-    shots: int = setting(5, "Few-shot linear accuracy of the features, with so many images of each class; 0 is none.")
-    shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.")
-    train_split: str = setting("train", "Split that the few shots are chosen from.")
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
         super().check()
-        if self.shots < 0:
-            raise UserError(f"shots = {self.shots} must not be negative.")
-        if self.shots_seeds < 1:
-            raise UserError(f"shots_seeds = {self.shots_seeds} must be at least 1.")
-        if not self.classify and not self.shots:
-            raise UserError("classify=false with shots=0 leaves nothing to score: set one of them.")
-        if self.shots and self.train_split == self.split:
-            raise UserError(
-                f"train_split = split = {self.split}: few-shot accuracy would be tested on what it is trained on. "
-                "Use another train_split, or shots=0."
-            )
+        self.check_probe("", self.split)
+        if not self.classify and not self.probes:
+            raise UserError("classify=false with shots=0 and neighbours=0 leaves nothing to score: set one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,9 @@ class ShardConfig:
         0, "Images of each class held out of the train split as 'val', the first in the order of names."
     )
     val_labels: str = setting(
-        "", "imagenet1k: file of lines 'filename wnid', or ILSVRC2012_validation_ground_truth.txt beside its meta.mat."
+        "",
+        "imagenet1k: file of lines 'filename wnid', ILSVRC2012_validation_ground_truth.txt beside its meta.mat, or ReaL's "
+        "real.json with label_names.",
     )
     cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes, or its 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, binary or struct<bytes, path>.")

@@ -214,6 +214,18 @@ class Engine:
         self.engine.eval()
         return self.engine(normalise(images, self.ranks.device, self.dtype), *masks).float()
 
+    def features(self, images: Tensor) -> Tensor:
+        """float32 (B, D), what the head reads, of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        # By way of the whole model: at stage 3 its parameters are only there inside of its own forward pass.
+        read: list[Tensor] = []
+        hook = self.engine.module.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
+        try:
+            with torch.compiler.set_stance("force_eager"):  # What is compiled would not see the hook.
+                self.forward(images)
+        finally:
+            hook.remove()
+        return read[0].float()
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model computes with the mean of its weights, if there is one. Collective."""

@@ -17,6 +17,7 @@ from pipeline import model as models
 from pipeline.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.config import PlanConfig, RunConfig
 from pipeline.data.manifest import open_dataset, replacing
+from pipeline.data.subset import run_splits
 from pipeline.errors import UserError
 from pipeline.length import ImageSize
 from pipeline.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
@@ -177,7 +178,7 @@ def _data(config: PlanConfig) -> Data:
         dataset = open_dataset(config.data.path)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
-    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
+    split, _ = run_splits(dataset, config.data, config.seed)
     used = int(np.count_nonzero(split.shard_sizes))
     return Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
 

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. keep_every: 0 is never."""
+    """All lengths in optimizer steps. keep_every, probe_every: 0 is never."""
 
     steps: int
     warmup: int
     eval_every: int
     checkpoint_every: int
     keep_every: int
+    probe_every: int
     accumulation: int
     micro_batch: int
     num_samples: int
@@ -65,12 +66,14 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} is {warmup:,} steps, but the whole run has {steps:,} "
             f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
         )
+    probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
     return Plan(
         steps=steps,
         warmup=warmup,
         eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
         checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
         keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
+        probe_every=probe_every if config.probe.every.amount else 0,
         accumulation=accumulation,
         micro_batch=micro_batch,
         num_samples=num_samples,

@@ -17,6 +17,7 @@ from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
 from pipeline.data.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.split import NOTHING_EXCLUDED, Split
+from pipeline.data.subset import run_splits
 from pipeline.errors import UserError
 
 _TILE = 96
@@ -30,7 +31,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     left_out = state.get("left_out", []) if state else []
     of_run = _settings(path, state)
     dataset = open_dataset(config.data or of_run.data.path)
-    split = dataset.split(of_run.data.train_split, of_run.data.exclude, of_run.data.limit, of_run.seed)
+    split, _ = run_splits(dataset, of_run.data, of_run.seed)
     if state:
         _refuse_other_data(state["identity"], dataset, split)
     batch = of_run.train.global_batch

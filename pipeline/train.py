@@ -29,11 +29,13 @@ from pipeline.data.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder, batch_of_step, leave_out
+from pipeline.data.subset import run_splits
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import Stopped, UserError
 from pipeline.evaluate.classify import Scores, predict, score
 from pipeline.evaluate.masked import MaskedScores, score_masked
+from pipeline.evaluate.probe import named, open_run_probe
 from pipeline.fragments import Fragments
 from pipeline.health import LossWatch, SlowRanks, Watchdog
 from pipeline.masking import Masking
@@ -62,8 +64,8 @@ def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
     dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split = dataset.split(config.data.train_split, config.data.exclude, config.data.limit, config.seed)
-    evaluation = dataset.split(config.data.eval_split, config.data.exclude)
+    split, evaluation = run_splits(dataset, config.data, config.seed)
+    run_probe = open_run_probe(config, dataset)
     plan = make_plan(config, len(split), ranks.world_size)
     facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path
@@ -155,7 +157,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
             watchdog.at(step, "evaluation")
             return engine.forward(images, *masks)
 
-        split_name, size, view = config.data.eval_split, config.model.image_size, config.augment
+        split_name, size, view = config.data.evaluated_split, config.model.image_size, config.augment
         batch, threads = config.evaluate.batch, config.data.threads
         scores: Scores | MaskedScores
         with engine.averaged():
@@ -167,19 +169,35 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 )
                 scores = score(predictions, evaluation)
         console.say(f"step {step:,}: {split_name} {scores}")
-        named = {f"{split_name}_{name}": value for name, value in asdict(scores).items() if value is not None}
+        metrics = {f"{split_name}_{name}": value for name, value in asdict(scores).items() if value is not None}
         if config.checkpoint.best:
-            saver.mark_best(step, config.checkpoint.best, named[config.checkpoint.best])
+            saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
         if tracker:
-            tracker.log(step, named)
+            tracker.log(step, metrics)
             write_atomically(folder / "scores.json", json.dumps({"step": step, **asdict(scores)}))
+
+    def probe(step: int) -> None:
+        def features(images: Tensor) -> Tensor:
+            watchdog.at(step, "probe")
+            return engine.features(images)
+
+        assert run_probe is not None
+        with engine.averaged():
+            scores = run_probe.scores(features, ranks, stop)
+        metrics = named(scores, run_probe.name)
+        console.say(f"step {step:,}: " + ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()))
+        if tracker:
+            tracker.log(step, metrics)
+            write_atomically(folder / "probe.json", json.dumps({"step": step, **scores}))
 
     status, reason = "FAILED", ""
     done = saved = start
     try:
         stop.begin_training(start)
-        if ranks.agree(_evaluation_is_owed(folder, start, plan)):
+        if ranks.agree(_is_owed(folder / "scores.json", start, plan.eval_every, plan.steps)):
             evaluate(start)
+        if ranks.agree(_is_owed(folder / "probe.json", start, plan.probe_every, plan.steps)):
+            probe(start)
         # -------------------------------------------------------------- the loop
         console.open_bar(start, plan.steps)
         while done < plan.steps:
@@ -207,6 +225,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                 last = done == plan.steps
                 logging = done % config.train.log_every == 0 or last
                 evaluating = done % plan.eval_every == 0 or last
+                probing = plan.probe_every > 0 and (done % plan.probe_every == 0 or last)
                 kept = plan.keep_every > 0 and done % plan.keep_every == 0
                 saving = (
                     done % plan.checkpoint_every == 0 or kept or last or (evaluating and config.checkpoint.best != "")
@@ -253,6 +272,8 @@ def _run(config: RunConfig, stop: Stop) -> None:
                     stop.leave_if_wanted()  # Else the next step would want a commit of its own.
                 if evaluating:
                     evaluate(done)
+                if probing:
+                    probe(done)
                 meter.exclude(time.perf_counter() - begin)
                 watchdog.at(done, "data")
         saver.wait()
@@ -296,12 +317,12 @@ def _steps(batches: Iterator[Batch], accumulation: int, clock: StepClock) -> Ite
         yield micro_batches
 
 
-def _evaluation_is_owed(folder: Path, start: int, plan: Plan) -> bool:
-    """Whether the run left `start` before it was evaluated: stopped or killed after its checkpoint."""
-    if not start or (start % plan.eval_every and start < plan.steps):
+def _is_owed(scores: Path, start: int, every: int, steps: int) -> bool:
+    """Whether the run left `start` before it was scored, every so many steps: stopped or killed after its checkpoint."""
+    if not start or not every or (start % every and start < steps):
         return False
     try:
-        return int(json.loads((folder / "scores.json").read_text())["step"]) < start
+        return int(json.loads(scores.read_text())["step"]) < start
     except (OSError, ValueError, KeyError):
         return True
 
@@ -365,6 +386,12 @@ def _start_tracker(
                   "num_parameters": models.num_parameters(model.config)}  # fmt: skip
     tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
     tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags)
-    for file in (resolved, folder / "deepspeed.json", folder / "log.txt", folder / "scores.json"):
+    for file in (
+        resolved,
+        folder / "deepspeed.json",
+        folder / "log.txt",
+        folder / "scores.json",
+        folder / "probe.json",
+    ):
         tracker.artifact(file)
     return tracker

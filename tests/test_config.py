@@ -17,16 +17,20 @@ from pipeline import config as settings
 from pipeline import data_config as data_settings
 from pipeline import look_config as look_settings
 from pipeline import schema
+from pipeline import suite_config as suite_settings
 from pipeline import transfer_config as transfer_settings
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
 from pipeline.plan import make_plan, new_model_config
+from pipeline.transfer.grid import cell as grid_cell
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[1]
-CLASSES = {**vars(settings), **vars(data_settings), **vars(look_settings), **vars(transfer_settings)}
+CLASSES = {
+    **vars(settings), **vars(data_settings), **vars(look_settings), **vars(transfer_settings), **vars(suite_settings),
+}  # fmt: skip
 COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
@@ -178,6 +182,11 @@ def test_every_field_is_documented(command: type) -> None:
 def test_shipped_file_loads_and_plans(path: Path) -> None:
     if path.parent.name in ("data", "index"):
         assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
+        return
+    if path.parent.name == "grid":
+        grid = schema.load(suite_settings.GridConfig, path)
+        trial = grid_cell(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
+        assert trial.config.data.evaluated_split == "dev"
         return
     if path.name == "prepare.yaml":
         assert schema.load(VtabPrepareConfig, path).originals
@@ -505,6 +514,9 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("vtab_prepare.py", VtabPrepareConfig),
         ("vtab.py", transfer_settings.VtabConfig),
         ("supervise.py", settings.SuperviseConfig),
+        ("vtab_report.py", suite_settings.VtabReportConfig),
+        ("compare.py", suite_settings.CompareConfig),
+        ("finetune_grid.py", suite_settings.GridConfig),
     ],
 )
 def test_help_lists_every_field(script: str, command: type) -> None:

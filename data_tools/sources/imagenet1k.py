@@ -1,15 +1,17 @@
 """ImageNet-1k (ILSVRC 2012) as it is handed out: a tar of <wnid>.tar to train on, a flat tar of images for validation.
 
-The classes of the flat tar's images stand in a file of their own (val_labels). Nothing is extracted.
+The classes of the flat tar's images stand in a file of their own (val_labels); in ReaL's (arXiv 2006.07159) an image has
+several, or none, and is then left out as in its score. Nothing is extracted.
 """
 
+import json
 import re
 import tarfile
 from pathlib import Path
 from typing import Any
 
 from data_tools.sources.archive import tar_members
-from data_tools.sources.class_numbers import read_lines
+from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
 from data_tools.sources.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import Collector
 from pipeline.data.bucket import AnyPath
@@ -31,16 +33,16 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if is_tar_of_tars(path):
                 walk_tar(path, collector, f"{name}/")
             else:
-                _walk_flat(path, split, config.val_labels, collector)
+                _walk_flat(path, split, config, collector)
         except tarfile.TarError as error:
             raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
 
 
-def _walk_flat(path: AnyPath, split: str, val_labels: str, collector: Collector) -> None:
-    if not val_labels:
+def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> None:
+    if not config.val_labels:
         raise UserError(
-            f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', or "
-            "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat."
+            f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
+            "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat, or ReaL's real.json."
         )
     with path.open("rb") as file:
         members = [
@@ -49,10 +51,34 @@ def _walk_flat(path: AnyPath, split: str, val_labels: str, collector: Collector)
             if not is_folder
         ]
     members.sort()
-    wnids = _read_wnids(val_labels, [stem for stem, *_ in members])
+    stems = [stem for stem, *_ in members]
+    if config.val_labels.endswith(".json"):
+        labels, collector.classes = _read_real(config.val_labels, config.label_names, stems)
+        bare = sum(not wnids for wnids in labels.values())
+        collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
+    else:
+        labels = {stem: [wnid] for stem, wnid in _read_wnids(config.val_labels, stems).items()}
     container = collector.add_container(path)
     for stem, name, offset, size in members:
-        collector.sample(split, f"{wnids[stem]}/{stem}", [wnids[stem]], name, container, offset, size)
+        if labels[stem]:
+            collector.sample(split, f"{labels[stem][0]}/{stem}", labels[stem], name, container, offset, size)
+
+
+def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """(classes of each image, all classes in order) of real.json: a list of class numbers for each image, in their order."""
+    if not label_names:
+        raise UserError(f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line.")
+    names = ClassNumbers(read_names(label_names, "label_names"))
+    try:
+        numbers = json.loads("\n".join(read_lines(val_labels, "val_labels")))
+    except ValueError as error:
+        raise UserError(f"val_labels = {val_labels} is no JSON: {error}.") from None
+    if not isinstance(numbers, list) or len(numbers) != len(stems):
+        raise UserError(f"val_labels = {val_labels} must be a list of {len(stems):,} lists, one for each image.")
+    labels = {
+        stem: [names.name(n, f"{val_labels}, {stem}") for n in row] for stem, row in zip(stems, numbers, strict=True)
+    }
+    return labels, names.classes()
 
 
 def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:

@@ -114,24 +114,31 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
 def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
     """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
 
-    "center": short side to eval_resize, then the centre. "resize": all of it. Images are made smaller by the
-    area method (resize_filter=linear), by the antialias filter or bilinearly, and larger by bilinear interpolation.
+    "center": short side to eval_resize, then the centre. "resize": all of it. "resize_center": all of it to a frame whose
+    short side is eval_resize, then its centre. Images are made smaller by the area method (resize_filter=linear), by the
+    antialias filter or bilinearly, and larger by bilinear interpolation.
     """
     height, width = out.shape[:2]
     smaller = _smaller(config)
-    if config.eval_crop == "center":
+    if config.eval_crop != "resize":
         frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
-        image = _cover(_without_ends(image), frame, smaller)
+        if config.eval_crop == "center":
+            image = _cover(_without_ends(image), frame, smaller)
+        else:
+            image = resize(image, frame[::-1], smaller if _shrinks(image, frame) else cv2.INTER_LINEAR)
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         image = image[top : top + height, left : left + width]
-    shrinks = image.shape[0] > height and image.shape[1] > width
-    _resize_into(image, out, smaller if shrinks else cv2.INTER_LINEAR)
+    _resize_into(image, out, smaller if _shrinks(image, (height, width)) else cv2.INTER_LINEAR)
 
 
 def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
     """(height, width) of a view, made so large that its short side is `short`: what is cut down to the view."""
     height, width = view
     return round(height * short / min(view)), round(width * short / min(view))
+
+
+def _shrinks(image: np.ndarray, size: tuple[int, int]) -> bool:
+    return image.shape[0] > size[0] and image.shape[1] > size[1]
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:

@@ -1,17 +1,14 @@
 """Few-shot linear accuracy in closed form (ViT paper, section 4.1; big_vision, evaluators/fewshot_lsr.py).
 
-Shapes: n training samples, m test samples, D features, K classes, M labels of a test sample.
+Shapes: n training samples, m test samples, D features, K classes, R the smaller of n and D + 1.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluate.classify import is_any
-
 # Almost unregularised bias: a constant column so large that its weight is small.
 _BIAS = 100.0
-L2 = 2.0**10
-# Test samples at a time: their scores for 21,843 classes take 180 MB.
-_CHUNK = 1024
 
 
 def choose_shots(labels: np.ndarray, num_classes: int, shots: int, seed: int) -> np.ndarray:
@@ -28,48 +25,50 @@ def choose_shots(labels: np.ndarray, num_classes: int, shots: int, seed: int) ->
     return np.concatenate(chosen)
 
 
-def accuracy(
-    train: np.ndarray,
-    train_labels: np.ndarray,
-    test: np.ndarray,
-    test_labels: np.ndarray,
-    num_classes: int,
-    l2: float = L2,
-) -> float:
-    """Share of test samples that ridge regression to {-1, +1} targets classifies right.
+@dataclass(frozen=True)
+class Ridge:
+    """Ridge regression of {-1, +1} targets on whitened features, for every strength at once.
 
-    train: float (n, D), features of the shots; train_labels: int64 (n,). test: float (m, D); test_labels: int64 (m, M),
-    any of them is right, -1 never is.
+    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as weights;
+    values: (R,), its eigenvalues. targets: (R, K), along them. All float64.
     """
-    predicted = classify(train, train_labels, test, num_classes, l2)
-    return float(is_any(predicted[:, None], test_labels).mean())
+
+    mean: np.ndarray
+    std: np.ndarray
+    directions: np.ndarray
+    values: np.ndarray
+    targets: np.ndarray
+
+    def scores(self, features: np.ndarray, l2: float) -> np.ndarray:
+        """float (m, D) -> float64 (m, K), which the targets of `fit` are like. l2 > 0: the strength, of the bias, too."""
+        return ((_whiten(features, self.mean, self.std) @ self.directions) / (self.values + l2)) @ self.targets
+
+    def classify(self, features: np.ndarray, l2: float) -> np.ndarray:
+        """float (m, D) -> int64 (m,): the class of the highest score."""
+        return self.scores(features, l2).argmax(1)
 
 
-def classify(
-    train: np.ndarray, train_labels: np.ndarray, test: np.ndarray, num_classes: int, l2: float = L2
-) -> np.ndarray:
-    """int64 (m,): the class that ridge regression to {-1, +1} targets gives to each test sample.
+def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Ridge:
+    """The regression on float (n, D) features of classes `labels`, int64 (n,), 0 to K - 1. float64 throughout.
 
-    Both sets are whitened with the statistics of `train` and get a bias column, which is regularised as the others are;
-    the solution goes through the eigenvectors of the smaller Gram matrix. float64 throughout.
+    With X the features, whitened by their own mean and deviation beside a column of 100: (X'X + l2)^-1 X'Y, or
+    X'(XX' + l2)^-1 Y where n < D + 1.
     """
-    train = train.astype(np.float64)
-    mean, std = train.mean(0), train.std(0)
-
-    def whiten(part: np.ndarray) -> np.ndarray:
-        return np.concatenate([(part - mean) / (std + 1e-5), np.full((len(part), 1), _BIAS)], 1)
-
-    x = whiten(train)
+    wide = features.astype(np.float64)
+    mean, std = wide.mean(0), wide.std(0)
+    x = _whiten(wide, mean, std)
     n, d = x.shape
-    values, vectors = np.linalg.eigh(x.T @ x if n >= d else x @ x.T)
-    inverse = (vectors / (values + l2)) @ vectors.T
     if n >= d:
-        # x.T @ y without y, which is (n, K): 19 GB for 5 shots of 21,843 classes.
+        values, vectors = np.linalg.eigh(x.T @ x)
+        # X'Y without Y, which is (n, K): 19 GB for 5 shots of 21,843 classes.
         sums = np.zeros((num_classes, d))
-        np.add.at(sums, train_labels, x)
-        weights = inverse @ (2 * sums.T - x.sum(0)[:, None])
-    else:
-        y = np.full((n, num_classes), -1.0)
-        y[np.arange(n), train_labels] = 1.0
-        weights = x.T @ (inverse @ y)
-    return np.concatenate([np.argmax(whiten(test[i : i + _CHUNK]) @ weights, 1) for i in range(0, len(test), _CHUNK)])
+        np.add.at(sums, labels, x)
+        return Ridge(mean, std, vectors, values, vectors.T @ (2 * sums.T - x.sum(0)[:, None]))
+    values, vectors = np.linalg.eigh(x @ x.T)
+    y = np.full((n, num_classes), -1.0)
+    y[np.arange(n), labels] = 1.0
+    return Ridge(mean, std, x.T @ vectors, values, vectors.T @ y)
+
+
+def _whiten(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    return np.concatenate([(features - mean) / (std + 1e-5), np.full((len(features), 1), _BIAS)], 1)

@@ -2,10 +2,11 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.data.split import NOTHING_EXCLUDED
+from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown
 
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
@@ -19,10 +20,13 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
                  "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
         rows += [(text, f"{scores[name]:.2%}") for name, text in names.items()]
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
-    if "fewshot_top1" in scores:
-        seeds = len(scores["fewshot_top1_of_seeds"])
-        rows.append((f"{scores['fewshot_shots']}-shot linear accuracy, mean", f"{scores['fewshot_top1']:.2%}"))
-        rows.append((f"  its standard deviation over {seeds} seeds", f"{scores['fewshot_std']:.2%}"))
+    several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
+    for row in scores.get("fewshot", []):
+        strength = f", λ = {row['l2']:g}" if several else ""
+        rows.append((f"{row['shots']}-shot linear accuracy{strength}, mean", f"{row['top1']:.2%}"))
+        rows.append((f"  its standard deviation over {len(row['top1_of_seeds'])} seeds", f"{row['std']:.2%}"))
+    if "knn" in scores:
+        rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
     if scores["num_unreadable"]:
         rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
@@ -30,31 +34,32 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def page(scores: dict[str, Any]) -> str:
-    """report.md."""
-    parts = [f"# {scores['weights']} on {scores['data']}, split {scores['split']}", _how(scores)]
-    parts.append(_table(("score", "value"), summary(scores)))
-    if "fewshot_top1" in scores:
-        parts += ["## Few-shot", _few_shot_text(scores)]
+def page(scores: dict[str, Any], picture: bytes | None) -> str:
+    """report.md. picture: confusion.png, where the head is scored."""
+    blocks: list[Block] = [Paragraph(_how(scores)), Table(("score", "value"), summary(scores))]
+    if "probe_split" in scores:
+        blocks += [Heading("Features"), *_probes(scores)]
     if "per_class" in scores:
-        parts += ["## Classes", *_classes(scores), "## What is taken for what"]
+        blocks += [Heading("Classes"), *_classes(scores), Heading("What is taken for what")]
         if scores["confused"]:
             rows = [
                 (pair["true"], pair["predicted"], f"{pair['count']:,}", f"{pair['share']:.1%}")
                 for pair in scores["confused"]
             ]
-            parts.append(_table(("true class", "predicted as", "images", "share of the true class"), rows))
-        parts.append("![Confusion matrix: each row is a true class, each cell its share predicted as the column's]"
-                     "(confusion.png)")  # fmt: skip
+            blocks.append(Table(("true class", "predicted as", "images", "share of the true class"), rows))
+    if picture is not None:
+        about = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
+        blocks.append(Picture("confusion.png", about, picture))
     for title, name in (
         ("Unreadable images", "unreadable"),
-        ("Unreadable images among the shots", "fewshot_unreadable"),
+        ("Unreadable images that features were to be fitted to", "probe_unreadable"),
     ):
         if bad := scores.get(name):
-            parts += [f"## {title}", _table(("image", "problem"), [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]])]
+            named = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
+            blocks += [Heading(title), Table(("image", "problem"), named)]
             if len(bad) > _MAX_NAMED:
-                parts.append(f"The first {_MAX_NAMED} of {len(bad):,}; all are in scores.json.")
-    return "\n\n".join(parts) + "\n"
+                blocks.append(Paragraph(f"The first {_MAX_NAMED} of {len(bad):,}; all are in scores.json."))
+    return markdown(f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks)
 
 
 def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
@@ -69,8 +74,9 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     crop = "the whole image resized"
-    if scores["eval_crop"] == "center":
-        crop = f"short side resized to {scores['eval_resize']}, central crop"
+    if scores["eval_crop"] != "resize":
+        resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
+        crop = f"{resized} resized to {scores['eval_resize']}, central crop"
     left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "
     return (
         f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {left_out}"
@@ -78,39 +84,50 @@ def _how(scores: dict[str, Any]) -> str:
     )
 
 
-def _few_shot_text(scores: dict[str, Any]) -> str:
-    shots, fewest = scores["fewshot_shots"], scores["fewshot_fewest"]
-    of_seeds = ", ".join(f"{accuracy:.2%}" for accuracy in scores["fewshot_top1_of_seeds"])
-    less = f" Some class has only {fewest}." if fewest < shots else ""
-    return (
-        f"Ridge regression (λ = 1024) of the features before the head on {shots} images of each class of split "
-        f"{scores['fewshot_split']}, tested on split {scores['split']}, both in the evaluation view above. "
-        f"Seeds 0, 1, ...: {of_seeds}.{less}"
+def _probes(scores: dict[str, Any]) -> Iterator[Block]:
+    yield Paragraph(
+        f"What the head reads, learnt from images of split {scores['probe_split']} and tested on split {scores['split']}, both "
+        "in the evaluation view above."
     )
+    if scores["fewshot"]:
+        yield Paragraph(
+            "Ridge regression on a few images of each class, with strength λ, for seeds 0, 1, ... of their choice:"
+        )
+        rows = [
+            (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
+            for row in scores["fewshot"]
+        ]  # fmt: skip
+        yield Table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
+        if len({row["l2"] for row in scores["fewshot"]}) > 1:
+            yield Paragraph(
+                "To take the best λ of this table would be to choose it on the test images: use one, told beforehand."
+            )
+    if "knn" in scores:
+        knn = scores["knn"]
+        yield Paragraph(
+            f"Nearest neighbours: the {knn['neighbours']} of {knn['images']:,} images with the largest cosine vote, each with "
+            f"exp(cosine / {knn['temperature']:g})."
+        )
 
 
-def _classes(scores: dict[str, Any]) -> Iterable[str]:
+def _classes(scores: dict[str, Any]) -> Iterator[Block]:
     tested = [row for row in scores["per_class"] if row["support"]]
     untested = len(scores["per_class"]) - len(tested)
     if untested:
-        yield f"{untested:,} classes have no image in this split; the means are over the other {len(tested):,}."
+        yield Paragraph(
+            f"{untested:,} classes have no image in this split; the means are over the other {len(tested):,}."
+        )
     header = ("class", "precision", "recall", "F1", "images")
     if len(tested) <= _MAX_LISTED:
-        yield _table(header, [_class_cells(row) for row in tested])
+        yield Table(header, [_class_cells(row) for row in tested])
         return
     ranked = sorted(tested, key=lambda row: row["f1"])
-    yield f"The {_WORST} with the lowest F1, the {_BEST} with the highest; all are in [per_class.csv](per_class.csv)."
+    yield Paragraph(
+        f"The {_WORST} with the lowest F1, the {_BEST} with the highest; all are in [per_class.csv](per_class.csv)."
+    )
     rows = [_class_cells(row) for row in ranked[:_WORST]]
-    yield _table(header, [*rows, ("...",) * len(header), *(_class_cells(row) for row in ranked[-_BEST:])])
+    yield Table(header, [*rows, ("...",) * len(header), *(_class_cells(row) for row in ranked[-_BEST:])])
 
 
 def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others are set right unless they are text as well."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )

@@ -15,10 +15,11 @@ from pipeline.data.bucket import to_path
 from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.evaluate import fewshot, render
+from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.features import Features, extract
 from pipeline.evaluate.figure import draw_confusion
+from pipeline.evaluate.probe import choose, probe
 from pipeline.evaluate.subject import Subject, check_seen, load_subject, output_folder
 
 _NUM_CONFUSED = 10
@@ -28,18 +29,18 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     """Score `config.weights` on `config.split`, write the report, print its table; returns what scores.json holds.
 
     Among its keys, where scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
-    macro_recall, macro_f1, per_class; fewshot_top1 (mean over seeds), fewshot_std. Shares are in [0, 1].
+    macro_recall, macro_f1, per_class; fewshot (a row for each number of shots and strength), knn. Shares are in [0, 1].
     Raises UserError for weights and data that do not fit, before anything is written.
     """
     # ---------------------------------------------------------------------- what is scored, on what
     dataset = open_dataset(config.data)
     split = _split(config, dataset)
-    shots_split = _shots_split(config, dataset) if config.shots else None
+    train = _train_split(config, dataset) if config.probes else None
     subject = load_subject(config)
     if config.classify:
         _check_classes(config, subject.model.config.num_classes, subject.extra.get("classes"), dataset)
     folder = _folder(config)
-    for line in split.notes() + (shots_split.notes() if shots_split else []):
+    for line in split.notes() + (train.notes() if train else []):
         print(line)
 
     # ---------------------------------------------------------------------- every image once through the model
@@ -64,14 +65,14 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
         picture = draw_confusion(true, predicted, dataset.classes)
-    if features is not None and shots_split is not None:
-        scores |= _few_shots(config, subject, features, split, shots_split, dataset.num_classes)
+    if features is not None and train is not None:
+        scores |= _probe(config, subject, features, split, train, dataset.num_classes)
 
     # ---------------------------------------------------------------------- the folder
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
-        "report.md": render.page(scores).encode(),
+        "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ def _split(config: ScoreConfig, dataset: Dataset) -> Split:
     return split
 
 
-def _shots_split(config: ScoreConfig, dataset: Dataset) -> Split:
+def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
     if config.train_split not in dataset.splits:
         raise UserError(
             f"{config.data} has no split {config.train_split!r} to choose shots from. "
@@ -128,24 +129,26 @@ def _folder(config: ScoreConfig) -> Path:
 
 
 def _forward(config: ScoreConfig, subject: Subject, split: Split) -> tuple[Predictions | None, Features | None]:
-    """Predictions when there is a head to score, features when there are shots."""
+    """Predictions when there is a head to score, features when they are probed."""
     size, view = subject.image_size, subject.view
+    alone = Ranks(0, 0, 1, subject.device)
     with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
         if not config.classify:
             rows = np.arange(len(split))
-            return None, extract(subject.features, split, rows, size, view, config.batch, config.threads, bar.update)
+            return None, extract(
+                subject.features, split, rows, size, view, config.batch, config.threads, alone, bar.update
+            )
         on_the_way: list[np.ndarray] = []
 
         def logits(images: Tensor) -> Tensor:
             features = subject.features(images)
-            if config.shots:
+            if config.probes:
                 on_the_way.append(features.float().cpu().numpy())
             return subject.model.head(features).float()
 
-        alone = Ranks(0, 0, 1, subject.device)
         done = predict(logits, split, size, view, subject.loss_kind, config.batch, config.threads, alone, bar.update)
         # A rank that is alone reads the rows in order, each once.
-        return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.shots else None
+        return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.probes else None
 
 
 def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: Subject) -> dict[str, Any]:
@@ -155,38 +158,29 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: Subj
         "weights": config.weights, "run": subject.extra.get("run"), "step": subject.extra.get("step"),
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
         "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
-        "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop == "center" else min(size),
+        "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop != "resize" else min(size),
         "loss_kind": subject.loss_kind, "precision": config.precision, "device": str(subject.device),
     }  # fmt: skip
 
 
-def _few_shots(
+def _probe(
     config: ScoreConfig, subject: Subject, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
-    """fewshot_top1, fewshot_std and what they are made of. Only images that a seed chose go through the model."""
-    first_labels = label_table(train)[:, 0]
-    seeds = range(config.shots_seeds)
-    chosen = [fewshot.choose_shots(first_labels, num_classes, config.shots, seed) for seed in seeds]
-    rows = np.unique(np.concatenate(chosen))
-    with tqdm(total=len(rows), desc=f"{config.shots} shots", unit=" images", disable=None) as bar:
-        shots = extract(
-            subject.features, train, rows, subject.image_size, subject.view, config.batch, config.threads, bar.update
+    """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
+    choice = choose(config, train, num_classes)
+    if not len(choice.rows):
+        raise UserError(
+            f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."
         )
-    labels = np.where(tested.readable[:, None], label_table(split), -1)
-    accuracies = []
-    for choice in chosen:
-        places = np.searchsorted(rows, choice)
-        places = places[shots.readable[places]]
-        if not len(places):
-            raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
-        train_labels = first_labels[rows[places]]
-        accuracies.append(fewshot.accuracy(shots.values[places], train_labels, tested.values, labels, num_classes))
-    return {
-        "fewshot_top1": float(np.mean(accuracies)), "fewshot_std": float(np.std(accuracies)),
-        "fewshot_top1_of_seeds": accuracies, "fewshot_shots": config.shots, "fewshot_split": train.name,
-        "fewshot_fewest": int(np.bincount(first_labels[chosen[0]], minlength=num_classes).min()),
-        "fewshot_unreadable": _named(shots.problems, train),
-    }  # fmt: skip
+    alone = Ranks(0, 0, 1, subject.device)
+    with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
+        seen = extract(
+            subject.features, train, choice.rows, subject.image_size, subject.view, config.batch, config.threads, alone, bar.update,
+        )  # fmt: skip
+    if not seen.readable.any():
+        raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
+    scores = probe(config, choice, seen, tested, label_table(split), num_classes, alone)
+    return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
 
 
 def _most_confused(true: np.ndarray, predicted: np.ndarray, names: list[str]) -> list[dict[str, Any]]:

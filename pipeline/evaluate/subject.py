@@ -85,7 +85,7 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
         "resize_filter": trained.get("resize_filter", "linear"),
     }
     view = schema.build(AugmentConfig, settings, config.weights)
-    if view.eval_crop == "center" and 0 < view.eval_resize < short:
+    if view.eval_crop != "resize" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -190,15 +190,20 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     values, labels = {}, {}
     for name in (TRAIN, VAL, TEST):
         split = dataset.split(name, "none")
-        seen = extract(features, split, np.arange(len(split)), size, augment, config.micro_batch, config.threads)
+        rows = np.arange(len(split))
+        seen = extract(features, split, rows, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
         _refuse_unreadable(seen.problems, split)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 is these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
 
+    @cache
+    def regression(train: str) -> fewshot.Ridge:
+        return fewshot.fit(values[train], labels[train], dataset.num_classes)
+
     def accuracy(choice: float, train: str, tested: str) -> float:
         if config.method == "linear":
-            found = fewshot.classify(values[train], labels[train], values[tested], dataset.num_classes, choice)
+            found = regression(train).classify(values[tested], choice)
         else:
             votes = knn_predict(
                 torch.from_numpy(values[train]), torch.from_numpy(labels[train]), torch.from_numpy(values[tested]),

@@ -261,6 +261,8 @@ def test_evaluation_view_by_hand() -> None:
     large = np.repeat(np.kron(values, np.ones((4, 4), np.uint8))[..., None], 3, axis=2)
     assert evaluated(large, 2, eval_resize=2)[..., 0].tolist() == values[:, 1:3].tolist()
     assert evaluated(large, 2, eval_crop="resize")[..., 0].tolist() == [[10, 50], [90, 130]]
+    squashed = evaluated(large, 4, eval_crop="resize")
+    assert np.array_equal(evaluated(large, 2, eval_crop="resize_center", eval_resize=4), squashed[1:3, 1:3])
 
 
 def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:

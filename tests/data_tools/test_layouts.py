@@ -227,6 +227,28 @@ def test_imagenet1k(form: str, tmp_path: Path) -> None:
     assert found == train | val
 
 
+def test_imagenet1k_with_the_labels_of_real(tmp_path: Path) -> None:
+    """Several labels, or none: such an image does not count. Classes are all that there are, in their order."""
+    source, real, names = imagenet1k(tmp_path / "raw"), tmp_path / "real.json", tmp_path / "wnids.txt"
+    names.write_text("n01\nn02\nn03\n")
+    real.write_text("[[2, 0], [], [1]]\n")
+    flat = {"splits": {"val": "ILSVRC2012_img_val.tar"}, "val_labels": str(real), "layout": "imagenet1k"}
+    listing = listed(source, label_names=str(names), **flat)
+    first, _, third = VAL
+    # Sorted by class number, as every list of labels is.
+    assert samples(listing) == {
+        f"n03/{first}": ("val", ("n01", "n03"), jpeg(0)), f"n02/{third}": ("val", ("n02",), jpeg(2))
+    }  # fmt: skip
+    assert listing.classes == ["n01", "n02", "n03"]
+    assert any("left out 1 of 3 images" in note for note in listing.notes)
+    assert "label_names=FILE names the wnids" in refused(source, **flat)
+    real.write_text("[[3], [], [1]]")
+    assert "label 3 is out of range" in refused(source, label_names=str(names), **flat)
+    for text, said in (("[[1]]", "must be a list of 3 lists"), ("[", "is no JSON")):
+        real.write_text(text)
+        assert said in refused(source, label_names=str(names), **flat)
+
+
 def test_bad_imagenet1k(tmp_path: Path) -> None:
     source = imagenet1k(tmp_path / "raw")
     assert "holds images without classes: val_labels=FILE" in refused(source)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from sklearn import metrics
 from sklearn.linear_model import Ridge
+from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline import model as models
 from pipeline import schema
@@ -22,6 +23,7 @@ from pipeline.data.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import figure, render, report
 from pipeline.evaluate.subject import evaluation_view, load_subject
+from pipeline.page import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
@@ -76,7 +78,7 @@ def pixels_of(data: Dataset, name: str) -> torch.Tensor:
 
 def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=4", "batch=16")
+    done = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=[1,4]", "neighbours=5", "batch=16")
     assert done.returncode == 0, done.stderr
     scores = json.loads((out / "scores.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == ["confusion.png", "per_class.csv", "report.md", "scores.json"]
@@ -107,25 +109,43 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
 
     # Few-shot: the same choice of images, and Ridge.
     train_labels = data.split("train").label_values
-    accuracies = []
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        rows = np.concatenate([rng.permutation(np.where(train_labels == c)[0])[:4] for c in range(K)])
-        rows = np.setdiff1d(rows, BAD["train"])
-        x, x_test = (features[name].double().numpy() for name in ("train", "val"))
-        x, x_test = ((part - x[rows].mean(0)) / (x[rows].std(0) + 1e-5) for part in (x, x_test))
-        x, x_test = (np.pad(part, ((0, 0), (0, 1)), constant_values=100.0) for part in (x, x_test))
-        ridge = Ridge(alpha=1024, fit_intercept=False, solver="svd").fit(x[rows], 2 * np.eye(K)[train_labels[rows]] - 1)
-        right = ridge.predict(x_test).argmax(1) == labels
-        accuracies.append(right[readable].sum() / 70)
-    assert scores["fewshot_top1_of_seeds"] == pytest.approx(accuracies, abs=1e-9)
-    assert scores["fewshot_top1"] == pytest.approx(np.mean(accuracies))
-    assert scores["fewshot_std"] == pytest.approx(np.std(accuracies))
+    for shots, found in zip((1, 4), scores["fewshot"], strict=True):
+        accuracies = []
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            rows = np.concatenate([rng.permutation(np.where(train_labels == c)[0])[:shots] for c in range(K)])
+            rows = np.setdiff1d(rows, BAD["train"])
+            x, x_test = (features[name].double().numpy() for name in ("train", "val"))
+            x, x_test = ((part - x[rows].mean(0)) / (x[rows].std(0) + 1e-5) for part in (x, x_test))
+            x, x_test = (np.pad(part, ((0, 0), (0, 1)), constant_values=100.0) for part in (x, x_test))
+            targets = 2 * np.eye(K)[train_labels[rows]] - 1
+            ridge = Ridge(alpha=1024, fit_intercept=False, solver="svd").fit(x[rows], targets)
+            right = ridge.predict(x_test).argmax(1) == labels
+            accuracies.append(right[readable].sum() / 70)
+        assert (found["shots"], found["l2"]) == (shots, 1024)
+        assert found["top1_of_seeds"] == pytest.approx(accuracies, abs=1e-9)
+        assert found["top1"] == pytest.approx(np.mean(accuracies))
+        assert found["std"] == pytest.approx(np.std(accuracies))
+
+    # Nearest neighbours: all training images that can be read vote.
+    voting = np.setdiff1d(np.arange(90), BAD["train"])
+    nearest = KNeighborsClassifier(5, metric="cosine", weights=lambda d: np.exp((1 - d) / 0.07), algorithm="brute")
+    nearest.fit(features["train"][voting].double().numpy(), train_labels[voting])
+    right = nearest.predict(features["val"].double().numpy()) == labels
+    assert scores["knn"] == {"top1": right[readable].sum() / 70, "neighbours": 5, "temperature": 0.07, "images": 89}
 
     # What a person sees.
     assert [bad["key"] for bad in scores["unreadable"]] == [f"val{row}" for row in BAD["val"]]
     page = (out / "report.md").read_text()
-    for text in ("val40", r"cat\|dog", "(confusion.png)", "Run try, step 1,000", f"{scores['top1']:.2%}", "4-shot"):
+    for text in (
+        "val40",
+        r"cat\|dog",
+        "(confusion.png)",
+        "Run try, step 1,000",
+        f"{scores['top1']:.2%}",
+        "4-shot",
+        "89 images",
+    ):
         assert text in page
     for text in ("top-1 accuracy", f"{scores['top1']:.2%}", "counted as wrong", f"report: {out / 'report.md'}"):
         assert text in done.stdout
@@ -196,14 +216,14 @@ def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path
     whole = report.run(config(weights, data, out, "shots=2"))
     nine = save(tmp_path / "nine.pt", 9)  # The same features.
     only = report.run(config(nine, data, out, "shots=2", "classify=false"))
-    assert only["fewshot_top1_of_seeds"] == whole["fewshot_top1_of_seeds"]
+    assert only["fewshot"] == whole["fewshot"]
     assert "top1" not in only
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "scores.json"]
     neither = report.run(config(weights, data, out, "shots=0"))
     assert {name: neither[name] for name in ("top1", "top5", "loss")} == {
         name: whole[name] for name in ("top1", "top5", "loss")
     }
-    assert "fewshot_top1" not in neither
+    assert "fewshot" not in neither
 
 
 def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
@@ -228,7 +248,7 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
     antialias = evaluation_view(config(weights, data), 224, {"resize_filter": "antialias"})
     assert antialias.resize_filter == "antialias"
     assert view({"image_size": 32, "eval_crop": "resize", "eval_resize": 0}, 32) == ("resize", 0)
-    with pytest.raises(UserError, match="eval_crop = zoom is none of center, resize"):
+    with pytest.raises(UserError, match="eval_crop = zoom is none of center, resize, resize_center"):
         view({"eval_crop": "zoom"}, 224)
 
 
@@ -243,7 +263,7 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     names = [f"class{c}" for c in range(60)]
     rows = [{"class": name, "precision": c / 60, "recall": c / 60, "f1": c / 60, "support": 5 * (c > 0)}
             for c, name in enumerate(names)]  # fmt: skip
-    text = "\n".join(render._classes({"per_class": rows}))
+    text = markdown("classes", list(render._classes({"per_class": rows})))
     shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| class")][1:]
     assert shown == [*names[1:16], *names[55:]]
     assert "1 classes have no image in this split" in text

@@ -1,7 +1,7 @@
 """What the files beside weights say of the images: read into our words, and ours written in theirs.
 
-Ours are those of AugmentConfig: image_size, eval_crop ("center" after its short side is resized to eval_resize, or
-"resize" of all of it), resize_filter. Our models read (x - 0.5) / 0.5; another mean and deviation are folded into the
+Ours are those of AugmentConfig: image_size, eval_crop ("center" after its short side is resized to eval_resize, "resize"
+of all of it, or "resize_center" after that), resize_filter. Our models read (x - 0.5) / 0.5; another mean and deviation are folded into the
 patch embedding.
 """
 
@@ -67,18 +67,20 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
     if view.get("eval_crop", "center") == "resize":
         return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
-    size = {"shortest_edge": eval_resize(view, image_size)}
+    side = eval_resize(view, image_size)
+    squash = view.get("eval_crop") == "resize_center"
+    size = {"height": side, "width": side} if squash else {"shortest_edge": side}
     crop = {"do_center_crop": True, "crop_size": height_width}
     return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
 
 
 def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
     """The part of timm's `pretrained_cfg` that is about images."""
-    squash = view.get("eval_crop", "center") == "resize"
+    crop = view.get("eval_crop", "center")
     return {
         "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF), "interpolation": "bilinear",
-        "crop_pct": 1.0 if squash else min(image_size) / eval_resize(view, image_size),
-        "crop_mode": "squash" if squash else "center",
+        "crop_pct": 1.0 if crop == "resize" else min(image_size) / eval_resize(view, image_size),
+        "crop_mode": "center" if crop == "center" else "squash",
     }  # fmt: skip
 
 

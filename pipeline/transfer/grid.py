@@ -1,0 +1,191 @@
+"""The paper's way to a fine-tuned score (ViT paper, B.1.1): choose the learning rate on a dev split, then train on all.
+
+Each run is a process of its own, and its folder says how far it came: the same command goes on where it was cut off.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import schema
+from pipeline.config import RunConfig, ScoreConfig
+from pipeline.data.manifest import replacing
+from pipeline.errors import UserError
+from pipeline.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.run_folder import RESUME, read_status
+from pipeline.suite_config import GridConfig
+from pipeline.track import send_report
+from pipeline.transfer.intervals import of_seeds
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid. overrides: its settings, over those of the file."""
+
+    name: str
+    config: RunConfig
+    overrides: list[str]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out) / self.config.name
+
+
+def start_process(cell: Cell, config: GridConfig) -> int:
+    """Run a cell as a command of its own; its exit code."""
+    launcher = shlex.split(config.launcher) or [sys.executable]
+    # The launchers beside this interpreter are found, also where its environment is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    arguments = [*launcher, str(_SCRIPT), "--config", config.run, *cell.overrides]
+    return subprocess.run(arguments, env={**os.environ, "PATH": path}).returncode
+
+
+def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_process) -> dict[str, Any]:
+    """All runs of the protocol, and its table; returns what results.json holds. start: how a cell is run.
+
+    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss), runs (seed, top1), top1 (mean), std (over seeds, of n - 1),
+    also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run fails, after its own output has said why;
+    ends with exit code 75 when a run was asked to stop.
+    """
+    folder = Path(config.out) / config.name
+    trials = [cell(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    tried = []
+    for lr, trial in zip(config.lr, trials, strict=True):
+        scores = finished(trial, config, start)
+        tried.append({"lr": lr, "top1": scores["top1"], "loss": scores["loss"], "num_samples": scores["num_samples"]})
+    best = best_rate(tried)
+    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {tried[0]['num_samples']:,} dev images")
+
+    finals = [cell(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
+    runs = []
+    for seed, final in zip(config.seeds, finals, strict=True):
+        scores = finished(final, config, start)
+        runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
+    result: dict[str, Any] = {
+        "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
+        "weights": finals[0].config.init.weights, "data": finals[0].config.data.path, "split": finals[0].config.data.eval_split,
+        "trials": tried, "runs": runs, **mean_and_deviation([of_seed["top1"] for of_seed in runs]),
+        "also": {data: _scored(data, finals) for data in config.also},
+    }  # fmt: skip
+    title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
+    files = {
+        "report.md": markdown(title, page(result)).encode(),
+        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
+    }
+    for name, content in files.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    print(
+        f"{title}, standard deviation {100 * result['std']:.2f} over {len(runs)} seeds; report: {folder / 'report.md'}"
+    )
+    if config.mlflow:
+        metrics = {"top1": result["top1"], "top1_std": result["std"], "lr": best}
+        metrics |= {
+            f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
+        }
+        tags = {"weights": str(result["weights"]), "data": result["data"]}
+        send_report(config.mlflow, folder, config.name, metrics, [folder / name for name in files], tags, "finetune")
+    return result
+
+
+def cell(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> Cell:
+    """The settings of one run. Raises UserError for a file that cannot be used."""
+    overrides = [
+        *config.settings, f"name={name}", f"out={Path(config.out) / config.name}", f"optimizer.lr={lr!r}", f"seed={seed}",
+        f"data.dev_share={dev_share!r}",
+    ]  # fmt: skip
+    settings = schema.load(RunConfig, config.run, overrides)
+    if settings.init.weights is None:
+        raise UserError(f"{config.run} has no init.weights: set settings=[init.weights=...].")
+    return Cell(name, settings, overrides)
+
+
+def finished(cell: Cell, config: GridConfig, start: Callable[[Cell, GridConfig], int]) -> dict[str, Any]:
+    """The scores of a run's end; the run is started first if it is not there yet."""
+    if not _is_finished(cell):
+        print(f"{config.name}: {cell.name}", flush=True)
+        code = start(cell, config)
+        if code == RESUME:
+            print(f"{config.name}: {cell.name} was asked to stop: the same command goes on (exit code {RESUME})")
+            sys.exit(RESUME)
+        if code or not _is_finished(cell):
+            raise UserError(f"{cell.folder} failed (exit code {code}), see above. The same command goes on from there.")
+    return json.loads((cell.folder / "scores.json").read_text())
+
+
+def best_rate(tried: list[dict[str, Any]]) -> float:
+    """The learning rate of the highest dev accuracy; of equal ones that of the lower loss."""
+    return min(tried, key=lambda trial: (-trial["top1"], trial["loss"]))["lr"]
+
+
+def mean_and_deviation(accuracies: list[float]) -> dict[str, float]:
+    """top1, the mean, and std, the sample deviation: 0 of a single one."""
+    return {
+        "top1": float(np.mean(accuracies)),
+        "std": float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else 0.0,
+    }
+
+
+def page(result: dict[str, Any]) -> list[Block]:
+    """The report: the score, what was tried, each run."""
+    accuracies = [run["top1"] for run in result["runs"]]
+    rows = [
+        (f"{result['data']}, {result['split']}", _told(result, accuracies), f"{result['runs'][0]['num_samples']:,}")
+    ]
+    for data, scores in result["also"].items():
+        rows.append((data, _told(scores, scores["of_seeds"]), f"{scores['num_samples']:,}"))
+    trials = [(f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}") for trial in result["trials"]]
+    chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
+    header = ("data", "top-1, %: mean ± standard deviation", "images")
+    return [
+        Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
+        Table(header, rows),
+        Heading("Choice of the learning rate"),
+        Paragraph(
+            f"On {result['trials'][0]['num_samples']:,} images, {100 * result['dev_share']:g} % of the training split, held out "
+            "at random; the final runs then train on all of it, with the rate in bold."
+        ),
+        Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),
+        Heading("Final runs"),
+        Table(("seed", "top-1, %"), [(f"{run['seed']}", f"{100 * run['top1']:.2f}") for run in result["runs"]]),
+    ]
+
+
+def _told(scores: dict[str, Any], accuracies: list[float]) -> str:
+    if len(accuracies) == 1:
+        return f"{100 * scores['top1']:.2f}"
+    interval = of_seeds(accuracies)
+    spread = f"95 % interval of the mean {100 * interval.low:.2f} to {100 * interval.high:.2f}"
+    return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
+
+
+def _scored(data: str, finals: list[Cell]) -> dict[str, Any]:
+    """Scores of the final runs on another data set, `folder` or `folder:split`."""
+    from pipeline.evaluate import report  # Late: it takes seconds.
+
+    path, _, split = data.rpartition(":") if ":" in data.rpartition("/")[2] else (data, "", "val")
+    found = []
+    for final in finals:
+        settings = [f"weights={final.folder}", f"data={path}", f"split={split}", "shots=0", "match_classes=false"]
+        found.append(report.run(schema.load(ScoreConfig, None, settings)))
+    accuracies = [scores["top1"] for scores in found]
+    return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
+
+
+def _is_finished(cell: Cell) -> bool:
+    """Whether a run with these very settings has come to its end, evaluation included."""
+    status = read_status(cell.folder)
+    if status is None or status.status != "finished":
+        return False
+    then = json.loads((cell.folder / "config.json").read_text())
+    return then == schema.to_dict(cell.config) and (cell.folder / "scores.json").exists()

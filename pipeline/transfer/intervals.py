@@ -1,0 +1,48 @@
+"""95 % intervals of accuracies: over repeated runs where there are some, else over the test samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+OVER_SEEDS = "over seeds"
+OVER_SAMPLES = "over test samples"
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Interval:
+    """low, high: shares. over: of what the spread is, OVER_SEEDS or OVER_SAMPLES."""
+
+    low: float
+    high: float
+    over: str
+
+
+def of_seeds(accuracies: Sequence[float]) -> Interval:
+    """Of the mean of at least two runs: Student's t on their sample deviation."""
+    from scipy.stats import t  # Late: it takes a second.
+
+    n = len(accuracies)
+    return _around(
+        float(np.mean(accuracies)), float(t.ppf(0.975, n - 1) * np.std(accuracies, ddof=1) / n**0.5), OVER_SEEDS
+    )
+
+
+def of_samples(accuracy: float, num_test: int) -> Interval:
+    """Of one run's accuracy on `num_test` samples: Wilson's score interval, which holds near 0 and 1 too."""
+    centre = (accuracy + _Z**2 / (2 * num_test)) / (1 + _Z**2 / num_test)
+    spread = accuracy * (1 - accuracy) / num_test + (_Z / (2 * num_test)) ** 2
+    half = _Z * spread**0.5 / (1 + _Z**2 / num_test)
+    return Interval(centre - half, centre + half, OVER_SAMPLES)
+
+
+def of_tasks(accuracies: Sequence[float], num_tests: Sequence[int]) -> Interval:
+    """Of the mean over tasks, each measured once: the tasks' binomial variances add, in the normal approximation."""
+    p, n = np.asarray(accuracies), np.asarray(num_tests)
+    return _around(float(p.mean()), float(_Z * np.sqrt((p * (1 - p) / n).sum()) / len(p)), OVER_SAMPLES)
+
+
+def _around(mean: float, half: float, over: str) -> Interval:
+    """No accuracy is below 0 or above 1, whatever the approximation says."""
+    return Interval(max(0.0, mean - half), min(1.0, mean + half), over)

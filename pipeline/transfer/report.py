@@ -1,0 +1,215 @@
+"""Sweeps over VTAB-1k -> one table beside the paper's: Markdown, HTML, CSV, bar charts, and an MLflow run of it."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline import schema
+from pipeline.data.manifest import replacing
+from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.suite_config import VtabReportConfig
+from pipeline.track import send_report
+from pipeline.transfer import charts
+from pipeline.transfer.intervals import OVER_SEEDS
+from pipeline.transfer.published import PAPER, PROTOCOL, SOURCE
+from pipeline.transfer.score_table import OVERALL, Cell, Column, columns, common_tasks, mean_of, members
+from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+
+
+def run(config: VtabReportConfig) -> list[Column]:
+    """Write the report of `config.sweeps`, and say where; returns its table, ours first.
+
+    Raises UserError for a sweep that cannot be read, before anything is written.
+    """
+    sweeps = [Path(sweep) for sweep in config.sweeps]
+    table = columns(sweeps, config.names)
+    first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
+    folder = Path(config.out) if config.out else first / "report"
+    title = f"VTAB-1k: {table[0].name}"
+    pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
+    blocks = list(page(table, pictures))
+    files = {
+        **pictures,
+        "report.md": markdown(title, blocks).encode(),
+        "report.html": single_file(title, blocks).encode(),
+        "scores.csv": scores_csv(table).encode(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    for line in summary(table[0]):
+        print(line)
+    print(f"report: {folder / 'report.md'}")
+    if config.mlflow:
+        metrics, tags = for_mlflow(table[0])
+        send_report(config.mlflow, folder, title, metrics, [folder / name for name in files], tags, experiment="vtab")
+    return table
+
+
+def summary(column: Column) -> Iterator[str]:
+    """The means of a sweep, a line each, and what keeps them from being whole."""
+    for name in (*GROUPS, OVERALL):
+        yield f"{name:<20} {_mean(column, name):>24}"
+    yield from absences(column)
+
+
+def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]:
+    """The report's page; pictures: those of `charts`, by file name."""
+    ours = [column for column in table if column.facts]
+    for column in ours:
+        for line in absences(column):
+            yield Paragraph(line)
+    protocols = {(column.facts["protocol"]["sha256"], column.facts["method"]) for column in ours}
+    if len(protocols) > 1:
+        yield Paragraph("These sweeps were made by different protocols: their numbers are not of one kind.")
+    yield score_table(table)
+    yield Paragraph(
+        f"Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks. {_intervals(ours)}"
+    )
+    runs = "; ".join(f"{column.name} {column.mean_of_runs:.2f} ± {column.deviation:.2f}" for column in PAPER)
+    yield Paragraph(
+        f"The paper's columns: {SOURCE} (mean of 19: {runs}), by its own protocol: {PROTOCOL}. Their group means are computed "
+        "from its tasks."
+    )
+    yield Picture("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
+    yield Picture("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
+    for column in ours:
+        yield from origin(column)
+
+
+def score_table(table: Sequence[Column]) -> Table:
+    """Tasks by group, each group's mean behind it, the overall mean, and what all columns can be compared on."""
+    rows: list[list[str]] = []
+    bold = set()
+    for group in GROUPS:
+        for task in TASKS:
+            if task.group == group:
+                rows.append([task.title, *(_cell(column.tasks.get(task.name)) for column in table)])
+        bold.add(len(rows))
+        rows.append([f"{group} (mean of {len(members()[group])})", *(_mean(column, group) for column in table)])
+    bold.add(len(rows))
+    rows.append([OVERALL, *(_mean(column, OVERALL) for column in table)])
+    common = common_tasks(table)
+    if 0 < len(common) < len(TASKS):
+        bold.add(len(rows))
+        means = (f"{100 * mean_of(column, common):.2f}" for column in table)
+        rows.append([f"mean of the {len(common)} tasks that all have", *means])
+    return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
+
+
+def absences(column: Column) -> Iterator[str]:
+    """Which tasks have no score, and why, a line for each reason."""
+    if not column.absent:
+        return
+    titles = {task.name: task.title for task in TASKS}
+    failed, missing = {cell["task"] for cell in column.facts["failed"]}, set(column.facts["missing"])
+    reasons = {
+        "failed": [name for name in column.absent if name in failed],
+        "not prepared": [name for name in column.absent if name in missing - failed],
+        "not run": [name for name in column.absent if name not in failed | missing],
+    }
+    told = "; ".join(f"{why}: {', '.join(titles[name] for name in names)}" for why, names in reasons.items() if names)
+    yield (
+        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {len(TASKS)} tasks have a score ({told}). A mean "
+        "over a group that is not whole is not shown."
+    )
+
+
+def origin(column: Column) -> Iterator[Block]:
+    """What a column was made of: protocol, checkpoint, data, copies of test images."""
+    facts = column.facts
+    protocol, checkpoint = facts["protocol"], facts["checkpoint"]
+    yield Heading(f"What {column.name} was made of")
+    settings = [(k, str(value)) for k, value in schema.flatten(protocol).items() if k not in ("name", "sha256")]
+    yield Table(
+        ["", "value"],
+        [
+            ("method", facts["method"]), ("protocol", protocol["name"]), ("protocol's sha256", protocol["sha256"]),
+            ("checkpoint", checkpoint["path"]), ("checkpoint's sha256", checkpoint["sha256"]),
+            ("pre-training run", checkpoint.get("run_id") or "not known"), *settings,
+        ],
+    )  # fmt: skip
+    if facts["failed"]:
+        told = "; ".join(
+            f"{cell['task']}, seed {cell['seed']}: {cell.get('reason', 'not said')}" for cell in facts["failed"]
+        )
+        yield Paragraph(f"Runs that failed, and count nowhere: {told}.")
+    rows = []
+    for task in TASKS:
+        if (cell := column.tasks.get(task.name)) is None:
+            continue
+        copies = (facts["contamination"] or {}).get(task.name)
+        rows.append(
+            (task.title, facts["details"].get(task.name, ""), f"{cell.num_seeds}", f"{cell.num_test:,}",
+             "not searched" if copies is None else f"{copies:,}", facts["data"].get(task.name, "")[:16])
+        )  # fmt: skip
+    header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
+    yield Table(header, rows)
+
+
+def scores_csv(table: Sequence[Column]) -> str:
+    """A row for each column and task or whole mean; shares as percentages, empty where nothing is known."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(("model", "kind", "name", "group", "accuracy", "low", "high", "interval", "seeds", "test_images"))
+    for column in table:
+        for task in TASKS:
+            if cell := column.tasks.get(task.name):
+                writer.writerow((column.name, "task", task.name, task.group, *_csv_cells(cell)))
+        for name, cell in column.means.items():
+            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *_csv_cells(cell)))
+    return buffer.getvalue()
+
+
+def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:
+    """(metrics, tags) of a sweep: accuracies of tasks and whole means; what it was made of, and the pre-training run."""
+    metrics = {f"task_{name}": cell.accuracy for name, cell in column.tasks.items()}
+    metrics |= {
+        "vtab_mean" if name == OVERALL else f"vtab_{name}": cell.accuracy for name, cell in column.means.items()
+    }
+    metrics["tasks_scored"] = len(column.tasks)
+    facts = column.facts
+    copies = [count for count in (facts["contamination"] or {}).values() if count is not None]
+    tags = {
+        "protocol": facts["protocol"]["name"], "protocol_sha256": facts["protocol"]["sha256"], "method": facts["method"],
+        "checkpoint": str(facts["checkpoint"]["path"]), "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
+        "contamination": str(sum(copies)) if copies else "not searched",
+        **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
+    }  # fmt: skip
+    if run_id := facts["checkpoint"].get("run_id"):
+        # By the second MLflow shows it under the pre-training run, where both are in one store.
+        tags |= {"pretraining_run_id": run_id, "mlflow.parentRunId": run_id}
+    return metrics, tags
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    if cell.interval is None:
+        return f"{100 * cell.accuracy:.1f}"
+    return f"{100 * cell.accuracy:.1f} [{100 * cell.interval.low:.1f}, {100 * cell.interval.high:.1f}]"
+
+
+def _mean(column: Column, name: str) -> str:
+    if cell := column.means.get(name):
+        interval = f" [{100 * cell.interval.low:.2f}, {100 * cell.interval.high:.2f}]" if cell.interval else ""
+        return f"{100 * cell.accuracy:.2f}{interval}"
+    names = members()[name]
+    return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
+
+
+def _intervals(ours: Sequence[Column]) -> str:
+    kinds = {cell.interval.over for column in ours for cell in column.tasks.values() if cell.interval}
+    over_seeds = "Student's t over the seeds, of a mean over each seed's mean"
+    over_samples = "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances"
+    told = [over_seeds if kind == OVER_SEEDS else over_samples for kind in sorted(kinds, reverse=True)]
+    return f"Brackets are 95 % intervals: {'; or '.join(told)}." if told else ""
+
+
+def _csv_cells(cell: Cell) -> tuple[Any, ...]:
+    interval = cell.interval
+    spread = (f"{100 * interval.low:.4f}", f"{100 * interval.high:.4f}", interval.over) if interval else ("", "", "")
+    return (f"{100 * cell.accuracy:.4f}", *spread, cell.num_seeds or "", cell.num_test or "")

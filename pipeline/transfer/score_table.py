@@ -1,0 +1,164 @@
+"""Scores of sweeps over VTAB-1k's tasks -> columns of one table, with means that say when they are not whole."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.transfer.intervals import Interval, of_samples, of_seeds, of_tasks
+from pipeline.transfer.published import PAPER, Published
+from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+
+OVERALL = "mean of 19 tasks"
+RESULTS = "results.json"
+_KEYS = ("protocol", "method", "checkpoint", "data", "contamination", "scores", "failed", "missing")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of the table, a share. interval: None where nothing is known of its spread. num_seeds: 0 as published."""
+
+    accuracy: float
+    interval: Interval | None
+    num_seeds: int
+    num_test: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model by a protocol. tasks: name -> Cell. means: group or OVERALL -> Cell, of whole ones only.
+
+    absent: names of the tasks without a score, in TASKS' order. facts: what results.json says besides; {} as published.
+    """
+
+    name: str
+    tasks: dict[str, Cell]
+    means: dict[str, Cell]
+    absent: list[str]
+    facts: dict[str, Any]
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json of a sweep's folder, or the file itself. Raises UserError for what is no such file."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}.") from None
+    if not isinstance(results, dict) or (lacking := [key for key in _KEYS if key not in results]):
+        what = f"has no {', '.join(lacking)}" if isinstance(results, dict) else "holds no mapping"
+        raise UserError(f"{file} {what}: it is no result of launch/vtab.py.")
+    known = {task.name for task in TASKS}
+    seen = set()
+    for score in results["scores"]:
+        if score["task"] not in known:
+            raise UserError(f"{file}: {score['task']!r} is none of VTAB's tasks.")
+        if not 0 <= score["accuracy"] <= 1 or score["num_test"] < 1:
+            raise UserError(
+                f"{file}: {score['task']} has accuracy {score['accuracy']} of {score['num_test']} test images."
+            )
+        cell = score["task"], score["seed"]
+        if cell in seen:
+            raise UserError(f"{file}: {cell[0]} has two scores of seed {cell[1]}.")
+        seen.add(cell)
+    return results
+
+
+def column_of(name: str, results: dict[str, Any]) -> Column:
+    """A sweep's column. With at least two seeds intervals are over these, else over test samples."""
+    by_task: dict[str, dict[int, dict[str, Any]]] = {}
+    for score in results["scores"]:
+        by_task.setdefault(score["task"], {})[score["seed"]] = score
+    tasks, means = {}, {}
+    for task in TASKS:
+        if of_seed := by_task.get(task.name):
+            tasks[task.name] = _of_task(list(of_seed.values()))
+    for mean, names in members().items():
+        if all(name in tasks for name in names):
+            means[mean] = _of_mean([by_task[name] for name in names])
+    absent = [task.name for task in TASKS if task.name not in tasks]
+    facts = {key: value for key, value in results.items() if key != "scores"}
+    return Column(name, tasks, means, absent, {**facts, "details": details(by_task)})
+
+
+def details(by_task: dict[str, dict[int, dict[str, Any]]]) -> dict[str, str]:
+    """What was chosen for each task, in words: task -> 'lr 0.01, 2,500 steps'."""
+    chosen = {}
+    for task, of_seed in by_task.items():
+        ways = {
+            ", ".join(
+                ([f"lr {score['learning_rate']:g}"] if score.get("learning_rate") is not None else [])
+                + ([f"{score['steps']:,} steps"] if score.get("steps") is not None else [])
+            )
+            for score in of_seed.values()
+        }
+        chosen[task] = "; ".join(sorted(way for way in ways if way))
+    return chosen
+
+
+def column_as_published(published: Published) -> Column:
+    """A column of the paper's: means as its tasks come to, before they are rounded for print; of no known interval."""
+    tasks = {task.name: Cell(value / 100, None, 0, 0) for task, value in zip(TASKS, published.tasks, strict=True)}
+    means = {
+        mean: Cell(float(np.mean([tasks[name].accuracy for name in names])), None, 0, 0)
+        for mean, names in members().items()
+    }
+    return Column(published.name, tasks, means, [], {})
+
+
+def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
+    """The sweeps' columns, in the order given, then the paper's. Raises UserError for a sweep that cannot be read."""
+    called = names or [default_name(path) for path in sweeps]
+    # Two sweeps of one folder name are told apart by their number.
+    unique = [name if called.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(called, 1)]
+    ours = [column_of(name, read_results(path)) for name, path in zip(unique, sweeps, strict=True)]
+    return [*ours, *map(column_as_published, PAPER)]
+
+
+def default_name(sweep: Path) -> str:
+    folder = sweep if sweep.suffix != ".json" else sweep.parent
+    return folder.resolve().name
+
+
+def common_tasks(table: Sequence[Column]) -> list[str]:
+    """Tasks that every column has, in TASKS' order."""
+    return [task.name for task in TASKS if all(task.name in column.tasks for column in table)]
+
+
+def mean_of(column: Column, names: Sequence[str]) -> float:
+    """Unweighted mean over some tasks, which the column has."""
+    return float(np.mean([column.tasks[name].accuracy for name in names]))
+
+
+def members() -> dict[str, list[str]]:
+    """Group, or OVERALL -> names of its tasks."""
+    groups: dict[str, list[str]] = {group: [task.name for task in TASKS if task.group == group] for group in GROUPS}
+    return {**groups, OVERALL: [task.name for task in TASKS]}
+
+
+def _of_task(scores: list[dict[str, Any]]) -> Cell:
+    accuracies = [score["accuracy"] for score in scores]
+    num_test = scores[0]["num_test"]
+    interval = of_seeds(accuracies) if len(scores) > 1 else of_samples(accuracies[0], num_test)
+    return Cell(float(np.mean(accuracies)), interval, len(scores), num_test)
+
+
+def _of_mean(of_tasks_and_seeds: list[dict[int, dict[str, Any]]]) -> Cell:
+    """Unweighted mean over tasks. Its spread is that of each seed's mean, where all tasks have the same seeds."""
+    means = [np.mean([score["accuracy"] for score in of_seed.values()]) for of_seed in of_tasks_and_seeds]
+    tests = [next(iter(of_seed.values()))["num_test"] for of_seed in of_tasks_and_seeds]
+    seeds = set(of_tasks_and_seeds[0])
+    if len(seeds) > 1 and all(set(of_seed) == seeds for of_seed in of_tasks_and_seeds):
+        interval = of_seeds(
+            [float(np.mean([of_seed[seed]["accuracy"] for of_seed in of_tasks_and_seeds])) for seed in sorted(seeds)]
+        )
+    else:
+        interval = of_tasks(means, tests)
+    fewest = min(map(len, of_tasks_and_seeds))
+    return Cell(float(np.mean(means)), interval, fewest, sum(tests))

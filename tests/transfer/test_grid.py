@@ -1,0 +1,168 @@
+"""The fine-tuning protocol: chosen on dev, trained on all, resumable; and runs set side by side."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import Forge
+from ranks import metrics
+from tiny import make_dataset
+
+from pipeline import model as models
+from pipeline import schema
+from pipeline.data.manifest import open_dataset
+from pipeline.data.subset import hold_out
+from pipeline.errors import UserError
+from pipeline.evaluate import compare
+from pipeline.length import Limit
+from pipeline.run_folder import RESUME
+from pipeline.suite_config import CompareConfig, GridConfig
+from pipeline.transfer import grid
+
+RUN = """
+name: x
+model: {image_size: 16}
+data: {path: DATA, streams: 4, window: 16}
+augment: {eval_crop: resize}
+train: {length: 12 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1}
+optimizer: {name: sgd, weight_decay: 0}
+schedule: {decay: cosine, warmup: 1 steps}
+engine: {precision: fp32}
+evaluate: {every: 100%}
+checkpoint: {every: 100%}
+track: {enabled: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
+
+
+def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_path: Path) -> None:
+    weights, file = tmp_path / "start.pt", tmp_path / "run.yaml"
+    models.save(models.create("ViT-mu/4", 16, 5), weights)
+    file.write_text(RUN.replace("DATA", str(data)))
+    config = schema.load(
+        GridConfig, None,
+        [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[1e-6,0.3]", "seeds=[3,4]",
+         "dev_share=0.2", f"also=[{data}:train]"],
+    )  # fmt: skip
+    started: list[str] = []
+
+    def start(cell: grid.Cell, config: GridConfig) -> int:
+        started.append(cell.name)
+        flat = schema.flatten(schema.to_dict(cell.config))
+        run = forge.start(
+            1, [f"{name}={json.dumps(v) if isinstance(v, list) else v}" for name, v in flat.items() if v is not None]
+        )
+        (code,) = run.wait()
+        assert code == 0, run.said()
+        return code
+
+    def asked_to_stop(cell: grid.Cell, config: GridConfig) -> int:
+        return RESUME if cell.name == "lr-0.3" else start(cell, config)
+
+    with pytest.raises(SystemExit) as stopped:
+        grid.run(config, asked_to_stop)
+    assert stopped.value.code == RESUME
+    result = grid.run(config, start)
+    assert started == ["lr-1e-06", "lr-0.3", "final-seed-3", "final-seed-4"], "what is finished is not run again"
+    folder = tmp_path / "tiny"
+
+    # Trials: on 30 of the 150 that they do not train on.
+    assert [(trial["lr"], trial["num_samples"]) for trial in result["trials"]] == [(1e-6, 30), (0.3, 30)]
+    assert result["trials"][0]["top1"] < result["trials"][1]["top1"]
+    for trial, name in zip(result["trials"], ("lr-1e-06", "lr-0.3"), strict=True):
+        assert metrics(folder / name, "dev_top1")[12] == trial["top1"]
+    assert "(2.4 epochs of 120)" in (folder / "lr-0.3" / "log.txt").read_text()
+    # Final runs: on all of train, tested on val.
+    assert result["lr"] == 0.3
+    assert "(1.9 epochs of 150)" in (folder / "final-seed-3" / "log.txt").read_text()
+    accuracies = [metrics(folder / f"final-seed-{seed}", "val_top1")[12] for seed in (3, 4)]
+    assert [run["top1"] for run in result["runs"]] == accuracies
+    assert result["top1"] == pytest.approx(np.mean(accuracies))
+    assert result["std"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
+    also = result["also"][f"{data}:train"]
+    assert (also["num_samples"], len(also["of_seeds"])) == (150, 2)
+    assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(result))
+    page = (folder / "report.md").read_text()
+    assert f"{100 * result['top1']:.2f} ± {100 * result['std']:.2f}" in page
+    assert "| **0.3** |" in page
+
+    # The same command again runs nothing; another length of the runs is another grid.
+    assert grid.run(config, start)["runs"] == result["runs"]
+    assert len(started) == 4
+    cell = grid.cell(config, "final-seed-3", 0.3, 3, 0.0)
+    assert grid._is_finished(cell)
+    longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
+                                            f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
+    assert not grid._is_finished(grid.cell(longer, "final-seed-3", 0.3, 3, 0.0))
+
+    # Two of its runs side by side.
+    runs = [str(folder / name) for name in ("lr-1e-06", "final-seed-3")]
+    scores = compare.run(CompareConfig(runs=runs, split="val", out=str(tmp_path / "compared")))
+    out = tmp_path / "compared"
+    assert sorted(path.name for path in out.iterdir()) == ["losses.png", "per_class.csv", "report.html", "report.md"]
+    rows = list(csv.DictReader((out / "per_class.csv").open()))
+    assert [float(row["final-seed-3 recall"]) for row in rows] == [
+        c["recall"] for c in scores["final-seed-3"]["per_class"]
+    ]
+    assert [int(row["support"]) for row in rows] == [c["support"] for c in scores["lr-1e-06"]["per_class"]]
+    weighted = sum(float(row["final-seed-3 recall"]) * int(row["support"]) for row in rows) / 37
+    assert weighted == pytest.approx(accuracies[0])
+    page = (out / "report.md").read_text()
+    assert "| optimizer.lr | 1e-06 | 0.3 |" in page
+    assert "| seed |" not in page  # The same in both.
+    assert f"| top-1 | {100 * scores['lr-1e-06']['top1']:.2f} | {100 * accuracies[0]:.2f} |" in page
+    with pytest.raises(UserError, match=r"is no run that has begun: config.json is not there"):
+        compare.run(CompareConfig(runs=[runs[0], str(tmp_path)]))
+
+
+def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:
+    train = open_dataset(data).split("train")
+    rest, dev = hold_out(train, 0.2, seed=0)
+    keys = {name: split.keys(np.arange(len(split))) for name, split in {"rest": rest, "dev": dev, "all": train}.items()}
+    assert (len(rest), len(dev), dev.name) == (120, 30, "dev")
+    assert sorted(keys["rest"] + keys["dev"]) == sorted(keys["all"])
+    assert keys["dev"] != train.keys(np.arange(30))
+    labels = dict(zip(keys["all"], train.label_values.tolist(), strict=True))
+    assert dev.label_values.tolist() == [labels[key] for key in keys["dev"]]
+    smaller = hold_out(train, 0.1, seed=0)[1]
+    assert set(smaller.keys(np.arange(15))) < set(keys["dev"])
+    assert hold_out(train, 0.2, seed=1)[1].keys(np.arange(30)) != keys["dev"]
+    # Of what a limit leaves.
+    limited = open_dataset(data).split("train", limit=Limit.parse(50), seed=0)
+    rest, dev = hold_out(limited, 0.2, seed=0)
+    chosen = set(limited.keys(np.arange(50)))
+    assert set(rest.keys(np.arange(40))) | set(dev.keys(np.arange(10))) == chosen
+    for share in (0.001, 0.999):
+        with pytest.raises(UserError, match=r"data\.dev_share"):
+            hold_out(train, share, seed=0)
+
+
+def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None:
+    tried = [
+        {"lr": 1.0, "top1": 0.5, "loss": 2.0},
+        {"lr": 2.0, "top1": 0.7, "loss": 1.5},
+        {"lr": 3.0, "top1": 0.7, "loss": 1.4},
+    ]
+    assert grid.best_rate(tried) == 3.0
+    assert grid.mean_and_deviation([0.9, 0.92, 0.94]) == {"top1": pytest.approx(0.92), "std": pytest.approx(0.02)}
+    assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": 0.0}
+
+
+def test_settings_that_the_grid_sets_itself_are_refused() -> None:
+    with pytest.raises(UserError, match=r"settings has seed=5, which this command sets"):
+        schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1]", "settings=[seed=5]"])
+    with pytest.raises(UserError, match=r"lr = .* must be at least one, and all different"):
+        schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1,1]"])
+
+
+def test_losses_are_drawn_without_what_is_no_number() -> None:
+    values = np.array([1.0, np.nan, 3.0] * 50)
+    smooth = compare._smooth(values)
+    assert np.isfinite(smooth).all()
+    assert smooth[75] == pytest.approx(2, abs=0.5)
