@@ -1,9 +1,6 @@
 """Training on several real ranks: the same numbers as plain PyTorch, and exact resume after SIGKILL."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forge, train
-from ranks import ROOT, STEPS, metrics, settings
+from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline import objective, resume, schema
@@ -412,17 +409,10 @@ def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resu
     assert "Traceback" not in run.said(0) + run.said(1)
 
 
-@pytest.mark.ranks
-def test_deepspeed_launcher_runs_the_command(dataset: Path, tmp_path: Path) -> None:
-    """`deepspeed launch/pretrain.py` as a user types it, then again: finished, nothing left to do."""
-    overrides = settings(dataset, tmp_path, "launched", "track.enabled=true")
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "launch/pretrain.py", *overrides]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert f"step {STEPS}/{STEPS}" in first.stdout
-    again = subprocess.run([sys.executable, "launch/pretrain.py", *overrides], cwd=ROOT, env=environment, capture_output=True,
-                           text=True, timeout=280)  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    assert "changed since the checkpoint: ranks was 2, is 1" in again.stdout
-    assert "nothing left to do: the run is finished" in again.stdout
+def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """(The deepspeed launcher itself is in test_whole_way.py, test_stop.py and tests/multinode.)"""
+    overrides = settings(dataset, tmp_path, "finished", "track.enabled=true")
+    assert f"step {STEPS}/{STEPS}" in forge.start(2, overrides).finish()
+    again = forge.start(1, overrides).finish()
+    assert "changed since the checkpoint: ranks was 2, is 1" in again
+    assert "nothing left to do: the run is finished" in again
