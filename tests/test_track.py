@@ -1,11 +1,13 @@
 """MLflow never delays a step, and gets every metric once: now, or when it is back."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import socket
 import sqlite3
+import subprocess
 import time
 from pathlib import Path
 
@@ -180,6 +182,43 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     assert time.perf_counter() - begin < 2
     assert "does not have all of" in capfd.readouterr().err
     assert len(written(out)) == 1
+
+
+def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
+    out: Path, database: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A real small file system; needs root to mount it."""
+    disk = out / "disk"
+    disk.mkdir()
+    size = database.stat().st_size + 2**20
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        shutil.copy(database, disk / "mlflow.db")
+        uri = f"sqlite:///{disk / 'mlflow.db'}"
+        tracker = start(out, uri=uri)
+        tracker.log(0, {"loss": 0.0})
+        tracker.finish("FINISHED")
+        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1024))
+        tracker = start(out, uri=uri)
+        slowest = 0.0
+        for step in range(1, 40):
+            begin = time.perf_counter()
+            tracker.log(step, {f"metric{i}": float(step) for i in range(50)} | {"loss": float(step)})
+            slowest = max(slowest, time.perf_counter() - begin)
+        tracker.finish("FINISHED")
+        assert slowest < 0.05
+        assert "disk is full" in capfd.readouterr().err
+        assert len(written(out)) == 40
+        (disk / "filler").unlink()
+        tracker = start(out, uri=uri)
+        tracker.finish("FINISHED")
+        assert history(out, "loss", uri) == [(step, float(step)) for step in range(40)]
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_each_tracking_uri_has_its_own_cursor(out: Path, database: Path) -> None:
