@@ -39,7 +39,7 @@ for line in sys.stdin:
         pids.append(pid)
     print(json.dumps(pids), flush=True)
 """
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def work(function: str, argument: Any) -> None:
@@ -68,7 +68,7 @@ class Forge:
         self.folder, self.runs = folder, []
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
-            env={**os.environ, **_ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"
@@ -94,7 +94,7 @@ class Forge:
         # As the test has it by now; but PATH as the engine has made it.
         now = {name: value for name, value in os.environ.items() if name != "PATH"}
         ranks = [
-            {**now, **_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+            {**now, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
              "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for rank in range(world_size)
         ]  # fmt: skip
