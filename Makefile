@@ -12,7 +12,7 @@ demo: install
 
 # Ranks wait for each other in busy loops, so there is one test of them at a time, and what is beside them comes second.
 test: install lint
-	@nice -n 19 $(PY) -m pytest -m "not ranks" >.pytest_rest.log 2>&1 & rest=$$!; trap "kill $$rest" INT TERM; \
+	@nice -n 10 $(PY) -m pytest -m "not ranks" >.pytest_rest.log 2>&1 & rest=$$!; trap "kill $$rest" INT TERM; \
 	$(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
 

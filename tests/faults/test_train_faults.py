@@ -62,13 +62,13 @@ def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Pat
     models.save(models.create("ViT-mu/8", 16, 7), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "init.new_head=false"])
     with pytest.raises(UserError, match=r"seven.pt has 7 classes, .* has 4.*init.new_head=true"):
-        resume.initial_model(config, open_dataset(dataset), None)
+        resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
 
 
 def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_path: Path) -> None:
     models.save(models.create("ViT-mu/8", 16, 7, representation=True), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32"])
-    model = resume.initial_model(config, open_dataset(dataset), None)
+    model = resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
