@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.ranks
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_demo_goes_the_whole_way(tmp_path: Path) -> None:
     out = tmp_path / "demo"
