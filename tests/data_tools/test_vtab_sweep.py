@@ -42,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
     run = tmp_path_factory.mktemp("runs") / "pretrained"
     step = run / "checkpoints" / "step-00000007"
     step.mkdir(parents=True)
-    models.save(models.create("ViT-mu/4", 8, 7), step / "model.pt", {"fingerprint": "f" * 16})
+    models.save_safetensors(models.create("ViT-mu/4", 8, 7), step / "model.safetensors", {"fingerprint": "f" * 16})
     (run / "checkpoints" / "latest").write_text(step.name)
     (run / "mlflow.json").write_text(json.dumps({"sqlite:///there.db": {"run_id": "abc123"}}))
     return [f"weights={run}", f"data={vtab_tasks[0] / 'out'}", *TINY]
@@ -54,13 +54,6 @@ def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
     assert results is not None
     assert json.loads((folder / "results.json").read_text()) == results
     return results
-
-
-def refused(folder: Path, settings: Sequence[str], *more: str) -> str:
-    with pytest.raises(UserError) as error:
-        sweep(folder, settings, *more)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture(scope="module")
