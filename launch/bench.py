@@ -7,8 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.config import TrainBenchConfig
 from pipeline.data_config import BenchConfig
+from pipeline.tools_config import TrainBenchConfig
 
 
 def bench(config: BenchConfig) -> None:

@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT))
 from data_tools.demo import make_digits, make_shapes
 from pipeline import schema
 from pipeline.command import main
-from pipeline.config import ScoreConfig
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 from pipeline.schema import setting
+from pipeline.weights_config import ScoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.look_config import ExplainConfig
+from pipeline.weights_config import ExplainConfig
 
 
 def explain(config: ExplainConfig) -> None:

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline import host_check
 from pipeline.command import main
-from pipeline.config import HostsConfig
+from pipeline.tools_config import HostsConfig
 
 if __name__ == "__main__":
     main(

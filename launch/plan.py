@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.config import PlanConfig
+from pipeline.tools_config import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:

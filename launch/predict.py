@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.look_config import PredictConfig
+from pipeline.weights_config import PredictConfig
 
 
 def predict(config: PredictConfig) -> None:

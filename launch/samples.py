@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.config import SamplesConfig
 from pipeline.samples import run
+from pipeline.tools_config import SamplesConfig
 
 if __name__ == "__main__":
     main(

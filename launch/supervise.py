@@ -7,8 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.command import main
-from pipeline.config import SuperviseConfig
 from pipeline.supervise import supervise
+from pipeline.tools_config import SuperviseConfig
 
 if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

@@ -27,7 +27,6 @@ from pipeline.config import (
     RunConfig,
     ScheduleConfig,
     TrackConfig,
-    TrainBenchConfig,
     TrainConfig,
 )
 from pipeline.data.loader import Batch, normalise
@@ -37,6 +36,7 @@ from pipeline.errors import UserError
 from pipeline.length import ImageSize, Length
 from pipeline.plan import Plan
 from pipeline.profile import Meter, StepClock, peak_flops, peak_memory
+from pipeline.tools_config import TrainBenchConfig
 
 _CLASSES = 1000
 _LR = 1e-3

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.config import ExportConfig
 from pipeline.errors import UserError
 from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
+from pipeline.weights_config import ExportConfig
 
 NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline import model as models
 from pipeline.cluster import HEADROOM, Choice, Cluster, choose, lay_out
-from pipeline.config import PlanConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.data.subset import run_splits
 from pipeline.errors import UserError
@@ -23,6 +23,7 @@ from pipeline.length import ImageSize
 from pipeline.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.model import Config, ViTConfig
 from pipeline.plan import Plan, make_plan, new_model_config
+from pipeline.tools_config import PlanConfig
 
 _GIB = 2**30
 # A block's forward pass is computed again in its backward pass: 4 passes for 3.

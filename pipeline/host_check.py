@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import schema
-from pipeline.config import HostsConfig, LaunchConfig, RunConfig
+from pipeline.config import LaunchConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.hosts import read_hostfile
+from pipeline.tools_config import HostsConfig
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher looks for it where it is started.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")

@@ -16,7 +16,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.subject import Subject, check_seen, load_subject
-from pipeline.look_config import LookConfig, PredictConfig
+from pipeline.weights_config import LookConfig, PredictConfig
 
 # One row for each of an image's classes; one row without a class where the image cannot be read, and `problem` says why.
 TABLE = pa.schema(

@@ -12,13 +12,14 @@ import numpy as np
 
 from pipeline import schema
 from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state
-from pipeline.config import RunConfig, SamplesConfig
+from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
 from pipeline.data.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.split import NOTHING_EXCLUDED, Split
 from pipeline.data.subset import run_splits
 from pipeline.errors import UserError
+from pipeline.tools_config import SamplesConfig
 
 _TILE = 96
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.command import read_settings
-from pipeline.config import RunConfig, SuperviseConfig
+from pipeline.config import RunConfig
 from pipeline.errors import UserError
 from pipeline.hosts import Hosts, largest_fitting, read_hostfile, to_blame, unreachable, write_hostfile
 from pipeline.plan import cut_batch
@@ -32,6 +32,7 @@ from pipeline.run_folder import (
     stop_file,
 )
 from pipeline.stop import BY_FILE, BY_LIMIT
+from pipeline.tools_config import SuperviseConfig
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 

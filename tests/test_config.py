@@ -15,10 +15,11 @@ import yaml
 
 from pipeline import config as settings
 from pipeline import data_config as data_settings
-from pipeline import look_config as look_settings
 from pipeline import schema
 from pipeline import suite_config as suite_settings
+from pipeline import tools_config as tools_settings
 from pipeline import transfer_config as transfer_settings
+from pipeline import weights_config as weights_settings
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
@@ -29,7 +30,8 @@ from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {
-    **vars(settings), **vars(data_settings), **vars(look_settings), **vars(transfer_settings), **vars(suite_settings),
+    **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
+    **vars(suite_settings),
 }  # fmt: skip
 COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -513,7 +515,7 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("index.py", IndexConfig),
         ("vtab_prepare.py", VtabPrepareConfig),
         ("vtab.py", transfer_settings.VtabConfig),
-        ("supervise.py", settings.SuperviseConfig),
+        ("supervise.py", tools_settings.SuperviseConfig),
         ("vtab_report.py", suite_settings.VtabReportConfig),
         ("compare.py", suite_settings.CompareConfig),
         ("finetune_grid.py", suite_settings.GridConfig),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeline import export
-from pipeline.config import ExportConfig
 from pipeline.errors import UserError
 from pipeline.model import create, load, resample_positions, save
+from pipeline.weights_config import ExportConfig
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,10 +10,11 @@ from forked import Forge
 
 from pipeline import schema, train
 from pipeline.cluster import HEADROOM, Cluster, choose
-from pipeline.config import PlanConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import UserError
 from pipeline.forecast import describe, make_forecast, readers, run, to_dict
 from pipeline.memory import rank_memory
+from pipeline.tools_config import PlanConfig
 
 ROOT = Path(__file__).parents[1]
 L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.config import WeightsConfig
 from pipeline.data.loader import Batch, normalise
 from pipeline.errors import UserError
 from pipeline.evaluate.subject import load_subject
 from pipeline.masking import Masking
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
 from pipeline.model.variants import ViTConfig
+from pipeline.weights_config import WeightsConfig
 
 CPU = torch.device("cpu")
 

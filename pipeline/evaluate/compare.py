@@ -11,12 +11,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline import schema
-from pipeline.config import RunConfig, ScoreConfig
+from pipeline.config import RunConfig
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import render, report
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.suite_config import CompareConfig
+from pipeline.weights_config import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
 _SUMS = {"top1": "top-1", "top5": "top-5", "macro_precision": "precision, mean over classes",

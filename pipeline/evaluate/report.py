@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline.config import ScoreConfig
 from pipeline.data.bucket import to_path
 from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
 from pipeline.distributed import Ranks
@@ -21,6 +20,7 @@ from pipeline.evaluate.features import Features, extract
 from pipeline.evaluate.figure import draw_confusion
 from pipeline.evaluate.probe import choose, probe
 from pipeline.evaluate.subject import Subject, check_seen, load_subject, output_folder
+from pipeline.weights_config import ScoreConfig
 
 _NUM_CONFUSED = 10
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline import schema
-from pipeline.config import AugmentConfig, WeightsConfig
+from pipeline.config import AugmentConfig
 from pipeline.data.loader import normalise
 from pipeline.data.split import Split
 from pipeline.errors import UserError
@@ -21,6 +21,7 @@ from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.features import Features
 from pipeline.length import ImageSize
 from pipeline.model import Model, ViTConfig
+from pipeline.weights_config import WeightsConfig
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from pipeline.explain import figures, galleries
 from pipeline.explain.attention import distances, join, look
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
-from pipeline.look_config import DRAWINGS, ExplainConfig
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.predict import open_images, predict_all
+from pipeline.weights_config import DRAWINGS, ExplainConfig
 
 # What a hash of the place is for: which images are chosen.
 _CHOOSE = 12

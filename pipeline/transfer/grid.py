@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import schema
-from pipeline.config import RunConfig, ScoreConfig
+from pipeline.config import RunConfig
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
@@ -24,6 +24,7 @@ from pipeline.run_folder import RESUME, read_status
 from pipeline.suite_config import GridConfig
 from pipeline.track import send_report
 from pipeline.transfer.intervals import of_seeds
+from pipeline.weights_config import ScoreConfig
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
 

@@ -16,7 +16,7 @@ from pipeline import predict, schema
 from pipeline.data.manifest import Dataset
 from pipeline.data.pictures import open_pictures
 from pipeline.errors import UserError
-from pipeline.look_config import PredictConfig
+from pipeline.weights_config import PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8

@@ -11,12 +11,13 @@ from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline import schema
-from pipeline.config import ProbeConfig, ScoreConfig
+from pipeline.config import ProbeConfig
 from pipeline.data.manifest import open_dataset
 from pipeline.distributed import Ranks
 from pipeline.evaluate import report
 from pipeline.evaluate.features import Features, requests
 from pipeline.evaluate.probe import choose, named, probe
+from pipeline.weights_config import ScoreConfig
 
 PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",
          "probe.split=other", "evaluate.batch=7")  # fmt: skip

@@ -18,12 +18,12 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline import model as models
 from pipeline import schema
-from pipeline.config import ScoreConfig
 from pipeline.data.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import figure, render, report
 from pipeline.evaluate.subject import evaluation_view, load_subject
 from pipeline.page import markdown
+from pipeline.weights_config import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6

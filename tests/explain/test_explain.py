@@ -15,7 +15,7 @@ from pipeline import schema
 from pipeline.errors import UserError
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.look_config import ExplainConfig
+from pipeline.weights_config import ExplainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 16

@@ -15,11 +15,12 @@ from saving import save_all
 from pipeline import model as models
 from pipeline import resume, samples, schema
 from pipeline.checkpoint import Checkpoints
-from pipeline.config import RunConfig, SamplesConfig
+from pipeline.config import RunConfig
 from pipeline.console import Console
 from pipeline.data.manifest import open_dataset
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
+from pipeline.tools_config import SamplesConfig
 
 
 def load(overrides: list[str]) -> RunConfig:

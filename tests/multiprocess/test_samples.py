@@ -19,7 +19,7 @@ from ranks import ROOT, settings
 
 from pipeline import resume, samples, schema
 from pipeline.checkpoint import Checkpoints, checksum, read_state
-from pipeline.config import Limit, RunConfig, SamplesConfig
+from pipeline.config import Limit, RunConfig
 from pipeline.console import Console
 from pipeline.data.exclude import EXCLUDED, write_list
 from pipeline.data.loader import Loader, train_requests, train_view
@@ -27,6 +27,7 @@ from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.order import SampleOrder
 from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
+from pipeline.tools_config import SamplesConfig
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 LEFT_OUT = [3, 40, 41, 149]

@@ -13,7 +13,7 @@ from ranks import STEPS, metrics, settings
 from pipeline import model as models
 from pipeline import objective, resume, schema
 from pipeline.checkpoint import read_state
-from pipeline.config import AugmentConfig, RunConfig, WeightsConfig
+from pipeline.config import AugmentConfig, RunConfig
 from pipeline.data.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.manifest import open_dataset
 from pipeline.data.mix import draw_mixing, mix_images
@@ -26,6 +26,7 @@ from pipeline.fragments import Fragments
 from pipeline.masking import Masking
 from pipeline.plan import new_model_config
 from pipeline.schedule import learning_rate
+from pipeline.weights_config import WeightsConfig
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
