@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools import cluster
+from data_tools.content import content_hash
 from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from data_tools.shard import SKIPPED, resolve, write_table
@@ -170,7 +171,7 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
                 "labels": sorted(set(sample.labels)),
                 "width": width,
                 "height": height,
-                "sha256": hashlib.sha256(data).digest(),
+                "xxh128": content_hash(data),
             }
             for column, value in row.items():
                 columns[column].append(value)
@@ -242,7 +243,10 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
 def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
     """What a part file says, if it is whole and of the tar as it is now. Raises StorageError."""
     try:
-        about = json.loads(open_parquet(path).schema_arrow.metadata[b"part"])
+        schema = open_parquet(path).schema_arrow
+        if schema.names != ROWS.names:  # Of an earlier version.
+            return None
+        about = json.loads(schema.metadata[b"part"])
     except StorageError:
         raise
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):

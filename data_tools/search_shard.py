@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 # Pairs up to this distance are kept, so that another max_distance needs no other search.
 KEPT_DISTANCE = 0.5
 # Of what a search finds in the same thumbnails: results of another format are not read.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def write_tests(jobs: Sequence[Job], path: AnyPath) -> None:
             file,
             thumbs=np.concatenate([k.thumbs for k in kept]),
             states=np.concatenate([k.states for k in kept]),
-            sha256=np.concatenate([k.sha256 for k in kept]),
+            hashes=np.concatenate([k.hashes for k in kept]),
             tars=np.array([job.tar for job in jobs]),
             tar=np.repeat(np.arange(len(jobs)), [len(job.offsets) for job in jobs]),
             offsets=np.concatenate([job.offsets for job in jobs]),
@@ -80,7 +80,7 @@ def search_shard(job: SearchJob) -> int:
         np.float32,
     )
     near = distances <= KEPT_DISTANCE
-    same, same_others = tests.files.find(own.sha256)
+    same, same_others = tests.files.find(own.hashes)
     pairs = _each_once(
         np.concatenate([rows[near], same]),
         np.concatenate([others[near], same_others]),
@@ -109,7 +109,7 @@ class _Tests:
         with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
             self.fine = np.flatnonzero(arrays["states"] == FINE)
             self.index = TestImages(arrays["thumbs"][self.fine])
-            self.files = _ByBytes(arrays["sha256"])
+            self.files = _ByBytes(arrays["hashes"])
             self._tars, self._tar = arrays["tars"].tolist(), arrays["tar"]
             self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
 
@@ -129,25 +129,25 @@ def _look(tar: str, offset: int, size: int) -> np.ndarray:
 
 
 class _ByBytes:
-    """Finds equal files by the first 8 bytes of their sha256 (of 1e12 pairs none is expected to agree by chance)."""
+    """Finds equal files by the first 8 bytes of their hashes (of 1e12 pairs none is expected to agree by chance)."""
 
-    def __init__(self, sha256: np.ndarray) -> None:
-        digests = _digests(sha256)
+    def __init__(self, hashes: np.ndarray) -> None:
+        digests = _digests(hashes)
         self._order = np.argsort(digests, kind="stable")
         self._sorted = digests[self._order]
 
-    def find(self, sha256: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs (row of sha256, row of the test images) of equal files; an unknown hash (zeros) equals none."""
-        digests = _digests(sha256)
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs (row of hashes, row of the test images) of equal files."""
+        digests = _digests(hashes)
         first = np.searchsorted(self._sorted, digests, side="left")
-        count = np.where(digests == 0, 0, np.searchsorted(self._sorted, digests, side="right") - first)
+        count = np.searchsorted(self._sorted, digests, side="right") - first
         rows = np.repeat(np.arange(len(digests)), count)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
         return rows, self._order[np.repeat(first, count) + within]
 
 
-def _digests(sha256: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(sha256[:, :8]).view(np.uint64)[:, 0]
+def _digests(hashes: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
 
 
 def _each_once(rows: np.ndarray, tests: np.ndarray, distances: np.ndarray) -> Pairs:

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 
+from data_tools.content import HASH_BYTES, content_hash
 from data_tools.near_copies import SIDE, is_plain, thumbnail
 from pipeline.data.bucket import AnyPath, fetched, to_path
 from pipeline.data.decode import DecodeError, decode
@@ -18,13 +19,13 @@ from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
-# Of the files: with another rule of what is plain it is another.
-_FORMAT = 2
+# Of the files: with another rule of what is plain, or another hash, it is another.
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to be read, and where its thumbnails go. offsets, sizes: (n,) int64. sha256: (n, 32) uint8.
+    """One shard to be read, and where its thumbnails go. offsets, sizes: (n,) int64.
 
     first_row: of the shard's samples in its split, as the manifest has it.
     """
@@ -34,16 +35,16 @@ class Job:
     first_row: int
     offsets: np.ndarray
     sizes: np.ndarray
-    sha256: np.ndarray
 
 
 @dataclass(frozen=True)
 class Thumbnails:
-    """What is kept of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD. sha256: (n, 32)."""
+    """What is kept of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD. hashes: (n, 16) uint8,
+    of the files (`content_hash`)."""
 
     thumbs: np.ndarray
     states: np.ndarray
-    sha256: np.ndarray
+    hashes: np.ndarray
 
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
@@ -53,14 +54,12 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
     for shard, table in rows:
         if shard.split != split:
             continue
-        digests = table.column("sha256").combine_chunks().cast(pa.binary(32)).fill_null(bytes(32))
         yield Job(
             tar=str(dataset.shard_path(shard.name)),
             out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
             first_row=first_row,
             offsets=table.column("offset").to_numpy(),
             sizes=table.column("size").to_numpy(),
-            sha256=np.frombuffer(b"".join(digests.to_pylist()), np.uint8).reshape(-1, 32),
         )
         first_row += shard.samples
 
@@ -74,10 +73,12 @@ def make_thumbnails(job: Job) -> int:
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
+    hashes = np.zeros((len(job.offsets), HASH_BYTES), np.uint8)
     try:
         with fetched(to_path(job.tar)) as file:
             for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
                 data = _read(file, job.tar, offset, size)
+                hashes[i] = np.frombuffer(content_hash(data), np.uint8)
                 try:
                     pixels = decode(data)
                 except DecodeError:
@@ -87,13 +88,13 @@ def make_thumbnails(job: Job) -> int:
     except FileNotFoundError:
         raise _unseen(job.tar) from None
     with replacing(to_path(job.out)) as out:
-        np.savez(out, thumbs=thumbs, states=states, sha256=job.sha256)
+        np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
     return int(job.sizes.sum())
 
 
 def read_thumbnails(job: Job) -> Thumbnails:
     """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
-    return Thumbnails(*_load(job, "thumbs", "states", "sha256"))
+    return Thumbnails(*_load(job, "thumbs", "states", "hashes"))
 
 
 def read_states(job: Job) -> np.ndarray:
@@ -142,8 +143,8 @@ def _load(job: Job, *names: str) -> list[np.ndarray]:
 
 def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
     """Every shard with its rows of the manifest; few of them in memory."""
-    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size", "sha256"])
-    schema = pa.schema([("offset", pa.int64()), ("size", pa.int64()), ("sha256", pa.binary(32))])
+    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size"])
+    schema = pa.schema([("offset", pa.int64()), ("size", pa.int64())])
     waiting = pa.Table.from_batches([], schema)
     for shard in dataset.shards():
         while len(waiting) < shard.samples:

@@ -26,8 +26,6 @@ from pipeline.data import exclude, manifest
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import (
     INFO,
-    ROWS,
-    SAMPLES,
     SAMPLES_FILE,
     SHARDS_FILE,
     Dataset,
@@ -130,12 +128,13 @@ def _open_samples(dataset: Dataset, num_shards: int, say: Any) -> tuple[pq.Parqu
         return None, none
     try:
         file = open_parquet(path)
-        if missing := set(SAMPLES.names) - set(file.schema_arrow.names):
+        wanted = {*dataset.rows_schema.names, "split", "shard"}
+        if missing := wanted - set(file.schema_arrow.names):
             say(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
             return None, none
         of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
         # A damaged page shows when it is read.
-        for _ in file.iter_batches(_BATCH, columns=ROWS.names):
+        for _ in file.iter_batches(_BATCH, columns=dataset.rows_schema.names):
             pass
     except (pa.ArrowException, OSError) as error:
         say(f"{SAMPLES_FILE} cannot be read ({_one_line(error)}): its rows are not compared")
@@ -148,17 +147,17 @@ def _open_samples(dataset: Dataset, num_shards: int, say: Any) -> tuple[pq.Parqu
 
 def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[Job]:
     again = _listed(dataset)
-    batches = tables.samples.iter_batches(_BATCH, columns=ROWS.names) if tables.samples else iter(())
-    waiting = ROWS.empty_table()
+    schema = dataset.rows_schema
+    batches = tables.samples.iter_batches(_BATCH, columns=schema.names) if tables.samples else iter(())
+    waiting = schema.empty_table()
     first_row, split = 0, None
     for shard, count in zip(tables.shards, tables.counts.tolist(), strict=True):
         first_row, split = (first_row if shard.split == split else 0), shard.split
         rows = decode = None
         if tables.samples:
             while len(waiting) < count:
-                waiting = pa.concat_tables(
-                    [waiting, pa.Table.from_batches([next(batches)]).select(ROWS.names).cast(ROWS)]
-                )
+                batch = pa.Table.from_batches([next(batches)])
+                waiting = pa.concat_tables([waiting, batch.select(schema.names).cast(schema)])
             rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
             keys.add(shard.split, rows["key"])
             if decode_share < 1:

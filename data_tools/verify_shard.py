@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from data_tools.content import content_hash
 from data_tools.sources.archive import tar_members
 from pipeline.data.bucket import fetched, locate, to_path
 from pipeline.data.decode import DecodeError, inspect
@@ -197,8 +198,13 @@ def _check_rows(
         return 0
     decoded = 0
     labels = _labels(file, members, findings)
-    columns = [job.rows[name] for name in ("key", "offset", "size", "sha256", "labels", "ext", "width", "height")]
-    for number, (key, offset, length, sha256, of_row, *properties) in enumerate(zip(*columns, strict=True)):
+    names = ("key", "offset", "size", "labels", "ext", "width", "height")
+    columns = [job.rows[name] for name in names]
+    # Data sets of the first format have the other.
+    column, hash_of = ("xxh128", content_hash) if "xxh128" in job.rows else ("sha256", _sha256)
+    for number, (key, offset, length, of_row, *properties, digest) in enumerate(
+        zip(*columns, job.rows[column], strict=True)
+    ):
         row = job.first_row + number
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
             findings.add("label range", f"label {wrong[0]} of {job.num_classes} classes", row, key)
@@ -213,8 +219,8 @@ def _check_rows(
         except OSError as error:
             findings.add("lost", str(error), row, key)
             continue
-        if hashlib.sha256(data).digest() != sha256:
-            findings.add("content", "its sha256 is not the manifest's", row, key)
+        if hash_of(data) != digest:
+            findings.add("content", f"its {column} is not the manifest's", row, key)
             continue
         name, in_tar = members.get(offset, ("", -1))
         if _key(name) != key or in_tar != length:
@@ -231,6 +237,10 @@ def _check_rows(
                 said = "{} {} x {}"
                 findings.add("properties", f"{said.format(*found)}, not {said.format(*properties)}", row, key)
     return decoded
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _labels(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Findings) -> dict[str, list[int] | str]:

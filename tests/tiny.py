@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from data_tools.content import content_hash
 from pipeline.data.manifest import ROWS, Shard, write_dataset
 
 NUM_CLASSES = 4
@@ -37,7 +38,7 @@ def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: 
                             offset = tar.offset + 512
                         tar.addfile(member, io.BytesIO(content))
                     rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": "png", "labels": [label],
-                                 "width": size, "height": size, "sha256": hashlib.sha256(data).digest()})  # fmt: skip
+                                 "width": size, "height": size, "xxh128": content_hash(data)})  # fmt: skip
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             tables.append(pa.Table.from_pylist(rows, ROWS))

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,16 @@ class Listing:
         """
         rows = self.table.take(pa.array(numbers)).to_pydict()
         paths = [
-            str(locate(self.root, name)) if container < 0 else self.containers[container]
+            self._file(name) if container < 0 else self.containers[container]
             for name, container in zip(rows["name"], rows["container"], strict=True)
         ]
         kept = ("key", "labels", "name", "offset", "size", "packed")
         return {"path": paths, **{column: rows[column] for column in kept}}
+
+    def _file(self, name: str) -> str:
+        """`locate`, in a tenth of the time where it is plain."""
+        is_plain = isinstance(self.root, Path) and "://" not in name and not name.startswith("/")
+        return f"{self.root}/{name}" if is_plain else str(locate(self.root, name))
 
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:

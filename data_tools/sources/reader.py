@@ -1,6 +1,6 @@
 """Fetches the bytes of one sample, whatever layout it came from."""
 
-import io
+import os
 import struct
 import zlib
 from typing import BinaryIO
@@ -19,7 +19,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._path = ""
-        self._file: BinaryIO | io.FileIO | None = None
+        self._file: _LocalFile | BinaryIO | None = None
 
     def __enter__(self) -> "Reader":
         return self
@@ -39,8 +39,7 @@ class Reader:
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
-            # Not through Path for a file of its own, which would cost as much again as opening and reading it.
-            self._file = to_path(path).open("rb", buffering=0) if "://" in path else io.FileIO(path)
+            self._file = to_path(path).open("rb", buffering=0) if "://" in path else _LocalFile(path)
             self._path = path
         assert self._file is not None
         data = _zip_member(self._file, offset, packed, size) if packed > 0 else _exactly(self._file, offset, size)
@@ -49,12 +48,27 @@ class Reader:
         return to_png(data) if packed == PIXELS else data
 
 
-def _exactly(file: BinaryIO | io.FileIO, offset: int, size: int) -> bytes:
+class _LocalFile:
+    """A file of this machine: without Path and file objects, which cost as much again as opening and reading it."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        return os.pread(self._file, size, offset)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _exactly(file: _LocalFile | BinaryIO, offset: int, size: int) -> bytes:
+    if isinstance(file, _LocalFile):
+        return file.read_at(offset, size)
     file.seek(offset)
     return file.read(size)
 
 
-def _zip_member(file: BinaryIO | io.FileIO, offset: int, packed: int, size: int) -> bytes:
+def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int) -> bytes:
     """The member whose local header is at `offset`: lengths of name and extra field tell where its bytes begin."""
     header = _exactly(file, offset, 30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":

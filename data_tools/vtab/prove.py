@@ -99,13 +99,14 @@ def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Ite
 
 
 def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Key -> label (a list, if it is not one), and key -> sha256 of the image; empty for a split that is not there."""
+    """Key -> label (a list, if it is not one), and key -> hash of the image; empty for a split that is not there."""
     found, hashes = {}, {}
     if split in dataset.splits:
-        for table in dataset.table(split).read(["key", "labels", "sha256"]):
+        column = dataset.rows_schema.names[-1]
+        for table in dataset.table(split).read(["key", "labels", column]):
             for row in table.to_pylist():
                 found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
-                hashes[row["key"]] = row["sha256"]
+                hashes[row["key"]] = row[column]
     return found, hashes
 
 

@@ -33,14 +33,16 @@ from pipeline.data.split import SampleTable, Split
 from pipeline.data.subset import beyond_limit
 from pipeline.errors import UserError
 
-FORMAT = "vit-dataset/1"
+FORMAT = "vit-dataset/2"
+# Differs in ROWS alone: the hash of an image was `sha256`. Such data sets are read as they are.
+_FIRST_FORMAT = "vit-dataset/1"
 WHOLE = Limit.parse("100%")
 INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 
 # What a maker of shards knows of each sample. offset and size: of the image's bytes inside the tar. width and height:
-# as stored, before any EXIF rotation. sha256: of the image's bytes.
+# as stored, before any EXIF rotation. xxh128: of the image's bytes (`data_tools/content.py`).
 ROWS = pa.schema(
     [
         ("key", pa.string()),
@@ -50,9 +52,10 @@ ROWS = pa.schema(
         ("labels", pa.list_(pa.int32())),
         ("width", pa.int32()),
         ("height", pa.int32()),
-        ("sha256", pa.binary(32)),
+        ("xxh128", pa.binary(16)),
     ]
 )
+_FIRST_ROWS = pa.schema([*list(ROWS)[:-1], ("sha256", pa.binary(32))])
 # shard: row number in shards.parquet.
 SAMPLES = pa.schema([*ROWS, ("split", _NAME), ("shard", pa.int32())])
 SHARDS = pa.schema(
@@ -105,6 +108,11 @@ class Dataset:
     def fingerprint(self) -> str:
         """16 hex characters that stand for the content: the same bytes and classes, wherever and whenever written."""
         return self.info["fingerprint"]
+
+    @property
+    def rows_schema(self) -> pa.Schema:
+        """Of its samples, without split and shard; the last column is the hash of the image's bytes."""
+        return _FIRST_ROWS if self.info["format"] == _FIRST_FORMAT else ROWS
 
     @property
     def splits(self) -> list[str]:
@@ -235,7 +243,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         raise
     except ValueError:
         raise UserError(f"{path / INFO} is damaged. Remove the folder, and shard again.") from None
-    if not isinstance(info, dict) or info.get("format") != FORMAT:
+    if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = info.get("format") if isinstance(info, dict) else info
         raise UserError(f"{path / INFO} has format {found!r}, but this code reads {FORMAT!r}.")
     return Dataset(path, info, storage)

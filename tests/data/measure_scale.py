@@ -76,7 +76,7 @@ def samples(n: int, per_shard: int) -> pa.Table:
     columns = [
         pa.array(["key"]).take(zeros), pa.array(rows % per_shard * 110_080 + 512), pa.array(np.full(n, 109_000)),
         pa.DictionaryArray.from_arrays(zeros, ["jpg"]), labels, pa.array(np.full(n, 500, np.int32)),
-        pa.array(np.full(n, 375, np.int32)), pa.array([b"0" * 32], pa.binary(32)).take(zeros),
+        pa.array(np.full(n, 375, np.int32)), pa.array([b"0" * 16], pa.binary(16)).take(zeros),
         pa.DictionaryArray.from_arrays(zeros, ["train"]), pa.array((rows // per_shard).astype(np.int32)),
     ]  # fmt: skip
     return pa.table(columns, schema=SAMPLES)

@@ -26,7 +26,7 @@ def rows(first: int, labels: list[list[int]]) -> pa.Table:
         "labels": labels,
         "width": [32] * n,
         "height": [24] * n,
-        "sha256": [bytes([i]) * 32 for i in range(n)],
+        "xxh128": [bytes([i]) * 16 for i in range(n)],
     }
     return pa.Table.from_pydict(columns, ROWS)
 
@@ -116,7 +116,7 @@ def test_a_million_rows_open_in_a_second(tmp_path: Path) -> None:
             ),
             pa.array(np.full(n, 32, np.int32)),
             pa.array(np.full(n, 32, np.int32)),
-            pa.array([b"0" * 32] * n, pa.binary(32)),
+            pa.array([b"0" * 16] * n, pa.binary(16)),
         ],
         schema=ROWS,
     )

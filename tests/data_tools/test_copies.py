@@ -89,7 +89,7 @@ def test_an_image_held_out_for_val_takes_its_copies_out_of_train(ray_cluster: in
     source = write_folder(files, tmp_path / "raw")
     dataset = shard.run(settings(source, tmp_path / "out", merge_copies=True, val_share=0.3))
     rows = pq.read_table(dataset.path / "samples.parquet").to_pylist()
-    assert len({row["sha256"] for row in rows}) == len(rows) == 8
+    assert len({row["xxh128"] for row in rows}) == len(rows) == 8
     assert np.sum([row["split"] == "val" for row in rows]) > 0
     assert all(row["labels"] == [0, 1] for row in rows if row["split"] == "train")
 

@@ -41,7 +41,7 @@ def synthetic(path: Path, labels: list[list[list[int]]], num_classes: int) -> Da
             "labels": of_shard,
             "width": [100 + first + i for i in range(n)],
             "height": [200] * n,
-            "sha256": [b"0" * 32] * n,
+            "xxh128": [b"0" * 16] * n,
         }
         shards.append(Shard(f"train-{number:06d}.tar", "train", n, 5000 + number, ""))
         tables.append(pa.Table.from_pydict(rows, ROWS))

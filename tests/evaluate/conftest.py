@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from data_tools.content import content_hash
 from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
 
 SIDE = 8
@@ -45,7 +46,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
                             "labels": own,
                             "width": SIDE,
                             "height": SIDE,
-                            "sha256": hashlib.sha256(data).digest(),
+                            "xxh128": content_hash(data),
                         }
                     )
                     tar.addfile(member, io.BytesIO(data))

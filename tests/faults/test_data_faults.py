@@ -21,6 +21,7 @@ from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 
 from data_tools import cluster, progress, shard, verify
+from data_tools.content import content_hash
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data.bucket import AnyPath
@@ -79,6 +80,32 @@ def rewrite_rows(dataset: Dataset, change: Callable[[list[dict]], None]) -> None
     info = json.loads((dataset.path / "dataset.json").read_text())
     info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
     (dataset.path / "dataset.json").write_text(json.dumps(info))
+
+
+def test_a_data_set_of_the_first_format_is_checked_by_its_own_hashes(copy: Dataset) -> None:
+    path = copy.path / SAMPLES_FILE
+    digests = [
+        hashlib.sha256((copy.path / shard).read_bytes()[offset : offset + size]).digest()
+        for shard, offset, size in zip(*places(copy), strict=True)
+    ]
+    table = pq.read_table(path).drop_columns("xxh128")
+    pq.write_table(table.append_column("sha256", pa.array(digests, pa.binary(32))), path)
+    info = json.loads((copy.path / "dataset.json").read_text())
+    info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (copy.path / "dataset.json").write_text(json.dumps({**info, "format": "vit-dataset/1"}))
+    report = check(copy.path)
+    assert report["is_whole"]
+    assert report["decoded"] == 187
+    rewrite_rows(copy, lambda rows: rows[11].update(sha256=b"\0" * 32))
+    assert kinds(check(copy.path)) == {"content": 1}
+    assert listed(copy) == [("train", 11)]
+
+
+def places(dataset: Dataset) -> tuple[list[str], list[int], list[int]]:
+    """Shard, offset and size of every sample."""
+    names = [shard.name for shard in dataset.shards()]
+    rows = pq.read_table(dataset.path / SAMPLES_FILE, columns=["shard", "offset", "size"]).to_pydict()
+    return [names[number] for number in rows["shard"]], rows["offset"], rows["size"]
 
 
 def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +176,7 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
         rows[5]["size"] -= 1
         rows[7]["key"] = "other"
         rows[9]["labels"] = [(rows[9]["labels"][0] + 1) % 4]
-        rows[11]["sha256"] = b"\0" * 32
+        rows[11]["xxh128"] = b"\0" * 16
         rows[13]["width"] = 99
         rows[15]["offset"] = 10**12
         rows[17]["key"] = rows[140]["key"] = "same"
@@ -221,7 +248,7 @@ def spoil_image(dataset: Dataset, row: int) -> None:
     path, offset = Path(split.shard_paths[int(split.shard_of(np.array(row)))]), int(split.offsets[row])
     overwrite(path, offset + int(split.sizes[row]) - 40, b"\0" * 40)
     data = path.read_bytes()[offset : offset + int(split.sizes[row])]
-    rewrite_rows(dataset, lambda rows: rows[row].update(sha256=hashlib.sha256(data).digest()))
+    rewrite_rows(dataset, lambda rows: rows[row].update(xxh128=content_hash(data)))
 
 
 def test_what_cannot_be_decoded_and_a_share(copy: Dataset) -> None:
