@@ -10,20 +10,24 @@ import numpy as np
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64 - 1
+# Hashes made at a time: more do not stay in the processor's cache.
+_BLOCK = 2**15
+_ROUNDS = [(np.uint64(30), np.uint64(_MIX_1)), (np.uint64(27), np.uint64(_MIX_2)), (np.uint64(31), np.uint64(1))]
 
 Integer = int | np.integer | np.ndarray
 
 
 def bits(*parts: Integer) -> np.ndarray:
     """64 random bits for each element of the broadcast integer parts; uint64 of their broadcast shape."""
-    golden, mix_1, mix_2 = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
-            state = state + golden + np.asarray(part).astype(np.uint64)
-            state = (state ^ (state >> np.uint64(30))) * mix_1
-            state = (state ^ (state >> np.uint64(27))) * mix_2
-            state = state ^ (state >> np.uint64(31))
+            state = np.asarray(np.asarray(part).astype(np.uint64) + (state + np.uint64(_GOLDEN)))
+            shifted = np.empty_like(state)
+            for shift, factor in _ROUNDS:
+                np.right_shift(state, shift, out=shifted)
+                state ^= shifted
+                state *= factor
     return state
 
 
@@ -53,7 +57,10 @@ def _mixed(state: int, part: int) -> int:
 
 def permutation(length: int, *parts: Integer) -> np.ndarray:
     """A permutation of range(length), int64, chosen by the parts: places by their hash, equal hashes by place."""
-    return _stable_argsort(bits(*parts, np.arange(length)))
+    hashes = np.empty(length, np.uint64)
+    for first in range(0, length, _BLOCK):
+        hashes[first : first + _BLOCK] = bits(*parts, np.arange(first, min(first + _BLOCK, length)))
+    return _stable_argsort(hashes)
 
 
 def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
@@ -63,10 +70,13 @@ def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
     """
     num_bits = np.uint64(max(len(hashes) - 1, 0).bit_length())
     places = np.arange(len(hashes), dtype=np.uint64)
-    packed = np.sort((hashes >> num_bits << num_bits) | places)
-    high = packed >> num_bits
-    order = (packed ^ (high << num_bits)).astype(np.int64)
-    same = high[1:] == high[:-1]
+    packed = hashes >> num_bits
+    packed <<= num_bits
+    packed |= places
+    packed.sort()
+    order = (packed & (np.uint64(2) ** num_bits - np.uint64(1))).view(np.int64)
+    packed >>= num_bits
+    same = packed[1:] == packed[:-1]
     if same.any():
         tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
         order[tied] = order[tied][np.argsort(hashes[order[tied]], kind="stable")]
