@@ -30,7 +30,9 @@ _MODULES = {
     "webdataset": "webdataset",
     "LitData": "litdata",
     "MosaicML streaming": "streaming",
+    "Grain": "grain",
     "SPDL": "spdl.pipeline",
+    "DALI": "nvidia.dali.fn",
 }
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
@@ -109,11 +111,15 @@ def _others(
             "webdataset": partial(peers.read_webdataset, split.shard_paths, view, *size),
             "LitData": partial(peers.read_litdata, litdata, view, *size),
             "MosaicML streaming": partial(peers.read_mosaic, mosaic, view, *size),
+            "Grain": partial(peers.read_grain, files, view, *size),
         }
         if view is not peers.pillow_float:
             readers["SPDL"] = partial(peers.read_spdl, files, view, *size)
         for name, read in readers.items():
             yield Contestant(name + suffix, about, cores, read, _MODULES[name])
+    for suffix, method in (("", "linear"), (", antialias", "antialias")):
+        read = partial(peers.read_dali, files, method == "antialias", *size)
+        yield Contestant(f"DALI{suffix}", ("uint8", _REGION, method), cores, read, _MODULES["DALI"])
 
 
 def _view(method: str, region: bool) -> View:

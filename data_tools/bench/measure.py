@@ -29,8 +29,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Timing:
-    """rate: images a second of wall clock, from the first batch on. per_cpu: images for each second of processor time,
-    start-up and worker processes included. first: seconds to the first batch.
+    """rate: images a second of wall clock, once a third of the batches are there. per_cpu: images for each second of
+    processor time, start-up and worker processes included. first: seconds to the first batch.
     """
 
     rate: float
@@ -100,21 +100,25 @@ def _child(contestant: Contestant, sender: Connection) -> None:
         importlib.import_module(contestant.module)
         contestant.prepare()
         before, started = _cpu_seconds(), time.perf_counter()
-        images = first_images = 0
-        first = last = started
+        counts, times = [], []
         for count in contestant.run():
-            last = time.perf_counter()
-            if not images:
-                first, first_images = last, count
-            images += count
+            counts.append(count)
+            times.append(time.perf_counter() - started)
         used = _cpu_seconds() - before
-        whole = last - started
-        rate = (images - first_images) / (last - first) if images > first_images else images / whole
-        sender.send(Timing(rate, images / used, first - started))
+        sender.send(Timing(_rate(counts, times), sum(counts) / used, times[0]))
     except ImportError as error:
         sender.send(f"{error.name or error} is not installed" if isinstance(error, ModuleNotFoundError) else str(error))
     except BaseException as error:
         sender.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def _rate(counts: Sequence[int], times: Sequence[float]) -> float:
+    """Images a second. Of several batches the first third does not count: fresh memory and imports make it slower than
+    all that follow, which in two seconds shows and in an hour does not."""
+    if len(counts) == 1:
+        return counts[0] / times[0]
+    begin = max(1, len(counts) // 3)
+    return sum(counts[begin:]) / (times[-1] - times[begin - 1])
 
 
 def _cpu_seconds() -> float:

@@ -1,7 +1,8 @@
 """Other loaders, as their documentation sets them up, all with the same three ways from bytes to a view.
 
 Each `read_*` yields the size of each batch; it imports its library itself, so one that is not installed costs its own
-line only. The random crop is torchvision's RandomResizedCrop (area 5-100 %, aspect 3/4-4/3), then a flip.
+line only. The random crop is torchvision's RandomResizedCrop (area 5-100 %, aspect 3/4-4/3), then a flip. DALI brings a
+fourth way of its own, of the same crop.
 """
 
 import io
@@ -143,6 +144,40 @@ def read_mosaic(folder: Path, view: View, side: int, batch: int, workers: int) -
 
     dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
     for _, labels in torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers):
+        yield len(labels)
+
+
+def read_grain(files: Sequence[tuple[Path, int]], view: View, side: int, batch: int, workers: int) -> Iterator[int]:
+    """Grain's MapDataset, shuffled, a batch to a thread."""
+    import grain
+
+    def load(file: tuple[Path, int]) -> tuple[np.ndarray, int]:
+        return np.asarray(view(file[0].read_bytes(), side)), file[1]
+
+    dataset = grain.MapDataset.source(files).shuffle(seed=0).map(load).batch(batch)
+    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
+    for _, labels in dataset.to_iter_dataset(options):
+        yield len(labels)
+
+
+def read_dali(files: Sequence[tuple[Path, int]], antialias: bool, side: int, batch: int, workers: int) -> Iterator[int]:
+    """DALI on the CPU, by its own decoder (of the crop alone), resizer and random numbers."""
+    from nvidia import dali
+    from nvidia.dali import fn
+
+    @dali.pipeline_def(batch_size=batch, num_threads=workers, device_id=None, prefetch_queue_depth=4)
+    def pipeline() -> tuple[Any, Any]:
+        paths, labels = [str(path) for path, _ in files], [label for _, label in files]
+        data, label = fn.readers.file(files=paths, labels=labels, random_shuffle=True, name="files")
+        area, aspect = [0.05, 1.0], [3 / 4, 4 / 3]
+        image = fn.decoders.image_random_crop(data, random_area=area, random_aspect_ratio=aspect)
+        image = fn.resize(image, size=[side, side], interp_type=dali.types.INTERP_LINEAR, antialias=antialias)
+        return fn.flip(image, horizontal=fn.random.coin_flip()), label
+
+    built = pipeline()
+    built.build()
+    for _ in range(len(files) // batch):
+        _, labels = built.run()
         yield len(labels)
 
 

@@ -15,7 +15,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from data_tools.bench import augment, peers
+from data_tools.bench import augment, measure, peers
 from data_tools.bench.measure import Contestant, Timing, race, table
 from pipeline.data_config import BenchConfig
 from pipeline.errors import UserError
@@ -30,7 +30,13 @@ def slow() -> Iterator[int]:
         time.sleep(0.02)
 
 
-def test_rates_begin_with_the_first_batch_and_failures_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_third_does_not_count() -> None:
+    assert measure._rate([10] * 6, [5.0, 6.0, 6.5, 7.0, 7.5, 8.0]) == 40 / 2
+    assert measure._rate([10, 10], [5.0, 6.0]) == 10
+    assert measure._rate([10], [5.0]) == 2
+
+
+def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise ValueError("two\nlines")
