@@ -1,4 +1,4 @@
-# make demo, make test: all the set-up anyone needs. Wants Python 3.11+, a C++ compiler and a package index.
+# make demo, make test: all the set-up anyone needs. Wants Python 3.11+ and a package index; the tests, a C++ compiler.
 PYTHON ?= python3
 PY := .venv/bin/python
 # torch first, at the version pyproject.toml pins: deepspeed's build looks for it, and an open range fetches gigabytes.
@@ -24,13 +24,11 @@ lint: install
 
 install: .venv/.installed
 
-# Its last step compiles DeepSpeed's CPU collective (a minute), which the first run would otherwise do.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet '$(TORCH)' $$(grep -oE '"(setuptools|ninja)==[0-9.]*"' pyproject.toml | tr -d '"') wheel
+	$(PY) -m pip install --quiet '$(TORCH)' $$(grep -oE 'setuptools==[0-9.]*' pyproject.toml) wheel
 	$(PY) -m pip install --quiet --no-build-isolation -e '.[dev]'
-	$(PY) -c "from pipeline.engine import build_shared_memory_op; build_shared_memory_op()"
 	touch $@
 
 clean:

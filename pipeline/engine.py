@@ -1,12 +1,11 @@
 """DeepSpeed, and all that is particular to it: the only file that imports it.
 
-Avoided here (each has a test): gradients accumulated in bf16, a lock left by a process that died while compiling, ZeRO
-configurations that train wrongly (refused in config.py).
+Avoided here (each has a test): gradients accumulated in bf16, an op that every start on a CPU would compile and nothing here
+calls, ZeRO configurations that train wrongly (refused in config.py).
 """
 
 import atexit
 import datetime
-import fcntl
 import math
 import os
 import sys
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,13 +35,36 @@ from pipeline.saver import Part
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# Compiling an op needs ninja, which sits beside the interpreter when its environment is not activated.
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 # torch and DeepSpeed disagree on the name of a collective; a user can do nothing about it.
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
 
-import deepspeed  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed without what its autotuner and its Muon want, which nobody here uses: MLflow and Inductor, 4 s of the 12 s
+    of every rank's start."""
+    mlflow = sys.modules.pop("mlflow", None)
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # Whoever imports it is told that it is not there.
+    try:
+        import deepspeed
+    finally:
+        del sys.modules["mlflow"]
+        if mlflow is not None:
+            sys.modules["mlflow"] = mlflow
+    from deepspeed.runtime import compiler
+
+    # Muon's functions are compiled where they are defined, and Inductor is imported for that.
+    compiled, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.original_muon
+    finally:
+        compiler.compile = compiled
+    # A collective of tensor-parallel inference alone. On a CPU every rank would load it, after a compilation of a minute, and
+    # map 66 MiB a rank of /dev/shm, under a name that outlives them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+deepspeed = _import_deepspeed()
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
 _FIRST_SCALE_POWER = 12
@@ -65,25 +86,11 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
     if torch.distributed.is_initialized():
         return
     deepspeed_logger.setLevel("WARNING")
-    if ranks.device.type == "cpu":
-        build_shared_memory_op()
     with _quiet():
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
-    if ranks.device.type == "cpu":
-        _unlink_shared_memory(ranks)
     if torch.distributed.get_backend() == "gloo":
         # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
         atexit.register(torch.distributed.destroy_process_group)
-
-
-def _unlink_shared_memory(ranks: Ranks) -> None:
-    """Take away the name of this rank's buffer of DeepSpeed's CPU collective; who has mapped it keeps it.
-
-    66 MiB of memory that would outlive the ranks under a name made of the master's address and port.
-    """
-    ranks.barrier()  # Every rank has mapped the others' buffers.
-    place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{ranks.rank}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 class Engine:
@@ -105,7 +112,8 @@ class Engine:
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-        self.settings = deepspeed_settings(config, optimizer_config, plan)
+        num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
+        self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
@@ -332,7 +340,9 @@ class Engine:
         return int(self.engine.skipped_steps)
 
 
-def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: Plan) -> dict[str, Any]:
+def deepspeed_settings(
+    config: EngineConfig, optimizer: OptimizerConfig, plan: Plan, num_parameters: int
+) -> dict[str, Any]:
     """DeepSpeed's JSON for a run; generated, never written by hand."""
     settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
@@ -341,7 +351,7 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: ours, in _guard_gradient.
         "zero_optimization": {
             "stage": config.zero_stage,
-            "reduce_bucket_size": memory.REDUCE_BUCKET,
+            "reduce_bucket_size": memory.reduce_bucket(num_parameters),
             "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
             "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
         },
@@ -361,25 +371,6 @@ def deepspeed_settings(config: EngineConfig, optimizer: OptimizerConfig, plan: P
         # DeepSpeed begins at 2^16; where that is too much, each halving costs two skipped steps. The scale grows by itself.
         settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
-
-
-def build_shared_memory_op() -> None:
-    """Compile DeepSpeed's CPU collective unless it is there, one process of this machine at a time.
-
-    torch marks a build by a lock file that nobody removes when the builder dies, and every later start waits for it
-    without a word. Our own lock goes with its process; under it, a lock file of torch's can only be a dead one's.
-    """
-    from torch.utils.cpp_extension import _get_build_directory
-
-    name = "deepspeed_shm_comm"
-    folder = Path(_get_build_directory(name, verbose=False))
-    with open(folder.parent / f"{name}.builder", "w") as ours:
-        fcntl.flock(ours, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        with _quiet():
-            builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-            if builder is not None:
-                builder.load(verbose=False)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pipeline.model import Config, Model, build, num_parameters
 from pipeline.plan import Plan
 
 # Of DeepSpeed's buffers, in elements; its defaults, which engine.py writes into its settings.
-REDUCE_BUCKET = 500_000_000
+REDUCE_BUCKET = 500_000_000  # at most, see reduce_bucket
 PERSISTENCE_THRESHOLD = 100_000  # stage 3: parameters below this stay whole on every rank
 MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: no more are gathered at a time
 
@@ -47,6 +47,14 @@ class Memory:
 def rank_memory(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
     """The fullest moment of a step."""
     return max(moments(model, config, micro_batch, accumulation, world_size), key=lambda moment: moment.total)
+
+
+def reduce_bucket(num_parameters: int) -> int:
+    """Elements of DeepSpeed's bucket of gradients, which it takes whole however small the model.
+
+    One that holds all gradients is reduced when a larger one would be, after the last of them: the sums are the same.
+    """
+    return min(REDUCE_BUCKET, num_parameters)
 
 
 def refuse_too_large(config: RunConfig, plan: Plan, model: Config, gpu_memory: int) -> None:
@@ -104,7 +112,7 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     p = math.ceil(P / world_size)
     full = _backward_activations(model, micro_batch, engine)
     # A bucket that the gradients overflow is reduced before the backward pass is done.
-    left = int(full * max(0.0, 1 - REDUCE_BUCKET / P)) if engine.zero_stage >= 2 else 0
+    left = int(full * (1 - reduce_bucket(P) / P)) if engine.zero_stage >= 2 else 0
     inputs = input_bytes(model, micro_batch, engine.precision)
     state = _moments_bytes(config.optimizer)
     optimizer = state * P if engine.zero_stage == 0 else (4 + state) * p
@@ -133,26 +141,26 @@ def _gradients_and_buffers(
     # The two parameter groups are stepped one after the other; this is the larger.
     group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
     work = _optimizer_work(config.optimizer) * group
-    fixed, copy = e * REDUCE_BUCKET, e * min(P, REDUCE_BUCKET)
+    bucket = e * reduce_bucket(P)
     if stage == 0:
-        return (4 * P * accumulates, 4 * P, 4 * P), (0, copy, work)
+        return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
     if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
         # DeepSpeed's BF16_Optimizer: fp32 gradients of the whole model on every rank, all through the run, and the
         # 16-bit ones beside them until the step. What is reduced is a flat fp32 copy, itself copied to 16 bits.
         return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
-    # Elsewhere gradients move into a bucket of fixed size (stages 2, 3: as they come; stage 1: in the last micro-batch),
+    # Elsewhere gradients move into a bucket (stages 2, 3: as they come; stage 1: in the last micro-batch),
     # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
     if stage == 1:
         # 16-bit gradients become fp32 before they are reduced.
-        fixed, copy = 4 * REDUCE_BUCKET, 4 * min(P, REDUCE_BUCKET)
-        return (4 * P * accumulates, max(0, 4 * (P - REDUCE_BUCKET)), 4 * p), (fixed, fixed + copy, 4 * group + work)
+        bucket = 4 * reduce_bucket(P)
+        return (4 * P * accumulates, 4 * P - bucket, 4 * p), (bucket, 2 * bucket, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * _largest_parameter(model)
-        return (4 * p * accumulates, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, work)
+        return (4 * p * accumulates, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, work)
     if stage == 2:
-        return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (fixed, fixed + copy, 4 * group + work)
-    as_fp32 = 4 * math.ceil(min(P, REDUCE_BUCKET) / world_size) if e == 2 else 0
-    return (4 * p, 4 * p, 4 * p), (fixed, fixed + copy + as_fp32, fixed + 4 * group + work)
+        return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (bucket, 2 * bucket, 4 * group + work)
+    as_fp32 = 4 * math.ceil(reduce_bucket(P) / world_size) if e == 2 else 0
+    return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
 
 
 def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig) -> int:

@@ -73,7 +73,6 @@ def environment(home: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home / "token"),
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
         "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "eth0",
         # A dead node is given up after seconds.
@@ -88,7 +87,7 @@ def environment(home: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(can_have_hosts: None, environment: dict[str, str], home: Path) -> Iterator[list[Host]]:
     """A Ray of one CPU on each host."""
-    with hosts.network(2, [home, ROOT, Path(environment["TORCH_EXTENSIONS_DIR"])]) as nodes:
+    with hosts.network(2, [home, ROOT]) as nodes:
         processes = _start_ray(nodes, environment, home)
         yield nodes
         for host, process in zip(nodes, processes, strict=True):

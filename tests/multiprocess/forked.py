@@ -1,5 +1,6 @@
 """Ranks of `pipeline.train.run`, forked from one process that has imported everything: a start costs a second, not ten."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
+# An answer bears the number of its request: one that nobody read must not be taken for the next.
 _FORGE = """
 import json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
 import pipeline.train
-import torch.utils.cpp_extension, torch._inductor.compile_fx, deepspeed.runtime.zero.muon.original_muon  # What every start imports.
+import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
 from forked import work
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if "pids" in request:
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["pids"]]), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["pids"]]
+        print(json.dumps([request["number"], codes]), flush=True)
         continue
     pids = []
     for rank, environment in enumerate(request["ranks"]):
@@ -37,7 +41,7 @@ for line in sys.stdin:
             work(request["function"], request["argument"])
             sys.exit()
         pids.append(pid)
-    print(json.dumps(pids), flush=True)
+    print(json.dumps([request["number"], pids]), flush=True)
 """
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
@@ -65,7 +69,7 @@ class Forge:
     """Starts ranks of runs. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, []
+        self.folder, self.runs, self.asked = folder, [], 0
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
             env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -91,10 +95,8 @@ class Forge:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        # As the test has it by now; but PATH as the engine has made it.
-        now = {name: value for name, value in os.environ.items() if name != "PATH"}
         ranks = [
-            {**now, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+            {**os.environ, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
              "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for rank in range(world_size)
         ]  # fmt: skip
@@ -106,9 +108,13 @@ class Forge:
     def ask(self, request: dict[str, Any]) -> list[int]:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
+        self.asked += 1
+        self.process.stdin.write(json.dumps({"number": self.asked, **request}) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        number = 0
+        while number != self.asked:
+            number, answer = json.loads(self.process.stdout.readline())
+        return answer
 
 
 @dataclass
@@ -123,10 +129,18 @@ class ForkedRun:
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait(self) -> list[int]:
-        """The ranks' exit codes."""
-        pids, self.pids = self.pids, []
-        return self.forge.ask({"pids": pids})
+    def wait(self, seconds: float = 300) -> list[int]:
+        """The ranks' exit codes; those that are still there after so many seconds, or when a test is given up, are killed."""
+        late = threading.Timer(seconds, self.kill)
+        late.start()
+        try:
+            return self.forge.ask({"pids": self.pids})
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            late.cancel()
+            self.pids = []  # Other processes may have them from now on.
 
     def finish(self) -> str:
         """Wait for all ranks, and fail when one of them failed; what rank 0 said."""
@@ -137,7 +151,8 @@ class ForkedRun:
     def kill(self) -> None:
         """SIGKILL all ranks that are left."""
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_after(self, file: Path) -> None:
         """SIGKILL all ranks as soon as there is `file`."""

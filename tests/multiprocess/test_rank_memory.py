@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.plan import make_plan, new_model_config
 
 NUM_CLASSES = 300
-ALL, PART = 4_000_000, 250_000  # elements of a bucket that holds all gradients, and of one that does not
+ALL, PART = 4_000_000, 250_000  # elements of a bucket that may hold all gradients, and of one that does not
 CKPT = "engine.activation_checkpointing=true"
 # stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at it.
 CASES: list[tuple[int, str, int, int, list[str]]] = [
