@@ -44,6 +44,8 @@ _REFUSED, _REFUSAL_SECONDS = "refused: ", 15.0
 _ONE_INTERRUPT_SECONDS = 1.0
 # The deepspeed launcher kills what is left 30 s after SIGTERM.
 _LAST_WORD_SECONDS = 27.0
+# How long a rank that leaves, with all committed, waits for the others.
+_FAREWELL_SECONDS = 10.0
 # Before the limit: for the step at hand, for MLflow and for the exit; three times the longest commit comes on top.
 _RESERVE_SECONDS = 30.0
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
@@ -60,6 +62,7 @@ class Stop:
         self.limit_seconds = config.train.stop_after_minutes * 60
         self.begin = time.monotonic()  # No clock of the day: those jump.
         self._training = False
+        self._agreed = False  # To leave: a rank may know this before it hears why.
         self._refused = False
         self._ranks: Ranks | None = None
         self._store: Any = None
@@ -135,7 +138,7 @@ class Stop:
 
     def is_wanted(self) -> bool:
         """Whether this rank has heard of it. Others may have not: only `together` says when to leave."""
-        return bool(self.reason)
+        return self._agreed or bool(self.reason)
 
     def together(self, items: Iterator[T]) -> Iterator[T]:
         """`items`, until the ranks agree to stop; then raises Stopped. Collective: each rank has as many items.
@@ -159,6 +162,7 @@ class Stop:
         answer = self._ranks.sum_later(float(self.is_wanted()))
         while True:
             if answer():
+                self._agreed = True
                 raise Stopped
             if item is end:
                 return
@@ -171,6 +175,7 @@ class Stop:
         """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
         assert self._ranks is not None
         if self._ranks.sum(float(self.is_wanted()))[0]:
+            self._agreed = True
             raise Stopped
 
     def agreed_reason(self) -> str:
@@ -192,12 +197,17 @@ class Stop:
     def leave(self, step: int, reason: str) -> NoReturn:
         """End this process with RESUME, all ranks together: the launcher kills the others when one has left.
 
-        Collective. Everything is committed; neither threads that still wait for data nor libraries can hold it up.
+        Collective. Everything is committed; neither threads that still wait for data, nor libraries, nor another rank can
+        hold it up.
         """
         assert self._ranks is not None
         self.step = step
         self._say_stopped(RESUME, reason)
-        self._ranks.barrier()
+        alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME])
+        alone.daemon = True
+        alone.start()
+        with contextlib.suppress(RuntimeError):  # Another has left alone.
+            self._ranks.barrier()
         _exit(RESUME)
 
     # ------------------------------------------------------------------ the thread that listens

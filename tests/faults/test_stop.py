@@ -19,11 +19,14 @@ import psutil
 import pytest
 import torch
 from faulty_s3 import S3, copy_folder, stall
-from forked import Forge, ForkedRun, until
+from forked import Forge, ForkedRun, train, until
 from ranks import ROOT, metrics, settings
 from tiny import make_dataset
 
+from pipeline import distributed, schema, stop
 from pipeline import model as models
+from pipeline.config import RunConfig
+from pipeline.errors import Stopped
 from pipeline.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
 
 SECONDS = 25
@@ -167,13 +170,11 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
 
 def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Path, tmp_path: Path) -> None:
-    """Really: of address space, which each rank is given so much more of than it begins with."""
+    """Really: of address space, which each rank allows itself so much more of than it begins with."""
     large = [*settings(data, tmp_path, "large"), "model.image_size=448", "data.streams=8", "engine.zero_stage=0"]
 
     def ends_with(ranks: tuple[int, ...], *more: str) -> str:
-        run = forge.start(2, [*large, *more])
-        for rank in ranks:
-            resource.prlimit(run.pids[rank], resource.RLIMIT_AS, (size(run.pids[rank]) + 2**30,) * 2)
+        run = forge.start_work(2, "test_stop:train_within_a_limit", [ranks, [*large, *more]])
         assert run.wait() == [2, 2], run.said()
         (line,) = [line for rank in (0, 1) for line in run.said(rank).splitlines() if "rror" in line]
         assert read_status(tmp_path / "large") == Status("refused", 0, 2, line.removeprefix("error: "))
@@ -189,9 +190,12 @@ def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Pa
     assert line.endswith("Use evaluate.batch=100.")
 
 
-def size(pid: int) -> int:
-    """Bytes of address space."""
-    return psutil.Process(pid).memory_info().vms
+def train_within_a_limit(argument: tuple[list[int], list[str]]) -> None:
+    """In a rank: train, on these ranks with 1 GiB more than what they hold by then. Nobody can lift a limit again."""
+    ranks, overrides = argument
+    if int(os.environ["RANK"]) in ranks:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
+    train([overrides])
 
 
 def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -> None:
@@ -212,6 +216,35 @@ def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -
     assert status
     assert (status.status, status.code) == ("stopped", RESUME)
     assert status.reason.startswith("train.stop_after_minutes")
+
+
+def leave(overrides: list[str]) -> None:
+    """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to leaving."""
+    config = schema.load(RunConfig, None, overrides)
+    stop._FAREWELL_SECONDS = 2.0
+    stops = stop.Stop(config)
+    torch.distributed.init_process_group("gloo")
+    ranks = distributed.from_environment()
+    if ranks.is_main:
+        assert stops.folder.lock() is None
+    stops.connect(ranks)
+    if ranks.is_main:
+        stops.reason = "SIGTERM"
+    with pytest.raises(Stopped):
+        list(stops.together(iter(range(9))))
+    if ranks.is_main:
+        stops.leave(7, stops.reason)
+    print("wants no more reads:", stops.is_wanted(), flush=True)
+    time.sleep(100)
+
+
+def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path, tmp_path: Path) -> None:
+    run = forge.start_work(2, "test_stop:leave", settings(data, tmp_path, "alone"))
+    until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_ZOMBIE, 60)
+    run.kill()
+    assert run.wait() == [RESUME, -signal.SIGKILL], run.said(0) + run.said(1)
+    assert "wants no more reads: True" in run.said(1), "it would wait for those that it has begun"
+    assert read_status(tmp_path / "alone") == Status("stopped", 7, RESUME, "SIGTERM")
 
 
 # Adds a day to the time of the day while a file exists; clocks that only measure are left alone, as by the kernel.
