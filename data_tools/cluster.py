@@ -74,7 +74,9 @@ def connect(num_cpus: int = 0) -> int:
         elif os.environ.get("RAY_ADDRESS"):
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
         else:
-            options = {"num_cpus": num_cpus or None, "include_dashboard": False, "object_store_memory": 256 * 2**20}
+            # "local": else Ray would join what `ray start` has left on this machine, and refuse the other options.
+            options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
+                       "object_store_memory": 256 * 2**20}  # fmt: skip
         ray.init(logging_level="ERROR", log_to_driver=False, **options)
     return int(ray.cluster_resources().get("CPU", 1))
 

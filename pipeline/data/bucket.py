@@ -178,16 +178,18 @@ class BucketPath:
         size = os.path.getsize(local)
 
         def attempt() -> None:
-            with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
-                # Without compression=None, the name decides: x.gz would be packed again.
-                stream = self._filesystem(writing=True).open_output_stream(self.key, compression=None)
-                stream.write(source.read_buffer())
-                stream.close()
+            # Without compression=None, the name decides: x.gz would be packed again.
+            stream = self._filesystem(writing=True).open_output_stream(self.key, compression=None)
+            stream.write(content)
+            stream.close()
             found = self._filesystem().get_file_info(self.key).size
             if found != size:
                 raise OSError(f"{found} bytes arrived of {size}")
 
-        self._try(attempt)
+        # Not within the attempt: what this machine lacks, no waiting for the bucket mends.
+        with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
+            content = source.read_buffer()
+            self._try(attempt)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Nothing: in a bucket, a folder is there when an object is in it."""

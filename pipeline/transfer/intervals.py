@@ -34,7 +34,7 @@ def of_samples(accuracy: float, num_test: int) -> Interval:
     centre = (accuracy + _Z**2 / (2 * num_test)) / (1 + _Z**2 / num_test)
     spread = accuracy * (1 - accuracy) / num_test + (_Z / (2 * num_test)) ** 2
     half = _Z * spread**0.5 / (1 + _Z**2 / num_test)
-    return Interval(centre - half, centre + half, OVER_SAMPLES)
+    return _around(centre, half, OVER_SAMPLES)  # Rounding may leave the range.
 
 
 def of_tasks(accuracies: Sequence[float], num_tests: Sequence[int]) -> Interval:

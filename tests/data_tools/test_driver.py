@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,16 @@ def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.
     with only_driver(out), pytest.raises(UserError, match="is being written by"), only_driver(out):
         pass
     assert not out.exists()
+
+
+def test_a_ray_that_was_left_on_this_machine_is_not_joined() -> None:
+    """`ray start` leaves an address in Ray's folder, also when it was killed. (Names of sockets in that must be short.)"""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        address = Path(folder, "ray", "ray_current_cluster")
+        address.parent.mkdir()
+        address.write_text("192.0.2.1:6379")
+        done = subprocess.run(
+            [sys.executable, "-c", "from data_tools import cluster; print(cluster.connect(1))"],
+            cwd=ROOT, env={**os.environ, "RAY_TMPDIR": folder}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.stdout == "1\n", done.stderr

@@ -1,7 +1,9 @@
 """What networks, servers and people do to a bucket: what passes is waited for and counted, the rest is said in one line."""
 
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,6 +199,17 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pyt
     assert again.read_bytes() == large
     assert again.patience.retries == 1
     bucket._connect.cache_clear()
+
+
+def test_a_file_that_memory_cannot_map_is_not_the_buckets_fault(s3: Server) -> None:
+    target = bucket_path(f"{s3[1]}/large")
+    # Larger than any process's address space; a tmpfs takes it, for it is a hole.
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.truncate(file.name, 1 << 47)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            target.upload(file.name)
+    assert target.patience.retries == 0
+    assert not target.exists()
 
 
 def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     cell = one.tasks["caltech101"]
     assert (cell.interval.low, cell.interval.high) == pytest.approx((0.46907, 0.53093), abs=2e-5)
     assert cell.interval.over == intervals.OVER_SAMPLES
+    assert all(f"{intervals.of_samples(0.0, n).low:.1f}" == "0.0" for n in range(1, 100))
+    assert all(intervals.of_samples(1.0, n).high <= 1 for n in range(1, 100))
     # Of specialized: sqrt(sum p (1 - p) / 1000) / 4 = sqrt((.2451 + .2436 + .2419 + .24) / 1000) / 4 = 0.0077892.
     mean = one.means["specialized"]
     assert mean.interval.high - mean.accuracy == pytest.approx(1.96 * 0.0077892, abs=2e-6)
