@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.checkpoint import Checkpoints, verify
 from pipeline.checkpoint_writer import Commit, Job, Retention, save
 from pipeline.data.bucket import BucketPath
 from pipeline.model import ViTConfig, configure, create, safetensors_metadata
@@ -72,3 +73,11 @@ def save_all(folder: Path | BucketPath, step: int, world_size: int = 2, **more: 
             save(work, memory)
         finally:
             os.close(memory)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def newest_whole(folder: Path) -> str | None:
+    return next((path.name for path in Checkpoints(folder).candidates() if verify(path) is None), None)

@@ -1,6 +1,5 @@
 """A checkpoint is whole or invisible, whenever the writers die and whatever happens to its files."""
 
-import contextlib
 import errno
 import json
 import os
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import faulty_s3
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from saving import CONFIG, STATES, job, save_all, tensors
+from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 
 from pipeline import checkpoint, checkpoint_writer
 from pipeline import model as models
@@ -30,24 +28,15 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.fragments import Fragments, Range
 from pipeline.run_folder import write_atomically
-from pipeline.saver import Part, Saver
 
 ROOT = Path(__file__).parents[1]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def flip(path: Path, bit: int = 5) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
-
-
-def newest_whole(folder: Path) -> str | None:
-    return next((path.name for path in Checkpoints(folder).candidates() if verify(path) is None), None)
 
 
 # -------------------------------------------------------------------- what is written
@@ -327,100 +316,6 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
     assert newest_whole(tmp_path) == "step-00000020"
     assert len(said) == 1
     assert "waiting" in said[0]
-
-
-# -------------------------------------------------------------------- the process
-@pytest.fixture
-def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CHECKPOINT_TEST", str(tmp_path))
-    saver = Saver(str(tmp_path), ALONE, 5)
-    yield saver
-    saver.close()
-
-
-def writers(tmp_path: Path) -> list[psutil.Process]:
-    """The writer's process, found by its environment: it is nobody's child."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("CHECKPOINT_TEST") == str(tmp_path) and process.pid != os.getpid():
-                found.append(process)
-    return found
-
-
-def real_part(step: int) -> tuple[Part, checkpoint_writer.Commit]:
-    work, memory = job(Path("/"), step)
-    os.close(memory)
-    arrays = tensors(step)
-    flat = {s: [torch.tensor(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
-    assert work.commit is not None
-    return Part(work.ranges, flat), work.commit
-
-
-def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
-    """Weights that change after save() returned are not what is saved; each save waits for the one before."""
-    for step in (1, 2, 3):
-        piece, commit = real_part(step)
-        saver.save(step, piece, commit)
-        for tensors_of_state in piece.tensors.values():
-            for tensor in tensors_of_state:
-                tensor.fill_(-1)
-        saver.mark_best(step, "val_top1", 1 / step)
-    saver.wait()
-    saver.check()
-    found = Fragments.open(tmp_path / "step-00000003").whole("weights")
-    assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
-    assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
-    reading = saver.read()
-    assert 0 < reading["checkpoint_blocked_seconds"] < 60
-    assert reading["checkpoint_write_seconds"] > 0
-    assert saver.read() == {"checkpoint_blocked_seconds": 0, "checkpoint_write_seconds": 0}
-
-
-def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("where a folder should be")
-    saver = Saver(str(tmp_path / "file" / "checkpoints"), ALONE, 5)
-    saver.save(1, *real_part(1))
-    with pytest.raises(UserError, match=r"the checkpoint was not saved: .*file/checkpoints: NotADirectoryError"):
-        saver.wait()
-    saver.close()
-
-
-def test_a_writer_that_dies_is_noticed(saver: Saver, tmp_path: Path) -> None:
-    for process in writers(tmp_path):
-        process.kill()
-    saver.save(1, *real_part(1))
-    with pytest.raises(UserError, match="the checkpoint writer of rank 0 died: it was killed"):
-        saver.wait()
-
-
-def test_a_writer_survives_its_rank_and_every_signal_but_one(tmp_path: Path) -> None:
-    """SIGKILL right after the hand-over; the writer's own family, and its session, are signalled too."""
-    script = """
-import os, signal, sys
-from pathlib import Path
-import psutil
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint import ALONE, real_part
-from pipeline.saver import Saver
-saver = Saver(sys.argv[1], ALONE, 5)
-saver.save(1, *real_part(1))
-for child in psutil.Process().children(recursive=True):
-    child.kill()
-os.killpg(0, signal.SIGKILL)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, Path(__file__).parent], cwd=ROOT, timeout=120, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CHECKPOINT_TEST": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == -9, done.stderr
-    for process in writers(tmp_path):
-        for number in (1, 2, 10, 15):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        process.wait(60)
-    assert newest_whole(tmp_path) == "step-00000001"
-    assert names(tmp_path) == ["latest", "step-00000001"]
 
 
 # -------------------------------------------------------------------- in a bucket

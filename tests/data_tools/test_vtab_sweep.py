@@ -1,13 +1,17 @@
 """A sweep as the command runs it: all 19 tasks from original files to results, and the same however often it is killed."""
 
 import contextlib
+import csv
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,46 +94,108 @@ def test_all_19_tasks_from_original_files_to_results(
     assert not (all_tasks / "progress.json").exists()
 
 
-def test_killed_workers_and_drivers_change_no_byte(
-    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_says_what_the_sweep_found(all_tasks: Path, tmp_path: Path) -> None:
+    results = json.loads((all_tasks / "results.json").read_text())
+    command = [sys.executable, "launch/vtab_report.py", f"sweeps={all_tasks}", f"out={tmp_path}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    with open(tmp_path / "scores.csv", newline="") as file:
+        ours = {row["name"]: row for row in csv.DictReader(file) if row["model"] == all_tasks.name}
+    accuracies = [row["accuracy"] for row in results["scores"]]
+    for row in results["scores"]:
+        assert float(ours[row["task"]]["accuracy"]) == pytest.approx(100 * row["accuracy"], abs=1e-4)
+        assert int(ours[row["task"]]["test_images"]) == row["num_test"]
+    assert float(ours["all"]["accuracy"]) == pytest.approx(100 * sum(accuracies) / len(TASKS), abs=1e-4)
+    page = (tmp_path / "report.md").read_text()
+    for text in (results["checkpoint"]["sha256"], results["protocol"]["sha256"], "abc123", *results["data"].values()):
+        assert text[:16] in page
+
+
+@pytest.fixture
+def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """A Ray that takes jobs, as `ray start` makes it, and the environment in which `ray job submit` finds it."""
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+    }  # fmt: skip
+    port, log = free_port(), tmp_path / "ray.log"
+    # A folder of its own, or other Rays of this machine would take it for theirs; names of sockets must be short.
+    folder = tempfile.mkdtemp(prefix="ray")
+    command = ["ray", "start", "--head", "--block", "--port=0", "--num-cpus=2", "--node-ip-address=127.0.0.1"]
+    command += [f"--temp-dir={folder}"]
+    command += [f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", "--object-store-memory=100000000"]
+    with open(log, "w") as file:
+        head = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    family = psutil.Process(head.pid)
+    try:
+        while "Ray runtime started" not in log.read_text():
+            assert head.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield family, {**environment, "RAY_ADDRESS": f"http://127.0.0.1:{port}"}
+    finally:
+        processes = [*family.children(recursive=True), family]
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        head.wait()
+        psutil.wait_procs(processes, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        return there.getsockname()[1]
+
+
+def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
+    prepared: list[str], job_cluster: tuple[psutil.Process, dict[str, str]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     settings = [*prepared, "tasks=[dtd,svhn]", "protocol.lr=[0.1,0.01]", "protocol.length=[100 steps]"]
     sweep(tmp_path / "whole", settings)
-    out, said = tmp_path / "killed", tmp_path / "said"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment["RAY_memory_monitor_refresh_ms"] = "0"
+    family, environment = job_cluster
+    out, said, checkout = tmp_path / "killed", tmp_path / "said", tmp_path / "checkout"
+    for name in ("launch", "pipeline", "data_tools"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "launch/vtab.py", *settings, f"out={out}"]
     with open(said, "w") as file:
-        command = [sys.executable, "launch/vtab.py", *settings, f"out={out}"]
-        driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    family = psutil.Process(driver.pid)
+        job = subprocess.Popen(submit, cwd=checkout, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
     def wait_until(what: Callable[[], bool], pause: float) -> None:
         while not what():
-            assert driver.poll() is None, f"finished before it could be killed: {said.read_text()}"
+            assert job.poll() is None, f"ended before it could be killed: {said.read_text()}"
             time.sleep(pause)
 
     def cells() -> list[Path]:
         return [*out.glob("cells/[!.]*.json")]
 
+    def processes_of(title: str) -> Iterator[psutil.Process]:
+        for process in family.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if title in " ".join(process.cmdline()):
+                    yield process
+
     def a_worker_died() -> bool:
         """Kills one in the middle of a cell; another one, if that cell came to its end all the same."""
         if "The cell is run again" in said.read_text():
             return True
-        for process in family.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if "ray::run_cell" in " ".join(process.cmdline()):
-                    process.kill()
-                    time.sleep(3)
-                    break
+        for process in processes_of("ray::run_cell"):
+            process.kill()
+            time.sleep(3)
+            break
         return False
 
     wait_until(lambda: len(cells()) >= 1, pause=0.02)
     wait_until(a_worker_died, pause=0.02)
     wait_until(lambda: len(cells()) >= 2, pause=0.02)
-    workers = family.children(recursive=True)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    psutil.wait_procs(workers, timeout=30)
+    drivers = list(processes_of("launch/vtab.py"))
+    assert drivers
+    for process in drivers:
+        process.kill()
+    assert job.wait(timeout=60) != 0
     kept = {path: path.stat().st_mtime_ns for path in cells()}
     assert 2 <= len(kept) < 6
     assert not (out / "results.json").exists()
