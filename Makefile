@@ -10,12 +10,13 @@ export OMP_NUM_THREADS ?= 1
 demo: install
 	$(PY) launch/demo.py
 
-# Ranks wait for each other in busy loops, and Ray gives up when it cannot start in 30 s: one test of them at a time, and
-# what is beside them comes second.
+# A test of ranks takes all cores by itself: one of them at a time. Beside them, the plain tests, which come second; then
+# those of Ray, which come first, because it gives up when it cannot start in 30 s.
 test: install lint
-	@nice -n 10 $(PY) -m pytest -m "not cluster" >.pytest_rest.log 2>&1 & rest=$$!; trap "kill $$rest" INT TERM; \
-	$(PY) -m pytest -m cluster; first=$$?; \
-	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$first$$rest = 00 ]
+	@{ nice -n 10 $(PY) -m pytest -m "not ranks and not ray"; plain=$$?; $(PY) -m pytest -m ray; [ $$plain$$? = 00 ]; } \
+	>.pytest_rest.log 2>&1 & rest=$$!; trap "pkill -P $$rest; kill $$rest" INT TERM; \
+	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
+	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
 
 lint: install
 	$(PY) -m ruff check .

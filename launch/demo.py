@@ -26,6 +26,7 @@ from pipeline.weights_config import ScoreConfig
 class DemoConfig:
     out: str = setting("runs/demo", "Folder for everything the demo makes; an earlier demo there is replaced.")
     num_per_class: int = setting(400, "Generated pictures of each shape.")
+    finetune_epochs: int = setting(0, "Epochs of fine-tuning; 0 is as configs/demo/finetune.yaml says.")
     ranks: int = setting(2, "DeepSpeed ranks.")
 
 
@@ -54,7 +55,8 @@ def demo(config: DemoConfig) -> None:
     check(pretrain)
 
     title("4/5  Fine-tune on the digits at 40 px")
-    check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}"]))
+    length = [f"train.length={config.finetune_epochs} epochs"] if config.finetune_epochs else []
+    check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}", *length]))
 
     title("5/5  Score")
     from pipeline.evaluate import report  # Late: --help needs no torch.

@@ -53,9 +53,9 @@ def gcs() -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks or Ray: what uses the forge, hosts, data_tools, and the files that say so themselves."""
+    """Mark what starts ranks (what uses the forge or hosts, and what says so itself) or Ray: see the Makefile."""
     for item in items:
-        if {"forge", "can_have_hosts"} & set(
-            getattr(item, "fixturenames", ())
-        ) or item.path.parent.name == "data_tools":
-            item.add_marker(pytest.mark.cluster)
+        if item.path.parent.name == "data_tools":
+            item.add_marker(pytest.mark.ray)
+        elif {"forge", "can_have_hosts"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)

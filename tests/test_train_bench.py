@@ -10,7 +10,7 @@ import pytest
 from tiny import make_dataset
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.ranks
 
 
 def test_a_step_beside_a_bare_loop() -> None:
