@@ -7,6 +7,10 @@ class UserError(ValueError):
     on_one_rank = False
 
 
+class DivergedError(UserError):
+    """Training went astray, beyond what the settings allow: the same settings would again. Every rank meets it."""
+
+
 class OneRankError(UserError):
     """As UserError, met by one rank alone (its own sample, its own disk), which has to say it itself."""
 

@@ -23,12 +23,14 @@ from pipeline.errors import UserError
 RESUME = 75
 _NOBODY = "a run that does not say who it is"
 
+Ending = Literal["running", "finished", "stopped", "failed", "refused", "diverged"]
+
 
 @dataclass(frozen=True)
 class Status:
     """How a start ended. step: what is committed at least. code: its exit code, -1 while it runs."""
 
-    status: Literal["running", "finished", "stopped", "failed", "refused"]
+    status: Ending
     step: int
     code: int
     reason: str

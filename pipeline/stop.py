@@ -22,8 +22,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pipeline.config import RunConfig
-from pipeline.errors import Interrupted, Stopped, UserError
-from pipeline.run_folder import RESUME, RunFolder, Status, stop_file
+from pipeline.errors import DivergedError, Interrupted, Stopped, UserError
+from pipeline.run_folder import RESUME, Ending, RunFolder, Status, stop_file
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
     from pipeline.distributed import Ranks
@@ -94,7 +94,8 @@ class Stop:
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
             elif isinstance(error, UserError):
-                self.folder.say_status(Status("refused", self.step, 2, str(error)))
+                how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
+                self.folder.say_status(Status(how, self.step, 2, str(error)))
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 self.folder.say_failure(text, bool(_LOST_OTHERS.search(text)))

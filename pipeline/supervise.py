@@ -120,7 +120,7 @@ class Supervisor:
             return "finished", "the run is complete"
         if self.signals:
             return "stopped", why or f"the launcher ended with {launch.code}"
-        if how == "refused" or (launch.code == 2 and how != "stopped"):
+        if how in ("refused", "diverged") or (launch.code == 2 and how != "stopped"):
             return "refused", why or "exit code 2, see above"
         if how == "stopped" and launch.orphaned:
             return "failed", "its launcher was killed; what was trained is committed"

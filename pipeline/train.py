@@ -32,7 +32,7 @@ from pipeline.data.order import SampleOrder, batch_of_step, leave_out
 from pipeline.data.subset import run_splits
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
-from pipeline.errors import Stopped, UserError
+from pipeline.errors import DivergedError, Stopped, UserError
 from pipeline.evaluate.classify import Scores, predict, score
 from pipeline.evaluate.masked import MaskedScores, score_masked
 from pipeline.evaluate.probe import named, open_run_probe
@@ -329,7 +329,7 @@ def _is_owed(scores: Path, start: int, every: int, steps: int) -> bool:
 
 def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
     if skipped > config.train.max_skipped_steps:
-        raise UserError(
+        raise DivergedError(
             f"{skipped} steps were skipped by step {step:,}, for a gradient that is no number or a loss that jumped, more than "
             f"train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use a longer schedule.warmup "
             "or engine.precision=fp32, or raise the budget."
@@ -338,7 +338,7 @@ def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
 
 def _refuse_too_many_rollbacks(left_out: list[tuple[int, int]], config: RunConfig) -> None:
     if len(left_out) > config.health.max_rollbacks:
-        raise UserError(
+        raise DivergedError(
             f"the loss has jumped {len(left_out)} times, more than health.max_rollbacks = {config.health.max_rollbacks} "
             "allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
         )

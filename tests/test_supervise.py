@@ -104,6 +104,7 @@ def test_crashes_and_preemption_are_followed_by_a_start_until_it_is_finished(tmp
     ("last", "code", "event"),
     [
         (ending("refused", 3, 2, "the loss is nan"), 2, "refused"),
+        ({**ending("diverged", 3, 2, "21 steps were skipped"), "code": 1}, 2, "refused"),
         ({"code": 2}, 2, "refused"),  # Settings that were refused before there was a folder.
         (ending("stopped", 3, 75, "the stop file"), 75, "stopped"),  # A person wants it to stand.
         (ending("stopped", 3, 75, "train.stop_after_minutes"), 75, "stopped"),

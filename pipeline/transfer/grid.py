@@ -18,7 +18,7 @@ import numpy as np
 from pipeline import schema
 from pipeline.config import RunConfig
 from pipeline.data.manifest import replacing
-from pipeline.errors import UserError
+from pipeline.errors import DivergedError, UserError
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.run_folder import RESUME, read_status
 from pipeline.suite_config import GridConfig
@@ -54,23 +54,31 @@ def start_process(cell: Cell, config: GridConfig) -> int:
 def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_process) -> dict[str, Any]:
     """All runs of the protocol, and its table; returns what results.json holds. start: how a cell is run.
 
-    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss), runs (seed, top1), top1 (mean), std (over seeds, of n - 1),
-    also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run fails, after its own output has said why;
-    ends with exit code 75 when a run was asked to stop.
+    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: why), runs (seed, top1), top1 (mean), std
+    (over seeds, of n - 1), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run fails, after its own
+    output has said why, and when all trials diverge; ends with exit code 75 when a run was asked to stop.
     """
     folder = Path(config.out) / config.name
     trials = [cell(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
-    tried = []
+    tried: list[dict[str, Any]] = []
     for lr, trial in zip(config.lr, trials, strict=True):
-        scores = finished(trial, config, start)
+        try:
+            scores = finished(trial, config, start)
+        except DivergedError as error:  # It is not chosen: that is what it was tried for.
+            print(f"{config.name}: lr {lr:g} diverged")
+            tried.append({"lr": lr, "diverged": str(error)})
+            continue
         tried.append({"lr": lr, "top1": scores["top1"], "loss": scores["loss"], "num_samples": scores["num_samples"]})
-    best = best_rate(tried)
-    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {tried[0]['num_samples']:,} dev images")
+    best, num_dev = best_rate(tried)
+    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {num_dev:,} dev images")
 
     finals = [cell(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
     runs = []
     for seed, final in zip(config.seeds, finals, strict=True):
-        scores = finished(final, config, start)
+        try:
+            scores = finished(final, config, start)
+        except DivergedError as error:
+            raise UserError(f"{error} Or leave {best:g} out of lr.") from error
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
     result: dict[str, Any] = {
         "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
@@ -112,21 +120,27 @@ def cell(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) 
 
 
 def finished(cell: Cell, config: GridConfig, start: Callable[[Cell, GridConfig], int]) -> dict[str, Any]:
-    """The scores of a run's end; the run is started first if it is not there yet."""
-    if not _is_finished(cell):
+    """The scores of a run's end; the run is started first if it is not there yet. Raises UserError, and DivergedError."""
+    if not _has_ended(cell):
         print(f"{config.name}: {cell.name}", flush=True)
         code = start(cell, config)
         if code == RESUME:
             print(f"{config.name}: {cell.name} was asked to stop: the same command goes on (exit code {RESUME})")
             sys.exit(RESUME)
-        if code or not _is_finished(cell):
+        if not _has_ended(cell) or (code and not _diverged(cell)):
             raise UserError(f"{cell.folder} failed (exit code {code}), see above. The same command goes on from there.")
+    if why := _diverged(cell):
+        raise DivergedError(f"{cell.folder}: {why}")
     return json.loads((cell.folder / "scores.json").read_text())
 
 
-def best_rate(tried: list[dict[str, Any]]) -> float:
-    """The learning rate of the highest dev accuracy; of equal ones that of the lower loss."""
-    return min(tried, key=lambda trial: (-trial["top1"], trial["loss"]))["lr"]
+def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
+    """The learning rate of the highest dev accuracy, of equal ones that of the lower loss; and the number of dev images."""
+    scored = [trial for trial in tried if "diverged" not in trial]
+    if not scored:
+        raise UserError(f"every learning rate diverged; of the first: {tried[0]['diverged']} Add lower ones to lr.")
+    best = min(scored, key=lambda trial: (-trial["top1"], trial["loss"]))
+    return best["lr"], best["num_samples"]
 
 
 def mean_and_deviation(accuracies: list[float]) -> dict[str, float]:
@@ -145,7 +159,11 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]
     for data, scores in result["also"].items():
         rows.append((data, _told(scores, scores["of_seeds"]), f"{scores['num_samples']:,}"))
-    trials = [(f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}") for trial in result["trials"]]
+    trials = [
+        (f"{trial['lr']:g}", "diverged", "-") if "diverged" in trial
+        else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
+        for trial in result["trials"]
+    ]  # fmt: skip
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
     header = ("data", "top-1, %: mean ± standard deviation", "images")
     return [
@@ -153,7 +171,7 @@ def page(result: dict[str, Any]) -> list[Block]:
         Table(header, rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {result['trials'][0]['num_samples']:,} images, {100 * result['dev_share']:g} % of the training split, held out "
+            f"On {best_rate(result['trials'])[1]:,} images, {100 * result['dev_share']:g} % of the training split, held out "
             "at random; the final runs then train on all of it, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),
@@ -183,10 +201,16 @@ def _scored(data: str, finals: list[Cell]) -> dict[str, Any]:
     return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
 
 
-def _is_finished(cell: Cell) -> bool:
-    """Whether a run with these very settings has come to its end, evaluation included."""
+def _has_ended(cell: Cell) -> bool:
+    """Whether a run with these very settings has come to its end, evaluation included, or has diverged."""
     status = read_status(cell.folder)
-    if status is None or status.status != "finished":
+    if status is None or status.status not in ("finished", "diverged"):
         return False
     then = json.loads((cell.folder / "config.json").read_text())
-    return then == schema.to_dict(cell.config) and (cell.folder / "scores.json").exists()
+    return then == schema.to_dict(cell.config) and (bool(_diverged(cell)) or (cell.folder / "scores.json").exists())
+
+
+def _diverged(cell: Cell) -> str:
+    """Why the run diverged; empty if it did not."""
+    status = read_status(cell.folder)
+    return status.reason if status is not None and status.status == "diverged" else ""

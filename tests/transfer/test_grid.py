@@ -26,7 +26,7 @@ name: x
 model: {image_size: 16}
 data: {path: DATA, streams: 4, window: 16}
 augment: {eval_crop: resize}
-train: {length: 12 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1}
+train: {length: 12 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1, max_skipped_steps: 2}
 optimizer: {name: sgd, weight_decay: 0}
 schedule: {decay: cosine, warmup: 1 steps}
 engine: {precision: fp32}
@@ -47,7 +47,7 @@ def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_
     file.write_text(RUN.replace("DATA", str(data)))
     config = schema.load(
         GridConfig, None,
-        [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[1e-6,0.3]", "seeds=[3,4]",
+        [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[1e18,1e-6,0.3]", "seeds=[3,4]",
          "dev_share=0.2", f"also=[{data}:train]"],
     )  # fmt: skip
     started: list[str] = []
@@ -59,7 +59,7 @@ def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_
             1, [f"{name}={json.dumps(v) if isinstance(v, list) else v}" for name, v in flat.items() if v is not None]
         )
         (code,) = run.wait()
-        assert code == 0, run.said()
+        assert code == (2 if cell.name == "lr-1e+18" else 0), run.said()
         return code
 
     def asked_to_stop(cell: grid.Cell, config: GridConfig) -> int:
@@ -69,13 +69,18 @@ def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_
         grid.run(config, asked_to_stop)
     assert stopped.value.code == RESUME
     result = grid.run(config, start)
-    assert started == ["lr-1e-06", "lr-0.3", "final-seed-3", "final-seed-4"], "what is finished is not run again"
+    assert started == ["lr-1e+18", "lr-1e-06", "lr-0.3", "final-seed-3", "final-seed-4"], (
+        "what is finished is not run again"
+    )
     folder = tmp_path / "tiny"
 
     # Trials: on 30 of the 150 that they do not train on.
-    assert [(trial["lr"], trial["num_samples"]) for trial in result["trials"]] == [(1e-6, 30), (0.3, 30)]
-    assert result["trials"][0]["top1"] < result["trials"][1]["top1"]
-    for trial, name in zip(result["trials"], ("lr-1e-06", "lr-0.3"), strict=True):
+    astray, *trials = result["trials"]
+    assert [(trial["lr"], trial["num_samples"]) for trial in trials] == [(1e-6, 30), (0.3, 30)]
+    assert trials[0]["top1"] < trials[1]["top1"]
+    assert astray["lr"] == 1e18
+    assert "more than train.max_skipped_steps = 2" in astray["diverged"]
+    for trial, name in zip(trials, ("lr-1e-06", "lr-0.3"), strict=True):
         assert metrics(folder / name, "dev_top1")[12] == trial["top1"]
     assert "(2.4 epochs of 120)" in (folder / "lr-0.3" / "log.txt").read_text()
     # Final runs: on all of train, tested on val.
@@ -91,15 +96,16 @@ def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_
     page = (folder / "report.md").read_text()
     assert f"{100 * result['top1']:.2f} ± {100 * result['std']:.2f}" in page
     assert "| **0.3** |" in page
+    assert "| 1e+18 | diverged | - |" in page
 
     # The same command again runs nothing; another length of the runs is another grid.
     assert grid.run(config, start)["runs"] == result["runs"]
-    assert len(started) == 4
+    assert len(started) == 5
     cell = grid.cell(config, "final-seed-3", 0.3, 3, 0.0)
-    assert grid._is_finished(cell)
+    assert grid._has_ended(cell)
     longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
                                             f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
-    assert not grid._is_finished(grid.cell(longer, "final-seed-3", 0.3, 3, 0.0))
+    assert not grid._has_ended(grid.cell(longer, "final-seed-3", 0.3, 3, 0.0))
 
     # Two of its runs side by side.
     runs = [str(folder / name) for name in ("lr-1e-06", "final-seed-3")]
@@ -145,11 +151,14 @@ def test_a_dev_split_is_a_part_that_only_the_seed_decides(data: Path) -> None:
 
 def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None:
     tried = [
-        {"lr": 1.0, "top1": 0.5, "loss": 2.0},
-        {"lr": 2.0, "top1": 0.7, "loss": 1.5},
-        {"lr": 3.0, "top1": 0.7, "loss": 1.4},
+        {"lr": 1.0, "top1": 0.5, "loss": 2.0, "num_samples": 9},
+        {"lr": 2.0, "top1": 0.7, "loss": 1.5, "num_samples": 9},
+        {"lr": 3.0, "top1": 0.7, "loss": 1.4, "num_samples": 9},
+        {"lr": 4.0, "diverged": "4 steps were skipped."},
     ]
-    assert grid.best_rate(tried) == 3.0
+    assert grid.best_rate(tried) == (3.0, 9)
+    with pytest.raises(UserError, match=r"every learning rate diverged; of the first: 4 steps were skipped\."):
+        grid.best_rate(tried[3:])
     assert grid.mean_and_deviation([0.9, 0.92, 0.94]) == {"top1": pytest.approx(0.92), "std": pytest.approx(0.02)}
     assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": 0.0}
 
