@@ -111,8 +111,8 @@ def test_the_report_says_what_the_sweep_found(all_tasks: Path, tmp_path: Path) -
 
 
 @pytest.fixture
-def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """A Ray that takes jobs, as `ray start` makes it, and the environment in which `ray job submit` finds it."""
+def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str], Path]]:
+    """A Ray that takes jobs, as `ray start` makes it, the environment in which `ray job submit` finds it, and its folder."""
     (tmp_path / "token").write_text("0123456789abcdef" * 4)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
@@ -133,7 +133,7 @@ def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]
         while "Ray runtime started" not in log.read_text():
             assert head.poll() is None, log.read_text()
             time.sleep(0.1)
-        yield family, {**environment, "RAY_ADDRESS": f"http://127.0.0.1:{port}"}
+        yield family, {**environment, "RAY_ADDRESS": f"http://127.0.0.1:{port}"}, Path(folder)
     finally:
         processes = [*family.children(recursive=True), family]
         for process in processes:
@@ -151,12 +151,12 @@ def free_port() -> int:
 
 
 def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
-    prepared: list[str], job_cluster: tuple[psutil.Process, dict[str, str]], tmp_path: Path,
+    prepared: list[str], job_cluster: tuple[psutil.Process, dict[str, str], Path], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     settings = [*prepared, "tasks=[dtd,svhn]", "protocol.lr=[0.1,0.01]", "protocol.length=[100 steps]"]
     sweep(tmp_path / "whole", settings)
-    family, environment = job_cluster
+    family, environment, ray_folder = job_cluster
     out, said, checkout = tmp_path / "killed", tmp_path / "said", tmp_path / "checkout"
     for name in ("launch", "pipeline", "data_tools"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -178,26 +178,30 @@ def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
                 if title in " ".join(process.cmdline()):
                     yield process
 
+    def is_run_again() -> bool:
+        # What `ray job submit` says of this comes seconds later.
+        logs = ray_folder.glob("session_latest/logs/job-driver-*.log")
+        return any("The cell is run again" in log.read_text() for log in logs)
+
     def a_worker_died() -> bool:
         """Kills one in the middle of a cell; another one, if that cell came to its end all the same."""
-        if "The cell is run again" in said.read_text():
-            return True
         for process in processes_of("ray::run_cell"):
             process.kill()
-            time.sleep(3)
-            break
+            until = time.monotonic() + 3
+            while not is_run_again() and time.monotonic() < until:
+                time.sleep(0.02)
+            return is_run_again()
         return False
 
     wait_until(lambda: len(cells()) >= 1, pause=0.02)
     wait_until(a_worker_died, pause=0.02)
-    wait_until(lambda: len(cells()) >= 2, pause=0.02)
     drivers = list(processes_of("launch/vtab.py"))
-    assert drivers
+    assert drivers, "it has a cell to run again"
     for process in drivers:
         process.kill()
     assert job.wait(timeout=60) != 0
     kept = {path: path.stat().st_mtime_ns for path in cells()}
-    assert 2 <= len(kept) < 6
+    assert 1 <= len(kept) < 6
     assert not (out / "results.json").exists()
     # What a kill in the middle of a write leaves.
     (out / "cells" / ".dtd-final.json.tmp").write_text("{")
