@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
           python launch/finetune_grid.py --config configs/grid/pets.yaml launcher="deepspeed --num_gpus 8"
           python launch/finetune_grid.py name=photos run=configs/finetune/pets_384px.yaml lr=[0.003,0.01,0.03] \\
-              settings=[data.path=datasets/photos,init.weights=runs/vit_l16]
+              settings=[data.path=datasets/photos,data.eval_split=val,init.weights=runs/vit_l16]
 
         Every run is a folder in <out>/<name>. The same command goes on where it was cut off; finished runs are not run again.
         """,

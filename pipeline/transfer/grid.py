@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from pipeline import schema
 from pipeline.config import RunConfig
-from pipeline.data.manifest import replacing
+from pipeline.data.manifest import open_dataset, replacing
+from pipeline.data.subset import run_splits
 from pipeline.errors import DivergedError, UserError
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.run_folder import RESUME, read_status
@@ -60,6 +61,7 @@ def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_pro
     """
     folder = Path(config.out) / config.name
     trials = [cell(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    _check_data(trials[0], config)
     tried: list[dict[str, Any]] = []
     for lr, trial in zip(config.lr, trials, strict=True):
         try:
@@ -117,6 +119,23 @@ def cell(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) 
     if settings.init.weights is None:
         raise UserError(f"{config.run} has no init.weights: set settings=[init.weights=...].")
     return Cell(name, settings, overrides)
+
+
+def _check_data(trial: Cell, config: GridConfig) -> None:
+    """Refuse what would come up after days: splits and data sets that only the final runs read. Raises UserError."""
+    settings, seed = trial.config.data, trial.config.seed
+    dataset = open_dataset(settings.path)
+    for share in (config.dev_share, 0.0):
+        run_splits(dataset, replace(settings, dev_share=share), seed)
+    for data in config.also:
+        path, split = _path_and_split(data)
+        other = open_dataset(path)
+        other.split(split)
+        if other.num_classes != dataset.num_classes:
+            raise UserError(
+                f"also: {data} has {other.num_classes:,} classes, {settings.path} has {dataset.num_classes:,}. They must be "
+                "the same, in the same order."
+            )
 
 
 def finished(cell: Cell, config: GridConfig, start: Callable[[Cell, GridConfig], int]) -> dict[str, Any]:
@@ -192,13 +211,18 @@ def _scored(data: str, finals: list[Cell]) -> dict[str, Any]:
     """Scores of the final runs on another data set, `folder` or `folder:split`."""
     from pipeline.evaluate import report  # Late: it takes seconds.
 
-    path, _, split = data.rpartition(":") if ":" in data.rpartition("/")[2] else (data, "", "val")
+    path, split = _path_and_split(data)
     found = []
     for final in finals:
         settings = [f"weights={final.folder}", f"data={path}", f"split={split}", "shots=0", "match_classes=false"]
         found.append(report.run(schema.load(ScoreConfig, None, settings)))
     accuracies = [scores["top1"] for scores in found]
     return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
+
+
+def _path_and_split(data: str) -> tuple[str, str]:
+    path, _, split = data.rpartition(":") if ":" in data.rpartition("/")[2] else (data, "", "val")
+    return path, split
 
 
 def _has_ended(cell: Cell) -> bool:

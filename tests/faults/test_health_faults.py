@@ -12,6 +12,7 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.checkpoint import read_state
+from pipeline.run_folder import read_status
 
 STEPS = 16
 
@@ -108,6 +109,10 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
     assert state["left_out"] == [[8, 2]]
     assert "back to" in log(out / "rolled")
     assert "jumped 1 times, more than health.max_rollbacks = 0" in (out / "tired.error").read_text()
+    for name in ("weight", "tired"):
+        status = read_status(out / name)
+        assert status is not None
+        assert (status.status, status.code) == ("diverged", 2)
 
 
 def test_a_slow_rank_is_named(out: Path) -> None:

@@ -163,6 +163,35 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
     assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": 0.0}
 
 
+def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: Path) -> None:
+    weights, file, other = tmp_path / "start.pt", tmp_path / "run.yaml", tmp_path / "other"
+    models.save(models.create("ViT-mu/4", 16, 5), weights)
+    file.write_text(RUN.replace("DATA", str(data)))
+    make_dataset(other, {"train": 20})
+    info = json.loads((other / "dataset.json").read_text())
+    (other / "dataset.json").write_text(json.dumps({**info, "classes": ["only one"]}))
+
+    def start(cell: grid.Cell, config: GridConfig) -> int:
+        pytest.fail(f"{cell.name} was started")
+
+    for wrong, line in {
+        "settings=[init.weights=x,data.eval_split=test]": "has no split 'test'",
+        f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
+        f"also=[{data}:test]": "has no split 'test'",
+        f"also=[{other}:train]": f"also: {other}:train has 1 classes, {data} has 4",
+    }.items():
+        overrides = [
+            f"run={file}",
+            "name=tiny",
+            f"out={tmp_path}",
+            f"settings=[init.weights={weights}]",
+            "lr=[0.1]",
+            wrong,
+        ]
+        with pytest.raises(UserError, match=line):
+            grid.run(schema.load(GridConfig, None, overrides), start)
+
+
 def test_settings_that_the_grid_sets_itself_are_refused() -> None:
     with pytest.raises(UserError, match=r"settings has seed=5, which this command sets"):
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1]", "settings=[seed=5]"])
