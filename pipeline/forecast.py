@@ -190,7 +190,7 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         return new_model_config(config.model, num_classes, config.train.masked)
     if config.variant:
         named = replace(config.model, name=config.variant, representation=False)
-        return new_model_config(named, num_classes)
+        return new_model_config(named, num_classes, covered=False)
     try:
         found = models.read_weights(config.init.weights)[0]
     except UserError as error:

@@ -82,10 +82,12 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     )
 
 
-def new_model_config(settings: ModelConfig, num_classes: int, masked: str | None = None) -> "Config":
+def new_model_config(
+    settings: ModelConfig, num_classes: int, masked: str | None = None, covered: bool = True
+) -> "Config":
     """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built.
 
-    masked: what is predicted of corrupted patches, instead of classes.
+    masked: what is predicted of corrupted patches, instead of classes. covered: whether patches must see all pixels.
     """
     from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
 
@@ -111,6 +113,7 @@ def new_model_config(settings: ModelConfig, num_classes: int, masked: str | None
         drop_path=settings.drop_path,
         head_bias=settings.head_bias,
         masked=masked,
+        covered=covered,
     )
 
 

@@ -86,7 +86,8 @@ def costs(config: ViTConfig) -> list[Cost]:
         for side in sorted({*sides, config.image_size[0]}):
             try:
                 other = replace(config, patch_size=size, patch_stride=stride, image_size=(side, side))
-            except UserError:  # These patches do not cover this image.
+            except UserError:  # These patches are larger than this image.
                 continue
-            found.append(cost(other))
+            if other.unseen == config.unseen:
+                found.append(cost(other))
     return found

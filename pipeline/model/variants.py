@@ -3,7 +3,7 @@
 import difflib
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from pipeline.errors import UserError
 
@@ -106,8 +106,8 @@ class ViTConfig:
                 f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a longer one "
                 "leaves pixels that no patch sees."
             )
-        for side in self.image_size:
-            self._check_side(side)
+        if self.masked or self.stem is not None or min(self.image_size) < self.patch_size:
+            self.check_covered()
         if self.masked:
             self._check_masked()
 
@@ -134,10 +134,14 @@ class ViTConfig:
                 f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
             )
 
-    def _check_side(self, side: int) -> None:
+    def check_covered(self) -> None:
+        """Raise UserError if there are pixels that no patch sees: for a new model that is a mistake."""
+        for side, unseen in zip(self.image_size, self.unseen, strict=True):
+            if unseen:
+                self._refuse_side(side)
+
+    def _refuse_side(self, side: int) -> NoReturn:
         patch, step = self.patch_size * self.reduction, self.stride * self.reduction  # in pixels
-        if side >= patch and (side - patch) % step == 0:
-            return
         below = patch + max(side - patch, 0) // step * step
         nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
         if step == patch:
@@ -162,6 +166,14 @@ class ViTConfig:
         """(rows, columns) of patches."""
         rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in self.image_size)
         return rows, columns
+
+    @property
+    def unseen(self) -> tuple[int, int]:
+        """(rows, columns) of pixels at the lower and right edge that no patch sees, as in the official code (padding
+        "VALID"): 6 of ViT-H/14's 384 in the ViT paper's fine-tuning."""
+        patch, step = self.patch_size * self.reduction, self.stride * self.reduction
+        height, width = (side if side < patch else (side - patch) % step for side in self.image_size)
+        return height, width
 
     @property
     def patch_pixels(self) -> int:
@@ -253,12 +265,15 @@ def config_from_dict(values: dict[str, Any]) -> Config:
         raise UserError(f"model: the description is not complete: {error}.") from error
 
 
-def configure(name: str, image_size: ImageSize = 224, num_classes: int = 1000, **changes: Any) -> Config:
+def configure(
+    name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, covered: bool = True, **changes: Any
+) -> Config:
     """The configuration of a named model.
 
     name: "ViT-L/16": a size and a patch side in pixels, any; "Axial-ViT-B/16"; a hybrid, "R50+ViT-B/16"; or a ResNet,
         "BiT-R101x3": layers and width factor.
     image_size: side or (height, width) in pixels.
+    covered: refuse an image size of which the patches do not see all pixels (`ViTConfig.unseen`).
     changes: fields of the configuration by name; None leaves what the name says. A field that the model does not have
         may be given with the value that means nothing.
     Raises UserError for an unknown name or field, and for numbers that do not fit together.
@@ -273,7 +288,10 @@ def configure(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *
             raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         elif field not in own and value not in (None, neutral[field]):
             raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(neutral[field])}.")
-    return cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
+    config = cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
+    if covered and isinstance(config, ViTConfig):
+        config.check_covered()
+    return config
 
 
 def parse_name(name: str) -> tuple[Variant, int]:

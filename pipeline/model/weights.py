@@ -147,7 +147,8 @@ def load(
     path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
         .bin, .pth), or the folder with config.json; a weights file of ours; a checkpoint folder; or a run
         folder, whose checkpoints/latest names the checkpoint.
-    image_size: side or (height, width); positions are resampled to its grid.
+    image_size: side or (height, width); positions are resampled to its grid. Where the patches leave a few pixels at the
+        edge, these are not seen, as in the official code, and `say` is told.
     num_classes: another number than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
         the class token, the representation layer dropped (ViT paper, B.1.1). 0: no head, the representation layer kept.
     gelu, dropout, drop_path: default to the file's; an .npz counts as "tanh", 0 and 0, state dicts of others as what
@@ -186,6 +187,11 @@ def load(
             dropout=old.dropout if dropout is None else dropout,
             drop_path=old.drop_path if drop_path is None else drop_path,
         )
+        if any(config.unseen):
+            say(
+                f"image_size = {config.image_size[0]} x {config.image_size[1]}: patches of {config.patch_pixels} pixels leave the "
+                f"last {config.unseen[0]} rows and {config.unseen[1]} columns unseen"
+            )
         state = resample_state(state, old, config, kernel)
     elif gelu or dropout or drop_path or representation:
         raise UserError(f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them.")

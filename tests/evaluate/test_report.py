@@ -186,7 +186,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     refused(r"class 1 is 'cat\|dog' in .*other.pt, but 'bee' in .*match_classes=false", other)
     refused("has no split 'extra' to choose shots from. It has: train, val", weights, "train_split=extra")
     refused("eval_resize = 6 is smaller than image_size = 8", weights, "eval_resize=6", "eval_crop=center")
-    refused("image_size = 9 is not divisible by patch_size = 4", weights, "image_size=9")
+    refused("image_size = 3 is not divisible by patch_size = 4", weights, "image_size=3")
     file = tmp_path / "file"
     file.write_text("")
     refused(f"{file} is a file, so nothing can go into {file}/deeper", weights, f"out={file}/deeper")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.model import create, load, read_weights, resample_positions, save, save_safetensors
+from pipeline.model import configure, create, load, read_weights, resample_positions, save, save_safetensors
 
 
 def tiny(**changes):
@@ -140,8 +140,26 @@ def test_another_image_size_resamples_the_positions(file):
 
     save(model, file)  # a table that is not square comes back too
     assert load(file, image_size=(12, 8)).config.grid == (3, 2)
-    with pytest.raises(UserError, match="image_size = 9 is not divisible by patch_size = 4"):
-        load(file, image_size=9)
+
+
+def test_pixels_beyond_the_last_patch_are_not_seen(file):
+    """As in the official code: ViT-H/14 is fine-tuned at 384 px with 27 x 27 patches (ViT paper, Table 5)."""
+    said: list[str] = []
+    model = load(file, image_size=(10, 12), say=said.append)
+    assert (model.config.grid, model.config.unseen) == ((2, 3), (2, 0))
+    assert said == ["image_size = 10 x 12: patches of 4 pixels leave the last 2 rows and 0 columns unseen"]
+    images = torch.rand(2, 3, 10, 12)
+    assert torch.equal(model.eval()(images), load(file, image_size=(8, 12)).eval()(images[:, :, :8]))
+    save(model, file)
+    assert load(file).config == model.config
+
+    assert configure("ViT-H/14", 384, covered=False).grid == (27, 27)
+    with pytest.raises(
+        UserError, match=r"image_size = 384 is not divisible by patch_size = 14. Nearest sizes: 378 or 392"
+    ):
+        configure("ViT-H/14", 384)
+    with pytest.raises(UserError, match="image_size = 3 is not divisible by patch_size = 4"):
+        load(file, image_size=3)
 
 
 def test_gelu_and_dropout_default_to_the_files(file, npz):
