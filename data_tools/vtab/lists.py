@@ -29,8 +29,12 @@ _UNION = "train800val200"
 
 def find(task: Task, lists: AnyPath) -> AnyPath | None:
     """The folder of a task, if there is one."""
-    folders = (lists / name for name in _FOLDERS.get(task.name, [task.name]))
-    return next((folder for folder in folders if (folder / "test.txt").is_file()), None)
+    return next((mark.parent for mark in marks(task, lists) if mark.is_file()), None)
+
+
+def marks(task: Task, lists: AnyPath) -> list[AnyPath]:
+    """The files of which one must be there."""
+    return [lists / name / "test.txt" for name in _FOLDERS.get(task.name, [task.name])]
 
 
 def listing(task: Task, folder: AnyPath, check: bool) -> Listing:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from data_tools.shard import resolve
 from data_tools.vtab import arrays, image_files, lists, tfrecords
@@ -33,29 +33,51 @@ _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "smallnorb": arrays.smallnorb,
 }
 
+Kind = Literal["originals", "tfds", "lists"]
+
 
 @dataclass(frozen=True)
 class Origin:
     """kind: which of the settings names it. folder: of the data set, or of the task's lists."""
 
-    kind: Literal["originals", "tfds", "lists"]
+    kind: Kind
     folder: AnyPath
+
+
+def given(config: VtabPrepareConfig) -> dict[str, str]:
+    """Those of originals, tfds and lists that are set, as they were written. Raises UserError for one that is no folder."""
+    found = {name: value for name in get_args(Kind) if (value := getattr(config, name))}
+    for name, value in found.items():
+        folder = resolve(name, value)
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "no such folder"
+            where = "" if str(folder) == value else f" (that is {folder})"
+            raise UserError(
+                f"{name} = {value}: {what}{where}. Give the folder that has one for each data set: {name}=..."
+            )
+    return found
 
 
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
     """The first of originals, tfds and lists that has a folder for the task. Raises MissingError when none has."""
     dataset = DATASETS[task.dataset]
+    looked: list[AnyPath] = []
     if config.originals:
         folder = resolve("originals", config.originals) / dataset.name
         if folder.is_dir() and any(folder.iterdir()):
             return Origin("originals", folder)
+        looked.append(folder)
     if config.tfds:
         folder = resolve("tfds", config.tfds) / dataset.tfds
         if folder.is_dir():
             return Origin("tfds", folder)
-    if config.lists and (found := lists.find(task, resolve("lists", config.lists))):
-        return Origin("lists", found)
-    raise MissingError(sources_of(dataset))
+        looked.append(folder)
+    if config.lists:
+        folder = resolve("lists", config.lists)
+        if found := lists.find(task, folder):
+            return Origin("lists", found)
+        looked += lists.marks(task, folder)
+    raise MissingError(f"{', '.join(map(str, looked))}: not found, or empty. {sources_of(dataset)}")
 
 
 def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool) -> Original:

@@ -17,11 +17,12 @@ from data_tools.vtab import lists
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.files import MissingError
 from data_tools.vtab.keys import KEYS_FILE, digest, key_table
-from data_tools.vtab.origin import Origin, find_origin, read_original
+from data_tools.vtab.origin import Origin, find_origin, given, read_original
 from data_tools.vtab.original import Original, places_of
 from data_tools.vtab.prove import prove
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.data.bucket import AnyPath, to_path
+from pipeline.data.manifest import INFO
 from pipeline.data_config import ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import TASKS, Task
@@ -30,33 +31,42 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 def run(config: VtabPrepareConfig) -> None:
     """Make, finish or verify the data set of every task whose files are there, and name the others; or prove the splits.
 
-    A task that fails does not keep others from being made. Raises UserError in the end when one failed, or was asked for
-    by name and is missing.
+    A task that fails does not keep others from being made; one whose data set is there, but not its files, is ready.
+    Raises UserError for a setting that is no folder, and in the end when a task failed, or was asked for by name and is
+    missing.
     """
+    places = given(config)
     tasks = _tasks(config.tasks)
     if config.prove:
         prove(tasks, config)
         return
-    made, missing, failed = [], {}, {}
+    ready, missing, failed = [], {}, {}
     for task in tasks:
         try:
             origin = find_origin(task, config)
         except MissingError as error:
-            missing[task.name] = str(error)
+            # Originals are large, and need not be kept.
+            if (_folder(task, config) / INFO).exists():
+                ready.append(f"{task.name} (made before)")
+            else:
+                missing[task.name] = str(error)
             continue
         print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
         try:
             _make(task, origin, config)
-            made.append(task.name)
+            ready.append(task.name)
         except UserError as error:
             failed[task.name] = str(error)
             print(f"failed: {task.name}: {error}", file=sys.stderr, flush=True)
-    _report(made, missing)
+    _report(ready, missing)
     wrong = failed | (missing if config.tasks else {})
-    if wrong or not made:
+    if wrong:
         few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
+        raise UserError(f"{len(wrong)} of {len(tasks)} tasks were not made: {few}")
+    if not ready:
+        where = " or ".join(f"{name} = {value}" for name, value in places.items())
         raise UserError(
-            f"{len(wrong)} of {len(tasks)} tasks were not made: {few}" if wrong else "No task has its files."
+            f"No task has its files in {where}. Each data set has a folder of its own there (docs/vtab.md)."
         )
 
 
@@ -67,10 +77,14 @@ def _tasks(names: list[str]) -> list[Task]:
     return [known[name] for name in names] or list(TASKS)
 
 
+def _folder(task: Task, config: VtabPrepareConfig) -> AnyPath:
+    return shard.resolve("out", config.out) / task.name
+
+
 def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
     settings = ShardConfig(
         source=str(origin.folder),
-        out=str(shard.resolve("out", config.out) / task.name),
+        out=str(_folder(task, config)),
         splits=dict.fromkeys(SPLITS, ""),
         samples_per_shard=config.samples_per_shard,
         # A test image less, and the score is another.
@@ -122,7 +136,7 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
     return replace(collector.finish(), convert=original.convert, beside={KEYS_FILE: table})
 
 
-def _report(made: list[str], missing: dict[str, str]) -> None:
+def _report(ready: list[str], missing: dict[str, str]) -> None:
     for name, where in missing.items():
         print(f"missing: {name}: {where}")
-    print(f"{len(made)} of {len(TASKS)} tasks are ready{': ' if made else ''}{', '.join(made)}", flush=True)
+    print(f"{len(ready)} of {len(TASKS)} tasks are ready{': ' if ready else ''}{', '.join(ready)}", flush=True)

@@ -297,15 +297,67 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     for task in TASKS:
         if task.dataset not in ("eurosat", "pets"):
             assert (
-                f"missing: {task.name}: {task.dataset} is made of {DATASETS[task.dataset].files[0].name} (http"
-                in printed.out
+                f"missing: {task.name}: {originals / task.dataset}: not found, or empty. {task.dataset} is made of "
+                f"{DATASETS[task.dataset].files[0].name} (http" in printed.out
             )
-    assert "1 of 1 tasks were not made: svhn: svhn is made of train_32x32.mat (http://ufldl" in refused(
-        settings(tmp_path / "out", originals=str(originals), tasks=["svhn"])
+    (originals / "svhn").mkdir()
+    (tmp_path / "lists").mkdir()
+    three = settings(
+        tmp_path / "out", originals=str(originals), tfds=str(tmp_path), lists=str(tmp_path / "lists"), tasks=["svhn"]
     )
+    assert (
+        f"1 of 1 tasks were not made: svhn: {originals / 'svhn'}, {tmp_path / 'svhn_cropped'}, "
+        f"{tmp_path / 'lists' / 'svhn' / 'test.txt'}: not found, or empty. svhn is made of train_32x32.mat (http://ufldl"
+    ) in refused(three)
     assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(
         settings(tmp_path / "out", originals=str(originals), tasks=["cifar"])
     )
+
+
+def test_a_task_without_files_that_was_made_before_is_ready(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    originals, out = tmp_path / "originals", tmp_path / "out"
+    shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
+    for name in ("pets", "clevr_count"):
+        shutil.copytree(vtab_tasks[0] / "out" / name, out / name)
+    (out / "clevr_count" / INFO).unlink()  # As a job that was killed leaves it.
+    with small_splits():
+        run(settings(out, originals=str(originals)))
+    printed = capsys.readouterr().out
+    assert printed.endswith("2 of 19 tasks are ready: pets (made before), eurosat\n")
+    assert "missing: clevr_count: " in printed
+    assert "missing: pets: " not in printed
+    # Asked for by name, and with no files for any task.
+    (tmp_path / "empty").mkdir()
+    run(settings(out, originals=str(tmp_path / "empty"), tasks=["pets"]))
+    assert capsys.readouterr().out == "1 of 19 tasks are ready: pets (made before)\n"
+    assert "1 of 2 tasks were not made: clevr_count: " in refused(
+        settings(out, originals=str(tmp_path / "empty"), tasks=["pets", "clevr_count"])
+    )
+    assert refused(settings(tmp_path / "new", originals=str(tmp_path / "empty"))) == (
+        f"No task has its files in originals = {tmp_path / 'empty'}. Each data set has a folder of its own there "
+        "(docs/vtab.md)."
+    )
+
+
+@pytest.mark.parametrize("name", ["originals", "tfds", "lists"])
+def test_a_setting_that_is_no_folder_is_refused_before_all_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    places = {"originals": str(tmp_path / "there"), name: "/nonexistent"}
+    said = "Give the folder that has one for each data set"
+    for prove in (False, True):
+        config = settings(tmp_path / "out", **places, tasks=["no task"], prove=prove)
+        assert refused(config) == f"{name} = /nonexistent: no such folder. {said}: {name}=..."
+    monkeypatch.chdir(tmp_path)
+    assert refused(settings(tmp_path / "out", **{name: "file"})) == (
+        f"{name} = file: is a file (that is {tmp_path / 'file'}). {said}: {name}=..."
+    )
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
@@ -374,6 +426,16 @@ def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path:
     assert any("the official draw is from the order in which a disk listed them" in note for note in about["notes"])
     theirs = open_dataset(vtab_tasks[0] / "out" / "caltech101").info["source"]["vtab"]
     assert not any("official draw" in note for note in theirs["notes"])
+
+
+def test_the_command_refuses_a_mistyped_folder_in_one_line(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "originals=orignals", "out=out"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: originals = orignals: no such folder (that is {tmp_path / 'orignals'}). Give the folder that has one for "
+        "each data set: originals=...\n"
+    )
 
 
 def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
