@@ -12,6 +12,8 @@ from pipeline.data.manifest import replacing
 
 PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_LINES = 10.0
+# Most files are read within less, and need no bar.
+_SECONDS_BEFORE_BAR = 1.0
 
 
 class Progress:
@@ -99,6 +101,47 @@ class Progress:
     def _left(self, seconds: float) -> float | None:
         """Seconds to go after so many; None as long as nothing is done."""
         return seconds / self.images * (self.total - self.images) if self.images and self.total else None
+
+
+class Reading:
+    """A file that is read once, from its start; shows bytes, MB/s and time left on stderr.
+
+    done: what is done to it, for the line. Raises FileNotFoundError.
+    """
+
+    def __init__(self, path: AnyPath, done: str) -> None:
+        self._name, self._size, self._bytes = f"{done} {path.name}", path.stat().st_size, 0
+        self._file = path.open("rb")
+        self._start = self._shown = time.monotonic()
+        self._bar = (
+            tqdm(total=self._size, desc=self._name, unit="B", unit_scale=True, delay=_SECONDS_BEFORE_BAR)
+            if sys.stderr.isatty()
+            else None
+        )
+
+    def __enter__(self) -> "Reading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+
+    def read(self, size: int = -1) -> bytes:
+        """As of any file."""
+        part = self._file.read(size)
+        self._bytes += len(part)
+        if self._bar is not None:
+            self._bar.update(len(part))
+        elif part and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = time.monotonic()
+            print(self._line(max(self._shown - self._start, 1e-3)), file=sys.stderr, flush=True)
+        return part
+
+    def _line(self, seconds: float) -> str:
+        share = f"{self._name}: {self._bytes / 1e6:,.1f} of {self._size / 1e6:,.1f} MB ({self._bytes / self._size:.0%})"
+        left = seconds / self._bytes * (self._size - self._bytes)
+        return f"{share}, {self._bytes / 1e6 / seconds:.1f} MB/s, {duration(left)} left"
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
 from pipeline.data.bucket import AnyPath, version
 from pipeline.data.manifest import replacing
@@ -49,7 +50,7 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
     if plain.exists():
         return plain
     try:
-        with source.open("rb") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
+        with Reading(source, "unpacked") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
             shutil.copyfileobj(packed, file, 2**20)
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None

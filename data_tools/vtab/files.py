@@ -1,14 +1,16 @@
 """The files of a source data set: those in its folder, and those in its archives, which stay packed."""
 
+import functools
 import hashlib
 import tarfile
 import zipfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from data_tools.progress import Reading
 from data_tools.sources import Reader, archive
 from data_tools.vtab.datasets import DataSet, File
-from pipeline.data.bucket import AnyPath, name_inside, walk_files
+from pipeline.data.bucket import AnyPath, name_inside, version, walk_files
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 
@@ -160,13 +162,18 @@ def _check(path: AnyPath, file: File) -> None:
     size = path.stat().st_size
     if file.size and size != file.size:
         raise UserError(f"{path} has {size:,} bytes, but {file.size:,} were published. Fetch it again: {file.url}")
-    if file.sha256:
-        digest = hashlib.sha256()
-        with path.open("rb") as content:
-            while part := content.read(_BLOCK):
-                digest.update(part)
-        if digest.hexdigest() != file.sha256:
-            raise UserError(f"{path} has not the published checksum. Fetch it again: {file.url}")
+    if file.sha256 and _sha256(path, size, version(path)) != file.sha256:
+        raise UserError(f"{path} has not the published checksum. Fetch it again: {file.url}")
+
+
+@functools.cache
+def _sha256(path: AnyPath, size: int, version: str) -> str:
+    """Hex; once for each version of a file, because tasks share source data sets."""
+    digest = hashlib.sha256()
+    with Reading(path, "hashed") as content:
+        while part := content.read(_BLOCK):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _is_hidden(name: str) -> bool:

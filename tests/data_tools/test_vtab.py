@@ -1,11 +1,14 @@
 """VTAB-1k's tasks from generated originals: the right images under the right keys, and splits that can be proved."""
 
+import gzip
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +20,10 @@ import webdataset
 from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
+from data_tools import progress
 from data_tools.vtab import convert, keys
-from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.datasets import DATASETS, File
+from data_tools.vtab.files import Files
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.prepare import run
 from data_tools.vtab.split import SPLITS
@@ -358,6 +363,35 @@ def test_a_setting_that_is_no_folder_is_refused_before_all_else(
     )
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    path = tmp_path / "norb" / "a.mat.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(os.urandom(5000)))
+    content, time = path.read_bytes(), path.stat().st_mtime_ns
+    file = File(path.name, "http://of/a", len(content), hashlib.sha256(content).hexdigest())
+    source = replace(DATASETS["smallnorb"], files=(file,))
+
+    def said(task: str) -> str:
+        """What one task of the data set shows."""
+        Files(source, path.parent, tmp_path / task, check=True).plain("a.mat")
+        return capsys.readouterr().err
+
+    hashed = "hashed a.mat.gz: 0.0 of 0.0 MB (100%), "
+    first, second = said("azimuth"), said("elevation")
+    assert first.startswith(hashed)
+    assert "\nunpacked a.mat.gz: 0.0 of 0.0 MB (100%), " in first
+    assert "hashed" not in second
+    assert "unpacked a.mat.gz" in second
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(path, ns=(time, time + 1))
+    with pytest.raises(UserError, match=r"a\.mat\.gz has not the published checksum\. Fetch it again: http://of/a"):
+        said("azimuth")
+    assert capsys.readouterr().err.startswith(hashed)
 
 
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
