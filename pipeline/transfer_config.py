@@ -101,7 +101,10 @@ class VtabConfig:
     pretrained_on: str = setting(
         "", "Data set that the weights were trained on: how many copies of test images launch/dedup.py marked in it."
     )
-    micro_batch: int = setting(64, "Images per forward pass; a batch's gradient is summed over these.")
+    micro_batch: int = setting(
+        64,
+        "Images per forward pass; a batch's gradient is summed over these. Dropout is drawn for each, so a sweep keeps to one.",
+    )
     precision: Precision = setting("fp32", "Of the arithmetic; bf16 is autocast on GPUs, and weights stay fp32.")
     threads: int = setting(2, "Decoding threads of a cell; on a CPU, its computing threads and CPUs too.")
     gpu_share: float = setting(1.0, "Of a GPU for each cell, on a cluster with GPUs: 0.25 runs four on one.")

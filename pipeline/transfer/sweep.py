@@ -139,7 +139,12 @@ class Sweep:
     def _identity(self) -> dict[str, Any]:
         """What every cell depends on, beside the protocol and itself."""
         config = self.config
-        return {"method": config.method, "precision": config.precision, "checkpoint_sha256": self.sha256}
+        return {
+            "method": config.method,
+            "precision": config.precision,
+            "micro_batch": config.micro_batch,  # Dropout is drawn for each.
+            "checkpoint_sha256": self.sha256,
+        }
 
 
 def open_sweep(config: VtabConfig, folder: Path) -> Sweep:

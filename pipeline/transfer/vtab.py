@@ -80,6 +80,8 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     results = {
         "protocol": {"name": protocol.name, "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)},
         "method": config.method,
+        "precision": config.precision,
+        "micro_batch": config.micro_batch,
         "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": _pretraining_run(sweep.config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,

@@ -2,7 +2,8 @@
 
 A loop of its own, because 1,000 images need neither ranks nor checkpoints: DeepSpeed's start alone takes as long as a small
 cell. All that it does is what training does elsewhere: loader, order, schedule, optimizer, loss and score are the same code.
-What comes out is a function of the cell, the weights and the data; on a CPU to the last bit for a number of threads.
+What comes out is a function of the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on
+a CPU to the last bit for a number of threads.
 
 Shapes: B batch, S image side, K classes, D features.
 """

@@ -23,6 +23,8 @@ def results(**scores: list[float]) -> dict[str, Any]:
     return {
         "protocol": {"name": "vit_paper", "sha256": "c0ffee", "lr": [0.01], "image_size": 384},
         "method": "finetune",
+        "precision": "fp32",
+        "micro_batch": 48,
         "checkpoint": {"path": "runs/a/checkpoints/step-1", "sha256": "beef", "run_id": "abc123"},
         "data": {task: f"fingerprint-of-{task}" for task in scores},
         "contamination": {task: 7 if task == "pets" else None for task in scores},
@@ -169,6 +171,7 @@ def test_settings_to_folder_and_mlflow(tmp_path: Path, capsys: pytest.CaptureFix
         assert text in page
         assert text in html
     assert r"old\|$x_" in page
+    assert "| micro_batch | 48 |" in page
     # Of contamination: 7 marked for pets; the others were not searched.
     pets = next(line for line in page.splitlines() if line.startswith("| Pets |") and "lr" in line)
     assert pets.split("|")[5].strip() == "7"
