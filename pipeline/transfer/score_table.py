@@ -114,16 +114,20 @@ def column_as_published(published: Published) -> Column:
 
 def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
     """The sweeps' columns, in the order given, then the paper's. Raises UserError for a sweep that cannot be read."""
-    called = names or [default_name(path) for path in sweeps]
+    found = [read_results(path) for path in sweeps]
+    called = names or [default_name(path, results) for path, results in zip(sweeps, found, strict=True)]
     # Two sweeps of one folder name are told apart by their number.
     unique = [name if called.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(called, 1)]
-    ours = [column_of(name, read_results(path)) for name, path in zip(unique, sweeps, strict=True)]
+    ours = [column_of(name, results) for name, results in zip(unique, found, strict=True)]
     return [*ours, *map(column_as_published, PAPER)]
 
 
-def default_name(sweep: Path) -> str:
+def default_name(sweep: Path, results: dict[str, Any]) -> str:
+    """That of its folder, which may be a published protocol's; so what was changed of that is said."""
     folder = sweep if sweep.suffix != ".json" else sweep.parent
-    return folder.resolve().name
+    protocol = results["protocol"]["name"]
+    changed = f" ({protocol})" if "," in protocol else ""
+    return f"{folder.resolve().name}{changed}"
 
 
 def common_tasks(table: Sequence[Column]) -> list[str]:

@@ -20,6 +20,8 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 from pipeline.transfer_config import ProtocolConfig, VtabConfig
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
+# A file for each published protocol, of its name; prepare.yaml alone is none.
+_PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 Outcome = dict[str, Any]
 
 
@@ -194,6 +196,17 @@ def settings_of(protocol: ProtocolConfig) -> list[Setting]:
 def protocol_sha256(protocol: ProtocolConfig) -> str:
     """Hex digest of all its settings: the same for the same protocol, in whatever file it stands."""
     return hashlib.sha256(json.dumps(schema.to_dict(protocol), sort_keys=True).encode()).hexdigest()
+
+
+def protocol_title(protocol: ProtocolConfig) -> str:
+    """Its name; behind that of a published one the settings that differ: 'peft_224, changed: image_size, lr'."""
+    file = _PUBLISHED / f"{protocol.name}.yaml"
+    if protocol.name == "prepare" or not file.exists():
+        return protocol.name
+    published = schema.load(VtabConfig, file, ["weights=any"]).protocol
+    then, now = (schema.flatten(schema.to_dict(settings)) for settings in (published, protocol))
+    changed = [name for name in now if now[name] != then[name]]
+    return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
 
 
 def cell_name(cell: Cell) -> str:

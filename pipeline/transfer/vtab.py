@@ -22,7 +22,7 @@ from pipeline.evaluate.subject import output_folder
 from pipeline.run_folder import write_atomically
 from pipeline.track import run_id_of
 from pipeline.transfer.board import Board
-from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, settings_of
+from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 from pipeline.transfer_config import VtabConfig
@@ -78,7 +78,7 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     protocol = config.protocol
     scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
     results = {
-        "protocol": {"name": protocol.name, "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)},
+        "protocol": {**schema.to_dict(protocol), "name": protocol_title(protocol), "sha256": protocol_sha256(protocol)},
         "method": config.method,
         "precision": config.precision,
         "micro_batch": config.micro_batch,
@@ -176,8 +176,9 @@ def _in_words(cell: Cell) -> str:
 def _print_begin(sweep: Sweep, cells: int, done: int) -> None:
     protocol = sweep.config.protocol
     print(
-        f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {len(TASKS)} tasks by {protocol.name} "
-        f"({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {cells:,} cells, {done:,} of them done before",
+        f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {len(TASKS)} tasks by "
+        f"{protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {cells:,} cells, {done:,} of "
+        "them done before",
         flush=True,
     )
     if sweep.missing:
@@ -226,7 +227,7 @@ def _print_plan(sweep: Sweep) -> None:
         print(columns.format(task.title, size, *row))
     print(
         f"{total_cells:,} cells, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
-        f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol.name} "
+        f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol_title(protocol)} "
         f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
     )
     if sweep.missing:

@@ -11,12 +11,14 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline import schema
 from pipeline.errors import UserError
-from pipeline.transfer import vtab
-from pipeline.transfer.sweep import cell_name, settings_of
+from pipeline.suite_config import VtabReportConfig
+from pipeline.transfer import report, vtab
+from pipeline.transfer.sweep import cell_name, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
 from pipeline.transfer_config import VtabConfig
 
+PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 PREPARED = ("dtd", "pets", "svhn")
 SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
 TINY = [
@@ -99,6 +101,33 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     with pytest.raises(AssertionError, match="run again"):
         vtab.run(config, finished, run_nowhere)
     cell.write_bytes(content)
+
+
+def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in PROTOCOLS.glob("*.yaml"):
+        if file.stem != "prepare":
+            config = schema.load(VtabConfig, file, ["weights=any"])
+            assert protocol_title(config.protocol) == file.stem
+    assert protocol_title(schema.load(VtabConfig, None, prepared).protocol) == "tiny"
+    assert protocol_title(schema.load(VtabConfig, None, [*prepared, "protocol.name=prepare"]).protocol) == "prepare"
+
+    changes = ["protocol.image_size=8", "protocol.length=[2 steps]", "protocol.lr=[0.1]", "protocol.weight_decay=[0]",
+               "protocol.schedule.warmup=0 steps"]  # fmt: skip
+    settings = [*prepared[:2], *changes, "tasks=[dtd]", "seeds=[0]", "threads=1"]
+    folder = tmp_path / "peft_224-finetune"
+    results = vtab.run(schema.load(VtabConfig, PROTOCOLS / "peft_224.yaml", settings), folder, run_here)
+    title = "peft_224, changed: image_size, length, lr, weight_decay, schedule.warmup"
+    assert results is not None
+    assert results["protocol"]["name"] == title
+    assert f"by {title} (" in capsys.readouterr().out
+    ours = report.run(VtabReportConfig(sweeps=[str(folder)]))[0]
+    assert ours.name == f"peft_224-finetune ({title})"
+    assert report.for_mlflow(ours)[1]["protocol"] == title
+    page = (folder / "report" / "report.md").read_text()
+    assert f"| protocol | {title} |" in page
+    assert f"| task | {ours.name} |" in page
 
 
 def test_the_plan_counts_cells_and_work(
