@@ -24,7 +24,7 @@ from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.run_folder import RESUME, read_status
 from pipeline.suite_config import GridConfig
 from pipeline.track import send_report
-from pipeline.transfer.intervals import of_seeds
+from pipeline.transfer.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.weights_config import ScoreConfig
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
@@ -56,8 +56,8 @@ def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_pro
     """All runs of the protocol, and its table; returns what results.json holds. start: how a cell is run.
 
     Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: why), runs (seed, top1), top1 (mean), std
-    (over seeds, of n - 1), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run fails, after its own
-    output has said why, and when all trials diverge; ends with exit code 75 when a run was asked to stop.
+    (over seeds, of n - 1; None of one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
+    fails, after its own output has said why, and when all trials diverge; ends with exit code 75 when a run was asked to stop.
     """
     folder = Path(config.out) / config.name
     trials = [cell(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
@@ -96,11 +96,12 @@ def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_pro
     for name, content in files.items():
         with replacing(folder / name) as file:
             file.write(content)
-    print(
-        f"{title}, standard deviation {100 * result['std']:.2f} over {len(runs)} seeds; report: {folder / 'report.md'}"
-    )
+    spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
+    print(f"{title}, {spread}{in_seeds(len(runs))}; report: {folder / 'report.md'}")
     if config.mlflow:
-        metrics = {"top1": result["top1"], "top1_std": result["std"], "lr": best}
+        metrics = {"top1": result["top1"], "lr": best}
+        if result["std"] is not None:
+            metrics["top1_std"] = result["std"]
         metrics |= {
             f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
         }
@@ -162,12 +163,9 @@ def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
     return best["lr"], best["num_samples"]
 
 
-def mean_and_deviation(accuracies: list[float]) -> dict[str, float]:
-    """top1, the mean, and std, the sample deviation: 0 of a single one."""
-    return {
-        "top1": float(np.mean(accuracies)),
-        "std": float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else 0.0,
-    }
+def mean_and_deviation(accuracies: list[float]) -> dict[str, float | None]:
+    """top1, the mean, and std, the sample deviation: None of a single one."""
+    return {"top1": float(np.mean(accuracies)), "std": sample_deviation(accuracies)}
 
 
 def page(result: dict[str, Any]) -> list[Block]:
@@ -184,7 +182,8 @@ def page(result: dict[str, Any]) -> list[Block]:
         for trial in result["trials"]
     ]  # fmt: skip
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
-    header = ("data", "top-1, %: mean ± standard deviation", "images")
+    spread = ": mean ± standard deviation" if len(accuracies) > 1 else ""
+    header = ("data", f"top-1, %{spread}", "images")
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
         Table(header, rows),

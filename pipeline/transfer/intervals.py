@@ -19,6 +19,16 @@ class Interval:
     over: str
 
 
+def sample_deviation(accuracies: Sequence[float]) -> float | None:
+    """Over repeated runs, of n - 1; None of a single one, of whose spread nothing is known."""
+    return float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None
+
+
+def in_seeds(count: int) -> str:
+    """'1 seed', '3 seeds'"""
+    return f"{count} seed{'' if count == 1 else 's'}"
+
+
 def of_seeds(accuracies: Sequence[float]) -> Interval:
     """Of the mean of at least two runs: Student's t on their sample deviation."""
     from scipy.stats import t  # Late: it takes a second.

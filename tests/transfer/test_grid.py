@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
 
 
-def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_path: Path) -> None:
+def test_grid_from_trials_to_table_and_comparison(
+    forge: Forge, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
     weights, file = tmp_path / "start.pt", tmp_path / "run.yaml"
     models.save(models.create("ViT-mu/4", 16, 5), weights)
     file.write_text(RUN.replace("DATA", str(data)))
@@ -107,6 +112,26 @@ def test_grid_from_trials_to_table_and_comparison(forge: Forge, data: Path, tmp_
                                             f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
     assert not grid._has_ended(grid.cell(longer, "final-seed-3", 0.3, 3, 0.0))
 
+    # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
+    sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(tracking_uri=sent.mlflow)
+
+    def metrics_sent() -> dict[str, float]:
+        (run,) = client.search_runs([client.get_experiment_by_name("finetune").experiment_id])
+        return run.data.metrics
+
+    capsys.readouterr()
+    alone = grid.run(replace(sent, seeds=[3]), start)
+    assert metrics_sent() == {"top1": accuracies[0], "lr": 0.3}
+    assert (alone["top1"], alone["std"]) == (accuracies[0], None)
+    assert f" % top-1, 1 seed; report: {folder / 'report.md'}\n" in capsys.readouterr().out
+    page = (folder / "report.md").read_text()
+    assert f"| {data}, val | {100 * accuracies[0]:.2f} | 37 |" in page
+    assert "deviation" not in page
+    grid.run(sent, start)
+    assert metrics_sent()["top1_std"] == result["std"]
+    assert len(started) == 5
+
     # Two of its runs side by side.
     runs = [str(folder / name) for name in ("lr-1e-06", "final-seed-3")]
     scores = compare.run(CompareConfig(runs=runs, split="val", out=str(tmp_path / "compared")))
@@ -160,7 +185,7 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
     with pytest.raises(UserError, match=r"every learning rate diverged; of the first: 4 steps were skipped\."):
         grid.best_rate(tried[3:])
     assert grid.mean_and_deviation([0.9, 0.92, 0.94]) == {"top1": pytest.approx(0.92), "std": pytest.approx(0.02)}
-    assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": 0.0}
+    assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": None}
 
 
 def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: Path) -> None:
