@@ -88,18 +88,24 @@ def column_of(name: str, results: dict[str, Any]) -> Column:
 
 
 def details(by_task: dict[str, dict[int, dict[str, Any]]]) -> dict[str, str]:
-    """What was chosen for each task, in words: task -> 'lr 0.01, 2,500 steps'."""
-    chosen = {}
-    for task, of_seed in by_task.items():
-        ways = {
-            ", ".join(
-                ([f"lr {score['learning_rate']:g}"] if score.get("learning_rate") is not None else [])
-                + ([f"{score['steps']:,} steps"] if score.get("steps") is not None else [])
-            )
-            for score in of_seed.values()
-        }
-        chosen[task] = "; ".join(sorted(way for way in ways if way))
-    return chosen
+    """What was chosen for each task, in words; of seeds that differ in it, all of that."""
+    found = {task: {choice_in_words(score) for score in of_seed.values()} for task, of_seed in by_task.items()}
+    return {task: "; ".join(sorted(ways - {""})) for task, ways in found.items()}
+
+
+def choice_in_words(score: dict[str, Any]) -> str:
+    """What a row of results.json was scored with, in words: 'lr 0.01, weight decay 0, 2,500 steps, 61.5 % on val200'."""
+    told = {
+        "learning_rate": "lr {:g}",
+        "weight_decay": "weight decay {:g}",
+        "steps": "{:,} steps",
+        "l2": "l2 {:g}",
+        "neighbours": "neighbours {}",
+    }
+    words = [form.format(score[name]) for name, form in told.items() if score.get(name) is not None]
+    if score.get("val_accuracy") is not None:
+        words.append(f"{100 * score['val_accuracy']:.1f} % on val200")
+    return ", ".join(words)
 
 
 def column_as_published(published: Published) -> Column:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any, Protocol
 
 from pipeline import model as models
@@ -22,6 +22,8 @@ from pipeline.evaluate.subject import output_folder
 from pipeline.run_folder import write_atomically
 from pipeline.track import run_id_of
 from pipeline.transfer.board import Board
+from pipeline.transfer.intervals import in_seeds, sample_deviation
+from pipeline.transfer.score_table import choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
@@ -198,10 +200,11 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
             continue
         of_task = [row["accuracy"] for row in rows]
         means.append(mean(of_task))
-        rate = f"  lr {rows[0]['learning_rate']:g}, {rows[0]['steps']:,} steps" if rows[0]["steps"] else ""
-        deviation = f" ± {pstdev(of_task):.2%}" if len(rows) > 1 else ""
+        deviation = sample_deviation(of_task)
+        spread = "" if deviation is None else f" ± {deviation:.2%}"
         print(
-            f"{task.title:<12} {mean(of_task):>8.2%}{deviation}  ({len(rows)} seeds, {rows[0]['num_test']:,} images){rate}"
+            f"{task.title:<12} {mean(of_task):>8.2%}{spread}  ({in_seeds(len(rows))}, {rows[0]['num_test']:,} images)  "
+            f"{choice_in_words(rows[0])}"
         )
     if means:
         print(f"mean of {len(means)} tasks: {mean(means):.2%}")

@@ -99,6 +99,34 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert three.means[OVERALL].accuracy == pytest.approx(0.61)
 
 
+def test_what_was_chosen_is_told_whatever_the_method(tmp_path: Path) -> None:
+    found = results(dtd=[0.5, 0.6], pets=[0.5], svhn=[0.5], eurosat=[0.5])
+    dtd, other, pets, svhn, eurosat = found["scores"]
+    dtd |= {"weight_decay": 0.001}
+    other |= {"weight_decay": 0.0}
+    probe = {"learning_rate": None, "weight_decay": None, "steps": None}
+    pets |= {**probe, "l2": 1024.0, "val_accuracy": 0.615}
+    svhn |= {**probe, "neighbours": 20}
+    eurosat |= {"weight_decay": 0.0, "val_accuracy": None}
+    folder = write(tmp_path / "found", found)
+    report.run(VtabReportConfig(sweeps=[str(folder)]))
+    page = (folder / "report" / "report.md").read_text()
+    for line in (
+        "| DTD | lr 0.01, weight decay 0, 2,500 steps, 50.0 % on val200; "
+        "lr 0.01, weight decay 0.001, 2,500 steps, 50.0 % on val200 | 2 |",
+        "| Pets | l2 1024, 61.5 % on val200 | 1 |",
+        "| SVHN | neighbours 20, 50.0 % on val200 | 1 |",
+        "| EuroSAT | lr 0.01, weight decay 0, 2,500 steps | 1 |",
+    ):
+        assert line in page
+
+
+def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
+    assert intervals.sample_deviation([0.9, 0.92, 0.94]) == pytest.approx(0.02)
+    assert intervals.sample_deviation([0.9]) is None
+    assert [intervals.in_seeds(count) for count in (1, 3)] == ["1 seed", "3 seeds"]
+
+
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
     uneven = whole(seeds=2)
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]

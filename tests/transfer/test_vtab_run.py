@@ -1,6 +1,7 @@
 """What a sweep runs, keeps, refuses and reports, wherever its cells run: here one after another, in this process."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,14 @@ def test_the_plan_counts_cells_and_work(
     assert "Protocol tiny (" in printed
 
 
-def test_tasks_that_are_not_prepared_are_named(prepared: list[str], tmp_path: Path) -> None:
+def test_tasks_that_are_not_prepared_are_named(
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = sweep(tmp_path / "out", prepared, "method=linear")
     assert [row["task"] for row in results["scores"]] == list(PREPARED)
     assert results["missing"] == [task.name for task in TASKS if task.name not in PREPARED]
     assert {type(row["l2"]) for row in results["scores"]} == {float}
+    assert re.search(r"SVHN .*\(1 seed, 12 images\)  l2 \d+, \d+\.0 % on val200\n", capsys.readouterr().out)
     assert [row["task"] for row in sweep(tmp_path / "out", prepared, "method=linear", "tasks=[svhn]")["scores"]] == [
         "svhn"
     ]
@@ -204,7 +208,7 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(
             return {"accuracy": 0.9 if cell.setting.lr == best or tie else 0.5}
         if (cell.task.name, cell.seed) == ("dtd", 5) and "dtd" in broken:
             return "it burst"
-        return {"accuracy": 0.7}
+        return {"accuracy": {4: 0.7, 5: 0.8}[cell.seed]}
 
     broken = {"svhn", "dtd"}
     with pytest.raises(
@@ -221,6 +225,10 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(
     printed = capsys.readouterr()
     assert "FAILED: DTD, final, lr 0.01, weight decay 0, 2 steps, seed 5: it burst" in printed.out
     assert "SVHN          no score" in printed.out
+    chosen = "lr 0.01, weight decay 0, 2 steps, 90.0 % on val200"
+    assert f"DTD            70.00%  (1 seed, 10 images)  {chosen}\n" in printed.out
+    # |0.8 - 0.7| over the square root of 2.
+    assert f"Pets           75.00% ± 7.07%  (2 seeds, 10 images)  {chosen}\n" in printed.out
     assert "It was killed. The cell is run again" in printed.err
 
     ran.clear()
