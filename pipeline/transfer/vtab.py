@@ -146,20 +146,21 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     if not pretrained_on:
         return found
     path = Path(pretrained_on) / _DEDUP_REPORT
+    remedy = f"launch/dedup.py data={pretrained_on} against=..."
     try:
         report = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there. Make it with launch/dedup.py data={pretrained_on} against=...") from None
-    trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
-    if trained and trained != report["data"]["fingerprint"]:
-        raise UserError(
-            f"pretrained_on = {pretrained_on} is {report['data']['fingerprint']}, but the weights were trained on "
-            f"{trained}."
-        )
-    if report["marked"]:
+        searched, marked = report["data"]["fingerprint"], report["marked"]
         copies = {
             part["fingerprint"]: part["copies"] for part in report["against"] if part["name"].endswith(f":{TEST}")
         }
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} is not there. Make it with {remedy}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged, or no report of launch/dedup.py. Make it again with {remedy}") from None
+    trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
+    if trained and trained != searched:
+        raise UserError(f"pretrained_on = {pretrained_on} is {searched}, but the weights were trained on {trained}.")
+    if marked:
         found = {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
     return found
 

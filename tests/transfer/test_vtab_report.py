@@ -227,7 +227,7 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="no such file"):
         read_results(tmp_path / "nowhere.json")
-    refused("{", "is no JSON")
+    refused("{", r"is no JSON: .* Run its launch/vtab.py again")
     refused([], "holds no mapping: it is no result of launch/vtab.py")
     refused({"protocol": {}}, "has no method, checkpoint")
     refused(results(dtd=[1.2]), "dtd has accuracy 1.2 of 1000 test images")
@@ -237,3 +237,24 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
     other = results(dtd=[0.5])
     other["scores"][0]["task"] = "mnist"
     refused(other, "'mnist' is none of VTAB's tasks")
+    for part, key, value, said in (
+        (("scores", 0), "num_test", None, r"json: score 1 has no num_test\. Run its launch/vtab.py again: that writes"),
+        (("scores", 0), "accuracy", "0.5", "score 1 has accuracy = '0.5'"),
+        (("scores", 0), "l2", "much", "score 1 has l2 = 'much'"),
+        (("scores",), 0, 3, "score 1 is 3, no mapping"),
+        ((), "scores", {}, r"it has scores = {}"),
+        (("protocol",), "sha256", None, "protocol has no sha256"),
+        (("checkpoint",), "path", None, "checkpoint has no path"),
+        (("data",), "dtd", 3, "data has dtd = 3"),
+        (("contamination",), "dtd", "none", "contamination has dtd = 'none'"),
+        ((), "failed", [{"task": "dtd"}], "failure 1 has no seed"),
+    ):
+        spoiled: Any = results(dtd=[0.5])
+        place = spoiled
+        for step in part:
+            place = place[step]
+        if value is None:
+            del place[key]
+        else:
+            place[key] = value
+        refused(spoiled, said)

@@ -258,3 +258,15 @@ def test_copies_that_dedup_marked_are_told(prepared: list[str], finished: Path, 
     report["data"] = {"fingerprint": "0" * 16}
     (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
     assert "but the weights were trained on ffffffffffffffff" in refused(tmp_path / "out", trained)
+    whole = json.dumps(report)
+    for damaged in (whole[:40], "[]", "{}", json.dumps({**report, "against": [{}]})):
+        (tmp_path / "dedup" / "report.json").write_text(damaged)
+        said = refused(tmp_path / "other", trained)
+        assert said.startswith(
+            f"{tmp_path / 'dedup' / 'report.json'} is damaged, or no report of launch/dedup.py. Make it"
+        )
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "file").touch()
+    assert "Make it with launch/dedup.py" in refused(
+        tmp_path / "other", [*trained, f"pretrained_on={tmp_path / 'file'}"]
+    )
