@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import model as models
 from pipeline import schema
 from pipeline.data.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
 from pipeline.model import files
 from pipeline.run_folder import write_atomically
-from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, warmup_steps
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
 from pipeline.transfer_config import ProtocolConfig, VtabConfig
 
@@ -175,6 +176,7 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
     sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing))
     for task in sweep.tasks:
         _check_dataset(sweep, task)
+    _check_weights(sweep)
     return sweep
 
 
@@ -185,6 +187,20 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
     for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
         for split in (TRAIN, ALL):
             warmup_steps(protocol, setting, dataset.info["samples"][split])
+
+
+def _check_weights(sweep: Sweep) -> None:
+    """Refuse an image size that the weights cannot take: else each cell would, after Ray has started."""
+    config, protocol = sweep.config, sweep.config.protocol
+    weights, state, _ = models.read_weights(config.weights)
+    for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
+        try:
+            resized = replace(weights, image_size=(size, size))
+            if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
+                models.resample_state(state, weights, resized)
+        except UserError as error:
+            name = "image_size" if size == protocol.image_size else "small_image_size"
+            raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None
 
 
 def settings_of(protocol: ProtocolConfig) -> list[Setting]:

@@ -166,6 +166,22 @@ def test_tasks_that_are_not_prepared_are_named(
     assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
 
 
+def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(
+    prepared: list[str], tmp_path: Path
+) -> None:
+    said = refused(tmp_path / "out", prepared, "protocol.image_size=10")
+    assert re.fullmatch(r"protocol\.image_size = 10 does not suit .*/weights\.pt: .* Nearest sizes: 8 or 12\.", said)
+    small = "protocol.small_image_size=6"
+    assert "protocol.small_image_size = 6 does not suit" in refused(tmp_path / "out", prepared, small)
+    models.save(models.create("ViT-mu/4", 8, 7, positions="relative"), tmp_path / "relative.pt")
+    relative = [*prepared, f"weights={tmp_path / 'relative.pt'}", "protocol.image_size=16"]
+    assert "protocol.image_size = 16 does not suit" in refused(tmp_path / "out", relative)
+    assert not (tmp_path / "out").exists()
+    # Of small images alone, which DTD has none of.
+    config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
+    assert vtab.run(config, tmp_path / "out", run_nowhere) is None
+
+
 def in_turn(
     outcome: Callable[[Cell], dict[str, Any] | str],
 ) -> vtab.RunCells:
