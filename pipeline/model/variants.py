@@ -176,6 +176,16 @@ class ViTConfig:
         return height, width
 
     @property
+    def unseen_note(self) -> str:
+        """A line on what no patch sees; empty where they see all."""
+        if not any(self.unseen):
+            return ""
+        return (
+            f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the last "
+            f"{self.unseen[0]} rows and {self.unseen[1]} columns unseen"
+        )
+
+    @property
     def patch_pixels(self) -> int:
         """Side of a patch in pixels of the image."""
         return self.patch_size * self.reduction

@@ -187,11 +187,8 @@ def load(
             dropout=old.dropout if dropout is None else dropout,
             drop_path=old.drop_path if drop_path is None else drop_path,
         )
-        if any(config.unseen):
-            say(
-                f"image_size = {config.image_size[0]} x {config.image_size[1]}: patches of {config.patch_pixels} pixels leave the "
-                f"last {config.unseen[0]} rows and {config.unseen[1]} columns unseen"
-            )
+        if config.unseen_note:
+            say(config.unseen_note)
         state = resample_state(state, old, config, kernel)
     elif gelu or dropout or drop_path or representation:
         raise UserError(f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them.")

@@ -13,7 +13,7 @@ from pipeline.suite_config import VtabReportConfig
 from pipeline.track import send_report
 from pipeline.transfer import charts
 from pipeline.transfer.intervals import OVER_SEEDS
-from pipeline.transfer.published import PAPER, PROTOCOL, SOURCE
+from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import OVERALL, Cell, Column, columns, common_tasks, mean_of, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
@@ -71,7 +71,7 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
     )
     runs = "; ".join(f"{column.name} {column.mean_of_runs:.2f} ± {column.deviation:.2f}" for column in PAPER)
     yield Paragraph(
-        f"The paper's columns: {SOURCE} (mean of 19: {runs}), by its own protocol: {PROTOCOL}. Their group means are computed "
+        f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means are computed "
         "from its tasks."
     )
     yield Picture("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])

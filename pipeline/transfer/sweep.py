@@ -6,7 +6,7 @@ A cell's outcome is one small file, written whole, that says what it is of; so w
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ Outcome = dict[str, Any]
 class Sweep:
     """config: with weights one file, and absolute paths. sha256: of that file, hex. folder: of all that is kept.
 
-    datasets: name of a task -> its data set. missing: names of tasks that have none.
+    datasets: name of a task -> its data set. missing: names of tasks that have none. notes: lines for people.
     """
 
     config: VtabConfig
@@ -38,6 +38,7 @@ class Sweep:
     folder: Path
     datasets: dict[str, Dataset]
     missing: list[str]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def tasks(self) -> list[Task]:
@@ -190,7 +191,7 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
 
 
 def _check_weights(sweep: Sweep) -> None:
-    """Refuse an image size that the weights cannot take: else each cell would, after Ray has started."""
+    """Refuse an image size that the weights cannot take: else each cell would, after Ray has started. Notes what they leave."""
     config, protocol = sweep.config, sweep.config.protocol
     weights, state, _ = models.read_weights(config.weights)
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
@@ -198,6 +199,7 @@ def _check_weights(sweep: Sweep) -> None:
             resized = replace(weights, image_size=(size, size))
             if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
                 models.resample_state(state, weights, resized)
+                sweep.notes.extend(filter(None, [resized.unseen_note]))
         except UserError as error:
             name = "image_size" if size == protocol.image_size else "small_image_size"
             raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None

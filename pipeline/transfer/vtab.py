@@ -184,8 +184,7 @@ def _print_begin(sweep: Sweep, cells: int, done: int) -> None:
         "them done before",
         flush=True,
     )
-    if sweep.missing:
-        print(f"not prepared: {', '.join(sweep.missing)}", flush=True)
+    _print_notes(sweep)
     for name, dataset in sweep.datasets.items():
         if not dataset.info["source"].get("vtab", {}).get("published", True):
             print(f"{name}: not the published files, so its score is not VTAB's", flush=True)
@@ -234,8 +233,12 @@ def _print_plan(sweep: Sweep) -> None:
         f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol_title(protocol)} "
         f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
     )
-    if sweep.missing:
-        print(f"not prepared: {', '.join(sweep.missing)}")
+    _print_notes(sweep)
+
+
+def _print_notes(sweep: Sweep) -> None:
+    for note in sweep.notes + ([f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []):
+        print(note, flush=True)
 
 
 def _num_images(sweep: Sweep, task: Task) -> tuple[int, int]:

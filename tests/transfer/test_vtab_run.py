@@ -167,12 +167,12 @@ def test_tasks_that_are_not_prepared_are_named(
 
 
 def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(
-    prepared: list[str], tmp_path: Path
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(tmp_path / "out", prepared, "protocol.image_size=10")
-    assert re.fullmatch(r"protocol\.image_size = 10 does not suit .*/weights\.pt: .* Nearest sizes: 8 or 12\.", said)
-    small = "protocol.small_image_size=6"
-    assert "protocol.small_image_size = 6 does not suit" in refused(tmp_path / "out", prepared, small)
+    said = refused(tmp_path / "out", prepared, "protocol.image_size=3")
+    assert re.fullmatch(r"protocol\.image_size = 3 does not suit .*/weights\.pt: .* Nearest sizes: 4\.", said)
+    small = "protocol.small_image_size=3"
+    assert "protocol.small_image_size = 3 does not suit" in refused(tmp_path / "out", prepared, small)
     models.save(models.create("ViT-mu/4", 8, 7, positions="relative"), tmp_path / "relative.pt")
     relative = [*prepared, f"weights={tmp_path / 'relative.pt'}", "protocol.image_size=16"]
     assert "protocol.image_size = 16 does not suit" in refused(tmp_path / "out", relative)
@@ -180,6 +180,12 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
     assert vtab.run(config, tmp_path / "out", run_nowhere) is None
+    # What the patches leave over is said.
+    capsys.readouterr()
+    vtab.run(
+        schema.load(VtabConfig, None, [*prepared, "protocol.image_size=10", "plan=true"]), tmp_path / "out", run_nowhere
+    )
+    assert "10 x 10: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in capsys.readouterr().out
 
 
 def in_turn(
