@@ -45,8 +45,10 @@ class Copies:
     of_test: int
 
 
-def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int) -> tuple[Listing, Copies]:
-    """The listing without copies. folder: where hashes are kept; num_tasks: at a time, 0 is one per CPU.
+def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath) -> tuple[Listing, Copies]:
+    """The listing without copies.
+
+    folder: where hashes are kept; num_tasks: at a time, 0 is one per CPU; out: of progress.json.
 
     Within a split, the first key of equal bytes stays and gets the labels of all. Samples of 'train' that have a copy in
     another split go: what is tested on is not trained on. Splits other than 'train' do not change each other.
@@ -57,7 +59,7 @@ def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int) -> tuple[Lis
     # As they lie in the source, so that archives are read from front to back.
     place = [listing.table[name].to_numpy()[rows] for name in ("offset", "container")]
     rows = rows[np.lexsort(place)]
-    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks))
+    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out))
 
 
 def hash_samples(job: HashJob) -> bytes:
@@ -83,7 +85,7 @@ def hash_samples(job: HashJob) -> bytes:
     return data
 
 
-def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int) -> np.ndarray:
+def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath) -> np.ndarray:
     """(rows, 2) uint64."""
     folder.mkdir(exist_ok=True)
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
@@ -95,7 +97,7 @@ def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: in
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()
     num_cpus = cluster.connect(num_tasks)
-    progress = Progress(len(rows), done="hashed")
+    progress = Progress(len(rows), len(starts), out, "hashed")
     tasks = cluster.run_tasks(hash_samples, jobs(), num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, data in tasks:

@@ -1,7 +1,9 @@
 """How far a job is: a bar on a terminal, a plain line now and then in a file, and a file that other programs read."""
 
+import contextlib
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import replacing
 
 PROGRESS_FILE = "progress.json"
+_SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
 # Most files are read within less, and need no bar.
 _SECONDS_BEFORE_BAR = 1.0
@@ -19,21 +22,27 @@ _SECONDS_BEFORE_BAR = 1.0
 class Progress:
     """Counts images and bytes of `total` images in `shards` shards; shows images/s, MB/s and time left on stderr.
 
-    total: None while a source is being listed, and nobody knows. done: what is done to them, for the line.
-    folder: of progress.json, replaced every 10 seconds by what a dashboard wants to know, gone when the block ends; None is
-    no file. One that does not change any more was left by a job that was killed. Not in a bucket: to tell it that a job
-    failed because the bucket is out of reach would mean to wait for it once more.
+    total: None while a source is being listed, and nobody knows. done: what is done to them, for the line and the file.
+    folder: of progress.json, replaced every 10 seconds (by a thread: a shard may take minutes) by what a dashboard wants to
+    know, gone when the block ends; None is no file. One that does not change any more was left by a job that was killed. Not
+    in a bucket: to tell it that a job failed because the bucket is out of reach would mean to wait for it once more.
     """
 
     def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
         self.total, self.total_shards = total, shards
         self.file = folder / PROGRESS_FILE if isinstance(folder, Path) else None
-        self._done = f"{done} " if done else ""
+        self._done = done
         self.images = self.bytes = self.shards = self.retries = 0
-        self._start = self._shown = time.monotonic()
+        # What was made now, and since when: shards that are only checked pass faster, and come first.
+        self._made_images = self._made_bytes = 0
+        self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
-        self._write()
+        self._ended = threading.Event()
+        self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
+        if self.file is not None:
+            self._write()
+            self._writer.start()
 
     def __enter__(self) -> "Progress":
         return self
@@ -45,22 +54,26 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         if self.file is not None:
+            self._ended.set()
+            self._writer.join()
             self.file.unlink(missing_ok=True)
 
-    def add(self, images: int, num_bytes: int) -> None:
-        """One more shard is done, of so many images and bytes."""
+    def add(self, images: int, num_bytes: int, made: bool = True) -> None:
+        """One more shard is done, of so many images and bytes. made: False leaves it out of the rates."""
         self.images += images
         self.bytes += num_bytes
         self.shards += 1
+        if made:
+            self._made_images += images
+            self._made_bytes += num_bytes
+        elif not self._made_images:
+            self._making_since = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{self.bytes / 1e6 / self._seconds():.1f} MB/s", refresh=False)
+            self._bar.set_postfix_str(f"{self._rates(time.monotonic())[1] / 1e6:.1f} MB/s", refresh=False)
             self._bar.update(images)
-        if time.monotonic() - self._shown < _SECONDS_BETWEEN_LINES:
-            return
-        self._shown = time.monotonic()
-        self._write()
-        if self._bar is None:
-            print(self._line(self._seconds()), file=sys.stderr, flush=True)
+        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = time.monotonic()
+            print(self._line(), file=sys.stderr, flush=True)
 
     def retried(self, reason: str) -> None:
         """A task was lost with its worker or node, and is run again."""
@@ -68,39 +81,53 @@ class Progress:
         tqdm.write(f"{reason} The task is run again; retries so far: {self.retries:,}", file=sys.stderr)
         self._write()
 
-    def _line(self, seconds: float) -> str:
-        rate = f"{self.images / seconds:,.0f} images/s"
+    def _line(self) -> str:
+        images_per_second, bytes_per_second = self._rates(time.monotonic())
+        line = f"{self._done} {self.images:,}".lstrip()
         if self.total is None:
-            return f"{self._done}{self.images:,} images, {rate}"
-        share = f"{self._done}{self.images:,} of {self.total:,} images ({self.images / self.total:.0%})"
-        return f"{share}, {rate}, {self.bytes / 1e6 / seconds:.1f} MB/s, {duration(self._left(seconds) or 0)} left"
+            return f"{line} images, {images_per_second:,.0f} images/s"
+        line += f" of {self.total:,} images ({self.images / self.total:.0%})"
+        left = self._left(images_per_second)
+        if left is None:
+            return line
+        return f"{line}, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s, {duration(left)} left"
+
+    def _keep_writing(self) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_FILES):
+            # A disk that is full, say, stops the job where it writes data, with a line of its own.
+            with contextlib.suppress(OSError):
+                self._write()
 
     def _write(self) -> None:
         if self.file is None:
             return
-        seconds = self._seconds()
+        now = time.monotonic()
+        images_per_second, bytes_per_second = self._rates(now)
         state = {
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "phase": self._done,
             "images": self.images,
             "total_images": self.total,
             "shards": self.shards,
             "total_shards": self.total_shards,
             "bytes": self.bytes,
             "retries": self.retries,
-            "images_per_second": self.images / seconds,
-            "bytes_per_second": self.bytes / seconds,
-            "seconds": seconds,
-            "seconds_left": self._left(seconds),
+            "images_per_second": images_per_second,
+            "bytes_per_second": bytes_per_second,
+            "seconds": now - self._start,
+            "seconds_left": self._left(images_per_second),
         }
         with replacing(self.file) as file:
             file.write((json.dumps(state, indent=1) + "\n").encode())
 
-    def _seconds(self) -> float:
-        return max(time.monotonic() - self._start, 1e-3)
+    def _rates(self, now: float) -> tuple[float, float]:
+        """Images and bytes a second, of what was made until now."""
+        seconds = max(now - self._making_since, 1e-3)
+        return self._made_images / seconds, self._made_bytes / seconds
 
-    def _left(self, seconds: float) -> float | None:
-        """Seconds to go after so many; None as long as nothing is done."""
-        return seconds / self.images * (self.total - self.images) if self.images and self.total else None
+    def _left(self, images_per_second: float) -> float | None:
+        """Seconds to go; None as long as nothing is made."""
+        return (self.total - self.images) / images_per_second if images_per_second and self.total else None
 
 
 class Reading:

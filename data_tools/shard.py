@@ -23,7 +23,7 @@ from data_tools.classes import apply_rules, readable_names, small_classes
 from data_tools.copies import Copies, merge_copies
 from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
-from data_tools.progress import Progress, duration
+from data_tools.progress import PROGRESS_FILE, Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
@@ -89,7 +89,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 pq.write_table(table, file, compression="zstd")
         listing, copies = split, None
         if config.merge_copies:
-            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks)
+            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
             _say_copies(copies)
         plan = make_plan(listing, config)
         results = _run_jobs(listing, plan, config, out, known)
@@ -156,14 +156,14 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     skipped: list[tuple[str, str, str]] = []
     num_cpus = cluster.connect(config.num_tasks)
     jobs = make_jobs(listing, plan, config, out, known)
-    progress = Progress(len(listing), len(plan.names), out)
+    progress = Progress(len(listing), len(plan.names), out, "sharded")
     tasks = cluster.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
             first, last = plan.bounds[number]
-            progress.add(last - first, done.shard.bytes)
+            progress.add(last - first, done.shard.bytes, made=done.made or bool(known))
             if len(skipped) > budget:
                 raise UserError(
                     f"{len(skipped):,} of the {progress.images:,} images read so far are bad, more than the {budget:,} "
@@ -250,7 +250,9 @@ def _held(out: AnyPath) -> dict[str, Any] | None:
         return {"settings": info["settings"], "source": info["source"]}
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return json.loads((out / PARTS / PLAN).read_text())
-    if out.exists() and (strangers := [path.name for path in out.iterdir() if not path.name.startswith(".")]):
+    # A job that was killed while it listed leaves its progress, and no plan.
+    names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
+    if strangers := sorted(name for name in names if not name.startswith(".")):
         raise UserError(
             f"out = {out} is not empty (it holds {strangers[0]}), and holds no data set. Choose an empty folder."
         )

@@ -64,7 +64,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     jobs = _jobs(dataset, tables, config.decode_share, keys)
     num_cpus = cluster.connect(config.num_tasks)
     total = sum(shard.samples for shard in tables.shards)
-    progress = Progress(total, len(tables.shards), out)
+    progress = Progress(total, len(tables.shards), out, "verified")
     tasks = cluster.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
     with progress, contextlib.closing(tasks):
         for number, checked in tasks:

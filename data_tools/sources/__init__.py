@@ -9,8 +9,9 @@ import tarfile
 
 import pyarrow as pa
 
+from data_tools.progress import Progress
 from data_tools.sources import archive, cifar, folder, imagenet1k, imagenet21k, parquet, path_list, webdataset
-from data_tools.sources.listing import Collector, Listing
+from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import INFO, open_parquet
@@ -36,7 +37,8 @@ _MEMBERS_TO_LOOK_AT = 16
 def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listing:
     """Every image of a source, sorted by split and key.
 
-    staging: a folder for what must be unpacked before it can be read in any order (a compressed tar, images in Parquet).
+    staging: a folder for what must be unpacked before it can be read in any order (a compressed tar, images in Parquet);
+    the folder around it has progress.json meanwhile.
     Raises UserError for a missing source, one without images, an empty class folder, a key twice, a damaged archive, and
     whatever else cannot be what the layout says it is.
     """
@@ -46,18 +48,19 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
     if config.layout in ("auto", "archive", "imagenet21k", "cifar") and source.is_file() and not _is_table(source):
         kind = archive.kind(source)
         plain = archive.unpack(source, kind, staging) if kind in archive.COMPRESSED else source
-    try:
-        layout = config.layout if config.layout != "auto" else _look(plain, config)
-        _check_form(source, layout)
-        splits = _OWN_SPLITS.get(layout, config.splits) if config.splits == _ONE_SPLIT else config.splits
-        collector = Collector(source, splits, by_folders=layout not in _WALKS)
-        if layout in _WALKS:
-            _WALKS[layout](plain, config, staging, collector)
-        else:
-            _walk_class_folders(plain, layout, collector)
-    except (tarfile.TarError, pa.ArrowInvalid) as error:
-        raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
-    return collector.finish()
+    with Progress(None, folder=staging.parent, done=LISTED) as progress:
+        try:
+            layout = config.layout if config.layout != "auto" else _look(plain, config)
+            _check_form(source, layout)
+            splits = _OWN_SPLITS.get(layout, config.splits) if config.splits == _ONE_SPLIT else config.splits
+            collector = Collector(source, splits, by_folders=layout not in _WALKS, progress=progress)
+            if layout in _WALKS:
+                _WALKS[layout](plain, config, staging, collector)
+            else:
+                _walk_class_folders(plain, layout, collector)
+        except (tarfile.TarError, pa.ArrowInvalid) as error:
+            raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
+        return collector.finish()
 
 
 def _walk_class_folders(source: AnyPath, layout: str, collector: Collector) -> None:

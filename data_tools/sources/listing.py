@@ -31,6 +31,8 @@ TABLE = pa.schema(
         ("packed", pa.int64()),
     ]
 )
+# What is done meanwhile, see `Progress`.
+LISTED = "listed"
 _BATCH = 2**16
 
 
@@ -118,7 +120,8 @@ class Collector:
     A layout of class folders tells every folder and file (names relative to the source, with slashes; the first folder
     below a split's folder is the class), and the collector tells images and their classes. A layout that knows its
     samples (by_folders=False) tells each by `sample`. classes: all class names in order, where the layout fixes one; else
-    they are sorted. root: the folder that names of files of their own are relative to, if it is not the source.
+    they are sorted. root: the folder that names of files of their own are relative to, if it is not the source. progress:
+    closed by `finish`.
     """
 
     source: AnyPath
@@ -128,6 +131,7 @@ class Collector:
     by_folders: bool = True
     root: AnyPath | None = None
     notes: list[str] = field(default_factory=list)
+    progress: Progress = field(default_factory=lambda: Progress(None, done=LISTED))
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
     # Numbers of the classes of _rows, one sample after another, and where each sample's end.
@@ -148,7 +152,6 @@ class Collector:
         folders = [(split, _clean(folder)) for split, folder in self.splits.items()]
         self._folders = sorted(folders, key=lambda pair: -len(pair[1]))
         self._numbers = {split: number for number, split in enumerate(self.splits)}
-        self._progress = Progress(None, done="listed")
 
     def add_container(self, path: AnyPath) -> int:
         """Number of an archive, for `file`."""
@@ -201,7 +204,7 @@ class Collector:
     def finish(self) -> Listing:
         """The table, checked. Raises UserError for what makes no data set."""
         self._flush()
-        self._progress.close()
+        self.progress.close()
         if self.by_folders:
             self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
@@ -241,7 +244,7 @@ class Collector:
             labels = pa.ListArray.from_arrays(pa.array(self._ends, pa.int32()), pa.array(self._labels, pa.int32()))
             columns.insert(TABLE.get_field_index("labels"), labels)
             self._parts.append(pa.RecordBatch.from_arrays(columns, schema=TABLE))
-            self._progress.add(len(self._rows), pc.sum(columns[-2]).as_py())
+            self.progress.add(len(self._rows), pc.sum(columns[-2]).as_py())
             self._rows, self._labels, self._ends = [], [], [0]
 
     def _place(self, name: str) -> tuple[str | None, str]:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import webdataset
 from raw_images import contents, jpeg, settings, write_folder, write_tar
 
-from data_tools import shard
+from data_tools import copies, progress, shard
 from data_tools.copies import merge_copies
 from data_tools.sources import list_source
 
@@ -72,15 +72,26 @@ def test_copies_are_merged_and_the_shards_say_so(ray_cluster: int, tmp_path: Pat
     assert contents(dataset.path) == before
 
 
-def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path) -> None:
+def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, monkeypatch) -> None:
+    seen = []
+
+    class Watched(progress.Progress):
+        def add(self, images: int, num_bytes: int) -> None:
+            seen.append(json.loads((tmp_path / "progress.json").read_text()))
+            super().add(images, num_bytes)
+
+    monkeypatch.setattr(copies, "Progress", Watched)
     source = write_folder(FILES, tmp_path / "raw")
     config = settings(source, tmp_path / "out", splits=SPLITS)
     listing = list_source(source, config, tmp_path / "staging")
-    first, copies = merge_copies(listing, tmp_path / "hashes", 1)
-    assert (len(first), len(copies.rows), copies.of_test) == (8, 5, 2)
+    first, merged = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
+    assert (len(first), len(merged.rows), merged.of_test) == (8, 5, 2)
+    (state,) = seen
+    assert (state["phase"], state["total_shards"]) == ("hashed", 1)
+    assert not (tmp_path / "progress.json").exists()
     for path in source.rglob("*.jpg"):
         path.unlink()
-    again, _ = merge_copies(listing, tmp_path / "hashes", 1)
+    again, _ = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
     assert again.table.equals(first.table)
 
 

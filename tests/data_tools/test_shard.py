@@ -174,13 +174,14 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
 
 
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
-    seen = []
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
+    seen, made = [], []
 
     class Watched(progress.Progress):
-        def add(self, images: int, num_bytes: int) -> None:
-            seen.append(json.loads((tmp_path / "out/progress.json").read_text()))
-            super().add(images, num_bytes)
+        def add(self, images: int, num_bytes: int, **others: bool) -> None:
+            seen.append(wait_for_state(tmp_path / "out", shards=self.shards))
+            made.append(others["made"])
+            super().add(images, num_bytes, **others)
 
     monkeypatch.setattr(shard, "Progress", Watched)
     dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
@@ -188,6 +189,7 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
     num_shards = sum(dataset.info["shards"].values())
     assert [state["shards"] for state in seen] == list(range(num_shards))
     assert {(state["total_images"], state["total_shards"]) for state in seen} == {(total, num_shards)}
+    assert {state["phase"] for state in seen} == {"sharded"}
     assert seen[0]["images"] == seen[0]["bytes"] == 0
     assert seen[0]["seconds_left"] is None
     last = seen[-1]
@@ -195,6 +197,44 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
     assert last["bytes_per_second"] == pytest.approx(last["bytes"] / last["seconds"])
     assert last["seconds_left"] == pytest.approx((total - last["images"]) / last["images_per_second"])
     assert not (tmp_path / "out/progress.json").exists()
+
+    # Of a data set that is finished, checks are the work; where some shards are yet to be made, they promise too much.
+    assert made == [True] * num_shards
+    made.clear()
+    shard.run(settings(source, tmp_path / "out", num_tasks=1))
+    assert made == [True] * num_shards
+
+
+def wait_for_state(folder: Path, **expected: object) -> dict:
+    """What progress.json says once it says this; it is replaced by a thread, whatever the job is at."""
+    deadline = time.monotonic() + 20
+    while True:
+        state = json.loads((folder / "progress.json").read_text())
+        if expected.items() <= state.items():
+            return state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.005)
+
+
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with progress.Progress(1000, 10, tmp_path, "sharded") as job:
+        job.add(600, 6_000_000, made=False)
+        state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
+        assert (state["images_per_second"], state["seconds_left"]) == (0, None)
+        time.sleep(0.1)
+        assert wait_for_state(tmp_path)["seconds"] > state["seconds"]
+        job.add(100, 1_000_000)
+        state = wait_for_state(tmp_path, images=700)
+        assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])
+        # 100 images since the check ended, not 700 since the start.
+        assert 100 / state["seconds"] < state["images_per_second"] < 100 / 0.1
+    time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+    checked, made = capfd.readouterr().err.splitlines()
+    assert checked == "sharded 600 of 1,000 images (60%)"
+    assert made.startswith("sharded 700 of 1,000 images (70%), ")
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:

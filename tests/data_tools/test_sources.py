@@ -113,7 +113,10 @@ def test_refused_in_one_line_and_nothing_left(what: str, tmp_path: Path, monkeyp
 def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
     source = write_folder(GOOD, tmp_path / "raw")
     stranger = write_folder({"thesis.txt": b"..."}, tmp_path / "mine")
+    # Of a job that was killed while it listed.
+    killed = write_folder({"progress.json": b"{}"}, tmp_path / "killed")
     cases = {
+        (f"out={killed}", "splits.train=here"): "here has no class folders with images (split 'train')",
         (f"out={source}/shards",): "lies inside source",
         (f"out={stranger}",): "is not empty (it holds thesis.txt)",
         (f"out={stranger}/thesis.txt",): "is a file",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -423,13 +424,16 @@ def test_a_bucket_that_answers_403_while_images_are_sharded(
 
 
 def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
     place, seen = copy.path / "verify" / "progress.json", []
 
     class Watched(progress.Progress):
         def add(self, images: int, num_bytes: int) -> None:
             super().add(images, num_bytes)
-            seen.append(json.loads(place.read_text()))
+            deadline = time.monotonic() + 20
+            while (state := json.loads(place.read_text()))["shards"] < self.shards and time.monotonic() < deadline:
+                time.sleep(0.005)
+            seen.append(state)
 
     monkeypatch.setattr(verify, "Progress", Watched)
     check(copy.path)
