@@ -26,6 +26,7 @@ from data_tools.holdout import hash_keys, hold_out
 from data_tools.progress import PROGRESS_FILE, Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
+from data_tools.sources.archive import remove_unpacked
 from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
 from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
@@ -103,9 +104,10 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     except StorageError:
         raise  # Out of reach, or not for us: nothing can be tidied there.
     except UserError:
-        # What was unpacked waits for the job to go on; of a source that was refused nothing is left.
+        # What was unpacked waits for the job to go on; of a source that was refused nothing is left but, for the next try,
+        # lists of tars in a bucket.
         if not (out / PARTS / PLAN).exists():
-            remove_tree(out / STAGING)
+            (remove_tree if held else remove_unpacked)(out / STAGING)
         raise
     _say_done(dataset, results, plan, time.monotonic() - started, verified=bool(known))
     return dataset

@@ -37,8 +37,8 @@ _MEMBERS_TO_LOOK_AT = 16
 def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listing:
     """Every image of a source, sorted by split and key.
 
-    staging: a folder for what must be unpacked before it can be read in any order (a compressed tar, images in Parquet);
-    the folder around it has progress.json meanwhile.
+    staging: a folder for what must be unpacked before it can be read in any order (a compressed tar, images in Parquet), and
+    for lists of tars in a bucket; the folder around it has progress.json meanwhile.
     Raises UserError for a missing source, one without images, an empty class folder, a key twice, a damaged archive, and
     whatever else cannot be what the layout says it is.
     """
@@ -57,19 +57,23 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             if layout in _WALKS:
                 _WALKS[layout](plain, config, staging, collector)
             else:
-                _walk_class_folders(plain, layout, collector)
+                _walk_class_folders(plain, layout, staging, collector)
         except (tarfile.TarError, pa.ArrowInvalid) as error:
             raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
         return collector.finish()
 
 
-def _walk_class_folders(source: AnyPath, layout: str, collector: Collector) -> None:
-    if source.is_dir():
-        (imagenet21k.walk_folder if layout == "imagenet21k" else folder.walk)(source, collector)
+def _walk_class_folders(source: AnyPath, layout: str, staging: AnyPath, collector: Collector) -> None:
+    if source.is_dir() and layout == "imagenet21k":
+        imagenet21k.walk_folder(source, staging, collector)
+    elif source.is_dir():
+        folder.walk(source, collector)
     elif archive.kind(source) == "zip":
         archive.walk_zip(source, collector)
+    elif layout == "imagenet21k":
+        imagenet21k.walk_tar(source, staging, collector)
     else:
-        (imagenet21k.walk_tar if layout == "imagenet21k" else archive.walk_tar)(source, collector)
+        archive.walk_tar(source, collector)
 
 
 def _check_form(source: AnyPath, layout: str) -> None:

@@ -5,6 +5,7 @@ plain tar.
 """
 
 import bz2
+import contextlib
 import gzip
 import hashlib
 import lzma
@@ -24,6 +25,8 @@ from pipeline.errors import UserError
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
+# Ending of lists of a tar's members that are kept (imagenet21k.py).
+LIST = ".members"
 _BLOCK = 512
 _END = bytes(_BLOCK)
 
@@ -63,6 +66,15 @@ def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
     place = source.resolve() if isinstance(source, Path) else source
     identity = f"{place}\n{source.stat().st_size}\n{version(source)}"
     return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+
+
+def remove_unpacked(staging: AnyPath) -> None:
+    """Remove what was unpacked. Lists of members stay: they are small, and cost a request for each MiB of their tars."""
+    for path in staging.glob("*"):
+        if path.suffix != LIST:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        staging.rmdir()
 
 
 def walk_tar(source: AnyPath, collector: Collector) -> None:

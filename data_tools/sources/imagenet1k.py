@@ -31,7 +31,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             )
         try:
             if is_tar_of_tars(path):
-                walk_tar(path, collector, f"{name}/")
+                walk_tar(path, staging, collector, f"{name}/")
             else:
                 _walk_flat(path, split, config, collector)
         except tarfile.TarError as error:

@@ -1,15 +1,41 @@
 """ImageNet-21k as it is handed out: one tar for each class, `<wnid>.tar`, in a folder or in one big tar.
 
-Each inner tar counts as the class folder `<wnid>/`; nothing is extracted.
+Each inner tar counts as the class folder `<wnid>/`; nothing is extracted. Between two headers lie 100 KB, so in a bucket
+to list is to read nearly everything, a MiB a request: hence several tars at a time, and their lists are kept.
 """
 
+import contextlib
+import gzip
+import json
 import tarfile
-from typing import BinaryIO
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
-from data_tools.sources.archive import tar_members
+from data_tools.sources.archive import LIST, staged_path, tar_members
 from data_tools.sources.listing import Collector
-from pipeline.data.bucket import AnyPath, name_inside, walk_files
+from pipeline.data.bucket import AnyPath, BucketPath, name_inside, walk_files
+from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
+
+# pyarrow's S3 client has 25 connections. Lists that wait for that of a slow tar before them are held in memory.
+_THREADS, _AHEAD = 16, 64
+_NAMED = 10
+
+
+class _ClassTar(NamedTuple):
+    """name: inside the source. path, start, end: where its bytes lie. container: see `Collector.file`."""
+
+    name: str
+    path: AnyPath
+    start: int
+    end: int
+    container: int
+
+
+# (name, offset of its bytes, size) of each file of a tar.
+_Members = list[tuple[str, int, int]]
 
 
 def is_tar_of_tars(source: AnyPath) -> bool:
@@ -21,39 +47,88 @@ def is_tar_of_tars(source: AnyPath) -> bool:
     return False
 
 
-def walk_folder(source: AnyPath, collector: Collector) -> None:
-    """Tell the collector the members of every tar below source."""
-    for path, size in sorted(walk_files(source), key=lambda file: str(file[0])):
-        name = name_inside(path, source)
-        assert name
-        if path.suffix == ".tar" and not path.name.startswith("."):
-            with path.open("rb") as file:
-                try:
-                    _walk_class(file, name, 0, size, collector.add_container(path), collector)
-                except tarfile.TarError as error:
-                    raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
-        else:
-            collector.file(name, -1, 0, size)
+def walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector the members of every tar below source. Raises UserError that names the damaged ones."""
+
+    def tars() -> Iterator[_ClassTar]:
+        for path, size in sorted(walk_files(source), key=lambda file: str(file[0])):
+            name = name_inside(path, source)
+            assert name
+            if path.suffix == ".tar" and not path.name.startswith("."):
+                yield _ClassTar(name, path, 0, size, collector.add_container(path))
+            else:
+                collector.file(name, -1, 0, size)
+
+    _walk_classes(source, tars(), staging, collector)
 
 
-def walk_tar(source: AnyPath, collector: Collector, inside: str = "") -> None:
+def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: str = "") -> None:
     """Tell the collector the members of every tar inside a plain tar, as if it were the folder `inside`.
 
-    Raises tarfile.TarError for a damaged one.
+    Raises tarfile.TarError when the outer tar is damaged, UserError that names the damaged ones inside.
     """
     container = collector.add_container(source)
-    # A second handle: the walk through an inner tar moves the file's position.
-    with source.open("rb") as outer, source.open("rb") as inner:
-        for name, is_folder, offset, size in tar_members(outer, 0, source.stat().st_size):
-            if not is_folder and name.endswith(".tar"):
-                _walk_class(inner, inside + name, offset, offset + size, container, collector)
-            elif not is_folder:
-                collector.file(inside + name, container, offset, size)
+
+    def tars() -> Iterator[_ClassTar]:
+        with source.open("rb") as file:
+            for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
+                if not is_folder and name.endswith(".tar"):
+                    yield _ClassTar(inside + name, source, offset, offset + size, container)
+                elif not is_folder:
+                    collector.file(inside + name, container, offset, size)
+
+    _walk_classes(source, tars(), staging, collector)
 
 
-def _walk_class(file: BinaryIO, name: str, start: int, end: int, container: int, collector: Collector) -> None:
-    folder = name.removesuffix(".tar")
-    collector.folder(folder)
-    for member, is_folder, offset, size in tar_members(file, start, end):
-        if not is_folder:
-            collector.file(f"{folder}/{member}", container, offset, size)
+def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every tar in its turn, however long those after it have been listed."""
+    damaged: list[str] = []
+    waiting: deque[tuple[_ClassTar, Future[_Members]]] = deque()
+
+    def tell_first() -> None:
+        tar, listed = waiting.popleft()
+        folder = tar.name.removesuffix(".tar")
+        collector.folder(folder)
+        try:
+            for name, offset, size in listed.result():
+                collector.file(f"{folder}/{name}", tar.container, offset, size)
+        except tarfile.TarError as error:
+            damaged.append(f"{tar.name} ({error})")
+
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="list")
+    try:
+        for tar in tars:
+            waiting.append((tar, pool.submit(_list_members, tar, staging)))
+            if len(waiting) == _AHEAD:
+                tell_first()
+        while waiting:
+            tell_first()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if damaged:
+        more = f"; and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
+        raise UserError(
+            f"{source} has {len(damaged):,} damaged tar{'s' * (len(damaged) > 1)}: {'; '.join(damaged[:_NAMED])}{more}. "
+            f"Fetch {'them' if len(damaged) > 1 else 'it'} again."
+        )
+
+
+def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
+    """The files of a tar; of one in a bucket from the list in staging, if the tar has not changed since. In a thread.
+
+    Raises tarfile.TarError.
+    """
+    kept = staged_path(tar.path, staging, f".{tar.start}{LIST}") if isinstance(tar.path, BucketPath) else None
+    if kept is not None:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(gzip.decompress(kept.read_bytes()))
+    with tar.path.open("rb") as file:
+        members = [
+            (name, offset, size)
+            for name, is_folder, offset, size in tar_members(file, tar.start, tar.end)
+            if not is_folder
+        ]
+    if kept is not None:
+        with replacing(kept) as file:
+            file.write(gzip.compress(json.dumps(members).encode()))
+    return members

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pickle
+import re
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
-from raw_images import jpeg, write_folder, write_tar, write_zip
+from raw_images import jpeg, settings, write_class_tars, write_folder, write_tar, write_zip
 from scipy.io import savemat
 
+from data_tools import shard
 from data_tools.images import to_png
 from data_tools.sources import Listing, Reader, list_source
 from pipeline.data.bucket import walk_files
@@ -482,6 +485,73 @@ def test_a_source_in_a_bucket_gives_the_same_samples(layout: str, tmp_path: Path
     local = listed(source, **labels)
     assert all(samples(listing) == samples(local) for listing in listings)
     assert {listing.digest() for listing in listings} == {local.digest()}
+
+
+def _class_tars(at: Path) -> Path:
+    return write_class_tars({f"n{i}/{j}.jpg": jpeg(10 * i + j) for i in range(5) for j in range(2)}, at / "tars")
+
+
+def _listing_of_tars(server: S3, url: str, out: Path) -> tuple[Listing, list[str]]:
+    """The listing, and the names of the tars that were read for it."""
+    server.requests.clear()
+    out.mkdir(exist_ok=True)
+    listing = list_source(
+        bucket_path(url), ShardConfig(source=url, out="unused", layout="imagenet21k"), out / ".staging"
+    )
+    assert not (out / "progress.json").exists()
+    return listing, sorted({request[-6:] for request in server.requests if re.match(r"GET \S+\.tar$", request)})
+
+
+def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s3: tuple[S3, str]) -> None:
+    server, url = s3
+    source, out, there = _class_tars(tmp_path), tmp_path / "out", f"{url}/tars"
+    expected = samples(listed(source))
+    names = [path.name for path in sorted(source.iterdir())]
+    cut = {name: (source / name).read_bytes()[:3000] for name in names[1:3]}
+    for name in names:
+        put(bucket_path(f"{there}/{name}"), cut.get(name) or (source / name).read_bytes())
+    together, phases = threading.Barrier(len(names)), []
+
+    def wait_for_others(handler: object, head: bytes, body: bytes) -> bytes:
+        together.wait(20)
+        phases.append(json.loads((out / "progress.json").read_text())["phase"])
+        return body
+
+    for name in names:
+        server.fail(wait_for_others, f"GET {url[4:]}/tars/{name}", times=1)
+    with pytest.raises(
+        UserError, match=r"^s3\S+ has 2 damaged tars: n1.tar \(cut off .*\); n2.tar \(.*\)\. Fetch them"
+    ) as error:
+        shard.run(settings(there, out, layout="imagenet21k"))
+    assert "\n" not in str(error.value)
+    assert phases == ["listed"] * len(names)
+
+    # Lists of those that were whole have been kept, and nothing else.
+    assert {path.suffix for path, _ in walk_files(out)} == {".members"}
+    for name in cut:
+        put(bucket_path(f"{there}/{name}"), (source / name).read_bytes())
+    listing, read = _listing_of_tars(server, there, out)
+    assert read == list(cut)
+    assert samples(listing) == expected
+    assert _listing_of_tars(server, there, out)[1] == []
+
+    # As long as it was, but another.
+    write_tar({"0.jpg": jpeg(1), "2.jpg": jpeg(11)}, source / "n0.tar")
+    put(bucket_path(f"{there}/n0.tar"), (source / "n0.tar").read_bytes())
+    listing, read = _listing_of_tars(server, there, out)
+    assert read == ["n0.tar"]
+    assert samples(listing) == samples(listed(source))
+
+
+def test_class_tars_in_a_tar_in_a_bucket(tmp_path: Path, s3: tuple[S3, str]) -> None:
+    server, url = s3
+    inner = {path.name: path.read_bytes() for path in _class_tars(tmp_path).iterdir()}
+    source = write_tar(inner, tmp_path / "big.tar")
+    put(bucket_path(f"{url}/big.tar"), source.read_bytes())
+    first, again = (_listing_of_tars(server, f"{url}/big.tar", tmp_path / "out")[0] for _ in range(2))
+    assert first.digest() == again.digest() == listed(source).digest()
+    assert samples(again) == samples(listed(source))
+    assert len(list((tmp_path / "out/.staging").iterdir())) == len(inner)
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

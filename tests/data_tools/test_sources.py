@@ -50,6 +50,19 @@ def _twice_in_tar(at: Path) -> Path:
     return at / "raw.tar"
 
 
+def _cut_class_tars(at: Path) -> Path:
+    folder = write_class_tars({**GOOD, "elk/1.jpg": jpeg(4)}, at / "raw")
+    _cut(folder / "cat.tar")
+    _cut(folder / "elk.tar")
+    return folder
+
+
+def _damaged_tar_in_a_tar(at: Path) -> Path:
+    folder = write_class_tars(MORE, at / "inner")
+    _damaged_header(folder / "cat.tar")
+    return write_tar({path.name: path.read_bytes() for path in sorted(folder.iterdir())}, at / "raw.tar")
+
+
 def _text(at: Path) -> Path:
     (at / "raw.tar").write_text("hello")
     return at / "raw.tar"
@@ -78,6 +91,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut tar.gz": (lambda at: _cut(write_tar(MORE, at / "raw.tgz", "w:gz")), "is damaged"),
     "cut zip": (lambda at: _cut(write_zip(MORE, at / "raw.zip")), "is damaged"),
     "damaged tar": (lambda at: _damaged_header(write_tar(GOOD, at / "raw.tar")), "is damaged (bad checksum"),
+    "cut class tars": (_cut_class_tars, "raw has 2 damaged tars: cat.tar (cut off at byte"),
+    "damaged tar in a tar": (_damaged_tar_in_a_tar, "raw.tar has 1 damaged tar: cat.tar (bad checksum at byte"),
     "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
     "splits as classes": (
         lambda at: write_folder(_below("test", "train"), at / "raw"),
