@@ -111,9 +111,9 @@ def run_tasks(
 ) -> Generator[tuple[int, R]]:
     """Run function(argument) for each argument on the cluster; (number of the argument, result) as they finish.
 
-    limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies is run again, up
-    to 3 times, after longer and longer pauses; on_retry is told why. An exception of a task is raised here as it was raised
-    there, and the tasks still in flight are cancelled.
+    limit: tasks in flight; arguments are taken one by one as tasks finish. A task whose worker or node dies, or that raises
+    LostError, is run again, up to 3 times, after longer and longer pauses; on_retry is told why. Any other exception of a
+    task is raised here as it was raised there, and the tasks still in flight are cancelled.
     on_failure: if given, is told the number and the error of a task that fails instead, and the others go on. Then a task
     that raises anything but a UserError is run again as well. num_cpus, num_gpus: what a task takes of its node.
     """
@@ -178,10 +178,10 @@ class _Task:
     def next_pause(self, error: Exception, or_whatever: bool) -> float:
         """Count a retry after this error; seconds to wait before it.
 
-        Raises the error when it is no reason to try again: all but a lost worker, or (or_whatever) a UserError alone. Raises
+        Raises the error when it is no reason to try again: all but a LostError, or (or_whatever) a UserError alone. Raises
         UserError, or the error, when there were too many.
         """
-        is_lost = isinstance(error, _LostError)
+        is_lost = isinstance(error, LostError)
         if not is_lost and (isinstance(error, UserError) or not or_whatever):
             raise error
         if self.retries == len(_PAUSES):
@@ -195,12 +195,12 @@ class _Task:
         return _PAUSES[self.retries - 1]
 
 
-class _LostError(Exception):
-    """A task ended with its worker, for no reason of its own."""
+class LostError(Exception):
+    """A task ended for no reason of its own: with its worker, or (it says so itself) because its machine failed it."""
 
 
 def _result(reference: Any) -> Any:
-    """Raises what the task raised, _LostError when its worker died, UserError when Ray cannot run it."""
+    """Raises what the task raised, LostError when its worker died, UserError when Ray cannot run it."""
     import ray
 
     errors = ray.exceptions
@@ -210,7 +210,7 @@ def _result(reference: Any) -> Any:
         # Ray's own copy of the exception has the worker's traceback for a message.
         raise error.cause from None
     except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
-        raise _LostError(_first_line(error)) from None
+        raise LostError(_first_line(error)) from None
     except errors.RayError as error:
         raise UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.") from None
 
@@ -222,7 +222,7 @@ def _first_line(error: Exception) -> str:
 def _in_one_line(error: Exception) -> str:
     """What an error says; of one that is not ours, its kind too."""
     said = " ".join(str(error).split())
-    return said if isinstance(error, (UserError, _LostError)) else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, (UserError, LostError)) else f"{type(error).__name__}: {said}"
 
 
 def run_ranks(

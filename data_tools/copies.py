@@ -6,7 +6,7 @@ the size of another are read. Each task's hashes stay in the parts folder until 
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from data_tools import cluster
 from data_tools.progress import Progress
 from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
+from data_tools.sources.reader import raise_if_lost
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
@@ -28,10 +29,14 @@ _UNREADABLE = bytes(_HASH_BYTES)
 
 @dataclass(frozen=True)
 class HashJob:
-    """Hashes to be: rows are those of `Listing.rows`; path is the file that keeps the hashes."""
+    """Hashes to be: rows are those of `Listing.rows`; path is the file that keeps the hashes.
+
+    again: whether hashes of an earlier run are not to be taken.
+    """
 
     path: str
     rows: dict[str, list[Any]]
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,13 @@ class Copies:
     of_test: int
 
 
-def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath) -> tuple[Listing, Copies]:
+def merge_copies(
+    listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str] = frozenset()
+) -> tuple[Listing, Copies]:
     """The listing without copies.
 
     folder: where hashes are kept; num_tasks: at a time, 0 is one per CPU; out: of progress.json.
+    doubtful: keys of samples that an earlier run could not read: those of now may have other bytes, and are hashed again.
 
     Within a split, the first key of equal bytes stays and gets the labels of all. Samples of 'train' that have a copy in
     another split go: what is tested on is not trained on. Splits other than 'train' do not change each other.
@@ -59,14 +67,14 @@ def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath
     # As they lie in the source, so that archives are read from front to back.
     place = [listing.table[name].to_numpy()[rows] for name in ("offset", "container")]
     rows = rows[np.lexsort(place)]
-    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out))
+    return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out, doubtful))
 
 
 def hash_samples(job: HashJob) -> bytes:
     """The hashes of some samples, one after another; from the file of an earlier run if there is one. Ray's task."""
     path = to_path(job.path)
     num_samples = len(job.rows["path"])
-    if path.exists() and path.stat().st_size == num_samples * _HASH_BYTES:
+    if not job.again and path.exists() and path.stat().st_size == num_samples * _HASH_BYTES:
         return path.read_bytes()
     hashes = []
     with Reader() as reader:
@@ -76,7 +84,8 @@ def hash_samples(job: HashJob) -> bytes:
                 hashes.append(hashlib.sha256(reader.read(*place)).digest()[:_HASH_BYTES])
             except UserError:  # A bucket out of reach, say: no fault of this sample.
                 raise
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                raise_if_lost(error, place[0])
                 # Whoever writes the shard meets it again, counts it and names it.
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
@@ -85,14 +94,17 @@ def hash_samples(job: HashJob) -> bytes:
     return data
 
 
-def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath) -> np.ndarray:
+def _hash_all(
+    listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str]
+) -> np.ndarray:
     """(rows, 2) uint64."""
     folder.mkdir(exist_ok=True)
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
 
     def jobs() -> Iterator[HashJob]:
         for number, start in enumerate(starts):
-            yield HashJob(str(folder / f"{number:06d}.hashes"), listing.rows(rows[start : start + _SAMPLES_PER_TASK]))
+            of_job = listing.rows(rows[start : start + _SAMPLES_PER_TASK])
+            yield HashJob(str(folder / f"{number:06d}.hashes"), of_job, not doubtful.isdisjoint(of_job["key"]))
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()

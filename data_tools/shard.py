@@ -27,7 +27,7 @@ from data_tools.progress import PROGRESS_FILE, Progress, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.sources.archive import remove_unpacked
-from data_tools.write_shard import PARTS, Done, Job, part_path, write_shard
+from data_tools.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
 from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
 from pipeline.data.patience import StorageError
@@ -90,7 +90,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 pq.write_table(table, file, compression="zstd")
         listing, copies = split, None
         if config.merge_copies:
-            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
+            hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
+            listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
             _say_copies(copies)
         plan = make_plan(listing, config)
         results = _run_jobs(listing, plan, config, out, known)
@@ -171,7 +172,8 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
                     f"{len(skipped):,} of the {progress.images:,} images read so far are bad, more than the {budget:,} "
                     f"that max_bad_share = {config.max_bad_share} allows of {len(listing):,}: "
                     + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
-                    + ". Mend or remove them, or raise max_bad_share and run again to go on."
+                    + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+                    "sizes change, choose another out=... too."
                 )
     return [results[number] for number in range(len(plan.names))]
 
@@ -185,11 +187,13 @@ def _finish(
     identity: dict[str, Any],
 ) -> Dataset:
     """Merge the parts into the manifest."""
-    for done in results:
-        if not done.shard.samples:
-            # Every image of it was bad. Readers need not learn of empty shards.
-            (out / done.shard.name).unlink(missing_ok=True)
     kept = [done.shard for done in results if done.shard.samples]
+    kept_names = {shard.name for shard in kept}
+    for part in (out / PARTS).glob("*.parquet"):
+        if (name := f"{part.stem}.tar") not in kept_names:
+            # Every image of it was bad, and readers need not learn of empty shards; or images that could not be read at
+            # first were found to be copies, and fewer shards were needed.
+            (out / name).unlink(missing_ok=True)
     skipped = sorted(row for done in results for row in done.skipped)
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     source = identity["source"]
@@ -198,6 +202,12 @@ def _finish(
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     tables = (_read_rows(part_path(out, shard.name)) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
+
+
+def _skipped_before(out: AnyPath) -> set[str]:
+    """Keys of the images that an earlier run of this job could not read."""
+    parts = (read_part(part) for part in (out / PARTS).glob("*.parquet"))
+    return {key for part in parts if part for key, *_ in part.skipped}
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:

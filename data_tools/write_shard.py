@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from data_tools.content import content_hash
 from data_tools.images import shrink
 from data_tools.sources import Reader
+from data_tools.sources.reader import raise_if_lost
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.decode import decode, inspect
 from pipeline.data.manifest import ROWS, Shard, open_parquet, replacing
@@ -26,6 +27,8 @@ PARTS = ".parts"
 # Bytes that go to the system in one piece (a bare loop takes a sixth longer with each part by itself), bytes after which the
 # disk is told to begin, and bytes of a page of memory.
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
+# What `Reader.read` wants.
+_PLACE = ("path", "offset", "size", "packed")
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,21 @@ class Job:
 class Done:
     """What became of a job. skipped: (key, where, reason) of each bad image. made: whether it was written now.
 
-    etag: in a bucket, its name for these bytes; '' elsewhere.
+    etag: in a bucket, its name for these bytes; '' elsewhere. rows: digest of the job's samples and their labels.
     """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
     made: bool
     etag: str = ""
+    rows: str = ""
 
 
 def write_shard(job: Job) -> Done:
     """Write a shard and its part file (its rows of the manifest), unless both are there and whole.
 
-    Raises UserError when this machine does not see the folders; OSError when it cannot write.
+    A shard of an unfinished data set is made again when an image that it lacks can be read now. Raises UserError when this
+    machine does not see the folders; LostError when it fails to read; OSError when it cannot write.
     """
     out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
@@ -73,10 +78,17 @@ def write_shard(job: Job) -> Done:
     part = part_path(out, job.name)
     if job.known and _is_whole(out, job.known):
         return Done(job.known, [], made=False)
-    if part.exists() and (found := read_part(part)) and _is_whole(out, found.shard, found.etag):
+    cv2.setNumThreads(1)
+    rows = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
+    if (
+        part.exists()
+        and (found := read_part(part))
+        and found.rows == rows
+        and _is_whole(out, found.shard, found.etag)
+        and not _can_read_any(found.skipped, job)
+    ):
         return found
 
-    cv2.setNumThreads(1)
     with replacing(out / job.name) as file:
         tar = _Tar(file)
         columns, skipped = _write_samples(tar, job)
@@ -84,10 +96,10 @@ def write_shard(job: Job) -> Done:
     shard = Shard(job.name, job.split, len(columns["key"]), tar.size, tar.sha256.hexdigest())
     table = pa.Table.from_pydict(columns, ROWS)
     etag = _etag(out / job.name)
-    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag})
+    about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows})
     with replacing(part) as file:
         pq.write_table(table.replace_schema_metadata({"part": about}), file)
-    return Done(shard, skipped, made=True, etag=etag)
+    return Done(shard, skipped, made=True, etag=etag, rows=rows)
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
@@ -106,9 +118,8 @@ def read_part(path: AnyPath) -> Done | None:
         raise  # Out of reach, which says nothing of the part.
     except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
         return None
-    return Done(
-        Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False, etag=about.get("etag", "")
-    )
+    skipped = [tuple(row) for row in about["skipped"]]
+    return Done(Shard(**about["shard"]), skipped, False, about.get("etag", ""), about.get("rows", ""))
 
 
 def _slow_header(name: str, size: int) -> bytes:
@@ -183,16 +194,12 @@ def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tupl
     rows: list[tuple[Any, ...]] = []
     skipped = []
     with Reader() as reader:
-        # One tuple for each sample.
-        names = ("key", "labels", "name", "path", "offset", "size", "packed")
-        for key, labels, name, path, offset, size, packed in zip(*(job.rows[column] for column in names), strict=True):
-            try:
-                data, ext, width, height = _image(reader.read(path, offset, size, packed), job)
-            except UserError:  # A bucket out of reach, say: no fault of this image.
-                raise
-            except (OSError, ValueError) as error:
-                skipped.append((key, name, str(error)))
+        for key, labels, name, *place in _samples(job, "key", "labels", "name", *_PLACE):
+            image = _read_image(reader, place, job)
+            if isinstance(image, str):
+                skipped.append((key, name, image))
                 continue
+            data, ext, width, height = image
             if len(labels) == 1:
                 label_ext, label = "cls", str(labels[0])
             else:
@@ -201,6 +208,31 @@ def _write_samples(tar: _Tar, job: Job) -> tuple[dict[str, list[Any]], list[tupl
             rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
     columns = zip(*rows, strict=True) if rows else ([] for _ in ROWS.names)
     return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped
+
+
+def _samples(job: Job, *columns: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(job.rows[column] for column in columns), strict=True)
+
+
+def _can_read_any(skipped: list[tuple[str, str, str]], job: Job) -> bool:
+    """Whether any image that was skipped is whole by now."""
+    keys = {key for key, *_ in skipped}
+    with Reader() as reader:
+        return any(
+            key in keys and not isinstance(_read_image(reader, place, job), str)
+            for key, *place in _samples(job, "key", *_PLACE)
+        )
+
+
+def _read_image(reader: Reader, place: list[Any], job: Job) -> tuple[bytes, str, int, int] | str:
+    """`_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
+    try:
+        return _image(reader.read(*place), job)
+    except UserError:  # A bucket out of reach, say: no fault of this image.
+        raise
+    except (OSError, ValueError) as error:
+        raise_if_lost(error, place[0])
+        return str(error)
 
 
 def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:

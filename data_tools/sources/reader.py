@@ -1,10 +1,12 @@
 """Fetches the bytes of one sample, whatever layout it came from."""
 
+import errno
 import os
 import struct
 import zlib
 from typing import BinaryIO
 
+from data_tools.cluster import LostError
 from data_tools.images import to_png
 from pipeline.data.bucket import to_path
 
@@ -12,6 +14,10 @@ from pipeline.data.bucket import to_path
 PIXELS = -1
 # A worker holds one image at a time, and no more than this of what only claims to be one.
 _MAX_BYTES = 2**30
+# Errors that are of one file's name, kind or rights. All others (EIO, ESTALE, EMFILE, ...) may pass, and say nothing of it.
+_OF_THE_FILE = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,
+}  # fmt: skip
 
 
 class Reader:
@@ -46,6 +52,12 @@ class Reader:
         if len(data) != size:
             raise ValueError(f"{len(data)} bytes, but {size} when it was listed")
         return to_png(data) if packed == PIXELS else data
+
+
+def raise_if_lost(error: Exception, path: str) -> None:
+    """Raises LostError when reading failed because of the machine or its storage, and not because of the image."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FILE:
+        raise LostError(f"{path} cannot be read: {os.strerror(error.errno)}.") from None
 
 
 class _LocalFile:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import webdataset
 from raw_images import contents, jpeg, settings, write_folder, write_tar
 
 from data_tools import copies, progress, shard
 from data_tools.copies import merge_copies
 from data_tools.sources import list_source
+from pipeline.errors import UserError
 
 TWIN, TRIPLET, LEAK = jpeg(1), jpeg(2), jpeg(3)
 FILES = {
@@ -93,6 +95,24 @@ def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, mo
         path.unlink()
     again, _ = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
     assert again.table.equals(first.table)
+
+
+# With the one seed the bad image has the first shard of its split, and another takes its place; with the other it has the
+# last, which is not needed any more.
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_copy_that_could_not_be_read_at_first_is_merged(seed: int, ray_cluster: int, tmp_path: Path) -> None:
+    files = {"train/cat/1.jpg": jpeg(1), "train/dog/leak.jpg": LEAK, "test/cat/leak.jpg": LEAK}
+    source = write_folder({**files, "train/dog/leak.jpg": bytes(len(LEAK))}, tmp_path / "raw")
+    how = {"merge_copies": True, "splits": SPLITS, "samples_per_shard": 1, "max_bad_share": 0.0}
+    config = settings(source, tmp_path / "out", num_tasks=1, seed=seed, **how)
+    with pytest.raises(UserError, match=r"bad, .*: train/dog/leak\.jpg"):
+        shard.run(config)
+    assert seed == 0 or (tmp_path / "out/train-000001.tar").exists()
+    write_folder(files, source)
+    dataset = shard.run(config)
+    rows = pq.read_table(dataset.path / "samples.parquet").to_pylist()
+    assert [(row["split"], row["key"]) for row in rows] == [("train", "cat/1"), ("test", "cat/leak")]
+    assert sorted(path.name for path in dataset.path.glob("*.tar")) == ["test-000000.tar", "train-000000.tar"]
 
 
 def test_an_image_held_out_for_val_takes_its_copies_out_of_train(ray_cluster: int, tmp_path: Path) -> None:

@@ -161,9 +161,12 @@ def test_another_source_is_refused_with_the_difference(dataset: Dataset, picture
 
 
 def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: int, tmp_path: Path) -> None:
-    files = {**{f"cat/{i}.jpg": jpeg(i) for i in range(8)}, "dog/bad.jpg": b"no image", "dog/good.jpg": jpeg(9)}
-    source, out = write_folder(files, tmp_path / "raw"), tmp_path / "out"
-    with pytest.raises(UserError, match="max_bad_share"):
+    """Unless it is an image that could not be read, and keeps its size."""
+    files = {**{f"cat/{i}.jpg": jpeg(i) for i in range(8)}, "dog/good.jpg": jpeg(9)}
+    source, out = write_folder({**files, "dog/bad.jpg": bytes(len(jpeg(10)))}, tmp_path / "raw"), tmp_path / "out"
+    with pytest.raises(
+        UserError, match=r"make them readable or raise max_bad_share, and run again; if you remove them"
+    ):
         shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.0))
     (source / "cat/3.jpg").unlink()
     with pytest.raises(UserError, match=r"has 9 .*: 1 went \(cat/3\)\. Choose"):
@@ -171,6 +174,9 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
     (source / "cat").rename(source / "lion")
     with pytest.raises(UserError, match=r"7 came \(lion/0, lion/1, lion/2, ...\); 8 went \(cat/0, "):
         shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.5))
+    (source / "lion").rename(source / "cat")
+    write_folder({**files, "dog/bad.jpg": jpeg(10)}, source)
+    assert shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.0)).info["samples"] == {"train": 10}
 
 
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
@@ -332,18 +338,21 @@ def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) ->
     assert results == {i: i * i for i in results}
 
 
-def test_a_dead_worker_costs_its_task_which_is_run_again(ray_cluster: int, tmp_path: Path) -> None:
-    def dies_once(number: int) -> int:
+def test_a_dead_worker_or_machine_costs_its_task_which_is_run_again(ray_cluster: int, tmp_path: Path) -> None:
+    def fails_once(number: int) -> int:
         mark = tmp_path / str(number)
         if number % 2 and not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise cluster.LostError("1.jpg cannot be read: Input/output error.")
         return number
 
     told: list[str] = []
-    assert sorted(cluster.run_tasks(dies_once, range(4), 2, told.append)) == [(i, i) for i in range(4)]
+    assert sorted(cluster.run_tasks(fails_once, range(4), 2, told.append)) == [(i, i) for i in range(4)]
     assert len(told) == 2
-    assert all("died" in reason for reason in told)
+    assert any("died" in reason for reason in told)
+    assert "1.jpg cannot be read: Input/output error." in told
 
 
 def test_a_task_that_kills_every_worker_is_given_up(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,19 @@
-"""The tar of a shard is, to the byte, what Python's tarfile writes."""
+"""The tar of a shard is, to the byte, what Python's tarfile writes, and lacks no image that could be read."""
 
 import hashlib
 import io
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from raw_images import jpeg, write_folder
 
-from data_tools.write_shard import _Tar
+from data_tools.cluster import LostError
+from data_tools.copies import HashJob, hash_samples
+from data_tools.sources import list_source
+from data_tools.write_shard import PARTS, Job, _Tar, write_shard
+from pipeline.data_config import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
 
@@ -36,3 +42,48 @@ def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
     for name, begin in zip(NAMES, begins, strict=True):
         assert written[begin : begin + size] == name.encode("utf-8", "surrogateescape")[:1] * size
     assert (ours.size, ours.sha256.digest()) == (len(written), hashlib.sha256(written).digest())
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A shard of three images, and the folder for it."""
+    source = write_folder({f"cat/{i}.jpg": jpeg(i) for i in range(3)}, tmp_path / "raw")
+    (tmp_path / "out" / PARTS).mkdir(parents=True)
+    rows = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path).rows(np.arange(3))
+    return Job(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
+
+
+def test_images_that_were_skipped_are_tried_again(job: Job, tmp_path: Path) -> None:
+    """A folder that was away, and an image that was mended in place."""
+    folder, away, broken = tmp_path / "raw/cat", tmp_path / "away", tmp_path / "raw/cat/1.jpg"
+    whole = write_shard(job)
+    expected = (tmp_path / "out" / job.name).read_bytes()
+    for path in (tmp_path / "out" / job.name, tmp_path / "out" / PARTS / "train-000000.parquet"):
+        path.unlink()
+
+    broken.write_bytes(bytes(broken.stat().st_size))
+    folder.rename(away)
+    gone = write_shard(job)
+    assert [(key, "No such file" in reason) for key, _, reason in gone.skipped] == [
+        (f"cat/{i}", True) for i in range(3)
+    ]
+    again = write_shard(job)
+    assert (again.made, again.skipped) == (False, gone.skipped)
+    away.rename(folder)
+    back = write_shard(job)
+    assert (back.made, [key for key, *_ in back.skipped]) == (True, ["cat/1"])
+    assert not write_shard(job).made
+    broken.write_bytes(jpeg(1))
+    assert write_shard(job) == whole
+    assert (tmp_path / "out" / job.name).read_bytes() == expected
+    assert not write_shard(job).made
+
+
+def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: Job, tmp_path: Path) -> None:
+    # Whose first byte no process has mapped: EIO.
+    job.rows["path"][1] = "/proc/self/mem"
+    for task in (lambda: write_shard(job), lambda: hash_samples(HashJob(str(tmp_path / "hashes"), job.rows))):
+        with pytest.raises(LostError, match=r"^/proc/self/mem cannot be read: Input/output error\.$"):
+            task()
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == [PARTS]
+    assert not (tmp_path / "hashes").exists()

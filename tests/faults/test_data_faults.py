@@ -361,7 +361,7 @@ def test_a_tenth_of_broken_images(source: Path, tmp_path: Path) -> None:
         UserError, match=r"are bad, more than the 1 that max_bad_share = 0.001 allows of 40: cat/"
     ) as error:
         shard.run(settings(source, tmp_path / "out"))
-    assert "raise max_bad_share and run again to go on" in str(error.value)
+    assert "raise max_bad_share, and run again" in str(error.value)
     dataset = shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
     assert dataset.info["samples"] == {"train": 36}
     rows = (tmp_path / "out" / "skipped.csv").read_text().splitlines()[1:]
