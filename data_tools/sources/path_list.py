@@ -33,9 +33,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         if not path.is_file():
             raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
         table = _read(path, config)
-        labels = labels or LabelColumn(
-            table.schema.field(config.label_column), str(path), given, config.label_separator
-        )
+        if labels is None:
+            field = table.schema.field(config.label_column)
+            if path.suffix != ".parquet" and _are_numbers(table[config.label_column], config.label_separator):
+                field = field.with_type(pa.int64())
+            labels = LabelColumn(field, str(path), given, config.label_separator)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
@@ -66,7 +68,7 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
                 check_columns(reader.schema.names, wanted, str(path))
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
             with path.open("rb") as text:
-                table = _with_numbers(pacsv.read_csv(text, parse_options=parse, convert_options=convert), columns[1])
+                table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     kind = table.schema.field(0).type
@@ -75,12 +77,16 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
     return table
 
 
-def _with_numbers(table: pa.Table, column: str) -> pa.Table:
-    """The text of a CSV as whole numbers where all of it is: else class 10 would come before class 2."""
-    labels = table[column]
-    if len(labels) and pc.all(pc.match_substring_regex(labels, r"^(0|-?[1-9]\d{0,17})$")).as_py():
-        table = table.set_column(1, column, labels.cast(pa.int64()))
-    return table
+def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
+    """Whether the text of a CSV is whole numbers: as names, class 10 would come before class 2."""
+    parts = pc.list_flatten(pc.split_pattern(pc.unique(labels), separator))
+    parts = pc.utf8_trim_whitespace(parts)
+    parts = parts.filter(pc.not_equal(parts, ""))
+    if not len(parts) or not pc.all(pc.match_substring_regex(parts, r"^-?\d{1,18}$")).as_py():
+        return False
+    # Codes of one width (001, 010) are names, whose order is that of the numbers.
+    is_padded = pc.any(pc.match_substring_regex(parts, r"^0\d")).as_py()
+    return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
 
 
 class _Sizes:

@@ -395,6 +395,24 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     assert "a.csv, row 1: label 10 is out of range, there are 3 class names" in said
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected", "num_classes"),
+    [
+        (["2", "0;10"], [("2",), ("0", "10")], 11),
+        (["2", " ", "10; 07"], [("2",), (), ("7", "10")], 11),
+        (["02", "", "10;07"], [("02",), (), ("07", "10")], 3),
+        (["2", "", "ten"], [("2",), (), ("ten",)], 2),
+    ],
+    ids=["several", "blank", "codes", "names"],
+)
+def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_classes: int, tmp_path: Path) -> None:
+    listing = listed(table(tmp_path / "list.csv", [(f"{row}.jpg", label) for row, label in enumerate(labels)]))
+    found = [tuple(listing.classes[label] for label in row) for row in listing.table["labels"].to_pylist()]
+    assert found == expected
+    assert len(listing.classes) == num_classes
+    assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
+
+
 def test_bad_list(tmp_path: Path) -> None:
     path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
     assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
