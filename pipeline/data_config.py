@@ -36,8 +36,8 @@ class ShardConfig:
     )
     val_labels: str = setting(
         "",
-        "imagenet1k: file of lines 'filename wnid', ILSVRC2012_validation_ground_truth.txt beside its meta.mat, or ReaL's "
-        "real.json with label_names.",
+        "imagenet1k: file of lines 'filename wnid', ILSVRC2012_validation_ground_truth.txt beside its meta.mat, or with "
+        "label_names lines 'filename number' or ReaL's real.json.",
     )
     cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes, or its 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, binary or struct<bytes, path>.")

@@ -23,6 +23,7 @@ SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Tell the collector the images of the tar of every split."""
+    of_flat: set[str] = set()
     for split, name in collector.splits.items():
         path = source / name
         if not path.is_file():
@@ -33,12 +34,29 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if is_tar_of_tars(path):
                 walk_tar(path, staging, collector, f"{name}/")
             else:
-                _walk_flat(path, split, config, collector)
+                of_flat |= _walk_flat(path, split, config, collector)
         except tarfile.TarError as error:
             raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+    _check_classes(of_flat, config, collector)
 
 
-def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> None:
+def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector) -> None:
+    """Raises UserError where val_labels and the tars of classes do not speak of the same classes."""
+    of_tars = collector.class_folders()
+    unnamed = of_tars - set(collector.classes) if collector.classes else set()
+    if unnamed:
+        raise UserError(f"label_names = {config.label_names} lacks {min(unnamed)!r}, a class of the train tar.")
+    unknown = of_flat - of_tars if of_tars else set()
+    # These settings say what becomes of such classes.
+    if unknown and not (config.class_map or config.class_list):
+        raise UserError(
+            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {len(of_flat):,} classes, "
+            f"such as {min(unknown)!r}. Give the labels that go with it, or the classes to keep: class_list=FILE."
+        )
+
+
+def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> set[str]:
+    """Tell the collector the images of a flat tar; their classes."""
     if not config.val_labels:
         raise UserError(
             f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
@@ -57,11 +75,15 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
         bare = sum(not wnids for wnids in labels.values())
         collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
     else:
-        labels = {stem: [wnid] for stem, wnid in _read_wnids(config.val_labels, stems).items()}
+        wnids = _read_wnids(config.val_labels, stems)
+        if wnids and all(wnid.isdecimal() for wnid in wnids.values()):
+            wnids, collector.classes = _by_name(wnids, config.val_labels, config.label_names)
+        labels = {stem: [wnid] for stem, wnid in wnids.items()}
     container = collector.add_container(path)
     for stem, name, offset, size in members:
         if labels[stem]:
             collector.sample(split, f"{labels[stem][0]}/{stem}", labels[stem], name, container, offset, size)
+    return {wnid for wnids in labels.values() for wnid in wnids}
 
 
 def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -99,7 +121,18 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
         raise UserError(
             f"val_labels = {val_labels} names no class for {len(missing):,} of {len(stems):,} images, such as {missing[0]}."
         )
-    return wnids
+    return {stem: wnids[stem] for stem in stems}
+
+
+def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
+    """(class of each image, all classes in order) of lines 'filename number', as Caffe's val.txt has them."""
+    if not label_names:
+        raise UserError(
+            f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
+        )
+    names = ClassNumbers(read_names(label_names, "label_names"))
+    wnids = {stem: names.name(int(number), f"{val_labels}, {stem}") for stem, number in numbers.items()}
+    return wnids, names.classes()
 
 
 def _by_number(numbers: list[str], val_labels: str) -> list[str]:

@@ -201,6 +201,10 @@ class Collector:
         if len(self._rows) == _BATCH:
             self._flush()
 
+    def class_folders(self) -> set[str]:
+        """Names of the class folders that were met so far."""
+        return {name for _, name in self._counts}
+
     def finish(self) -> Listing:
         """The table, checked. Raises UserError for what makes no data set."""
         self._flush()

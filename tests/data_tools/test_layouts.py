@@ -257,6 +257,22 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "holds images without classes: val_labels=FILE" in refused(source)
     few = _text("ILSVRC2012_val_00000001 n02\n")(tmp_path)
     assert "names no class for 2 of 3 images, such as ILSVRC2012_val_00000002" in refused(source, val_labels=str(few))
+    (tmp_path / "labels.txt").write_text("".join(f"{stem}.JPEG {number}\n" for number, stem in enumerate(VAL)))
+    assert "has class numbers: label_names=FILE names the wnids" in refused(source, val_labels=str(few))
+    names = tmp_path / "wnids.txt"
+    for text, said in (
+        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, there are 2 class names"),
+        ("n01\nn09\nn08\n", "lacks 'n02', a class of the train tar"),
+        ("n01\nn02\nn09\n", "the train tar does not have 1 of the 3 classes, such as 'n09'"),
+    ):
+        names.write_text(text)
+        assert said in refused(source, val_labels=str(few), label_names=str(names))
+    # Whoever chooses classes may do with fewer in the train tar.
+    listing = listed(source, val_labels=str(few), label_names=str(names), class_list=str(names))
+    assert listing.classes == ["n01", "n02", "n09"]
+    assert {key: sample[1] for key, sample in samples(listing).items() if sample[0] == "val"} == {
+        f"{wnid}/{stem}": (wnid,) for wnid, stem in zip(listing.classes, VAL, strict=True)
+    }
     (tmp_path / "labels.txt").write_text("n02\nn01\n")
     assert "has 2 lines for 3 images" in refused(source, val_labels=str(few))
     (tmp_path / "labels.txt").write_text("1\n2\n9\n")
