@@ -79,11 +79,16 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     if table.exists() and images.exists():
         with table.open("rb") as file_of_sizes:
             return images, np.load(file_of_sizes)
-    sizes = []
+    sizes: list[int] = []
     with replacing(images) as target:
-        for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[f"{column}.bytes" if is_struct else column]):
-            values = batch.column(0)
-            for data in (values.field("bytes") if is_struct else values).to_pylist():
+        for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[column]):
+            for image in batch.column(0).to_pylist():
+                data = image["bytes"] if is_struct and image else image
+                if data is None and image and image.get("path"):
+                    raise UserError(
+                        f"{path}, row {len(sizes)}: {column!r} names a file ({image['path']}) instead of holding it. Shard a "
+                        "list of such paths and their labels (CSV or Parquet): layout=list."
+                    )
                 # A row without an image: an empty file, which the job finds unreadable, counts and names.
                 sizes.append(target.write(data or b""))
     with replacing(table) as target:

@@ -355,6 +355,11 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert "Images without a label (-1) belong in no split" in refused(path)
     path.write_bytes(path.read_bytes()[:-20])
     assert "is damaged" in refused(path, layout="parquet")
+    images = pa.array([{"bytes": IMAGES[0], "path": "0.jpg"}, None, {"bytes": None, "path": "cat/2.jpg"}])
+    pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"]}), path)
+    assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
+    pq.write_table(pa.table({"image": images, "label": ["a", "b", "c"]}), path)
+    assert "row 2: 'image' names a file (cat/2.jpg) instead of holding it" in refused(path)
     names = _text("plane\ncar\nplane\n")(tmp_path)
     hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
     assert "names 'plane' 2 times" in refused(path, label_names=str(names))
