@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import cv2
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -217,7 +218,22 @@ def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list
     write_table(out / SKIPPED, ("key", "where", "reason"), sorted(row for done in results for row in done.skipped))
     tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
     about = {"path": str(source), "indexed": True}
-    return write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
+    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
+    if repeated := _num_repeated(kept):
+        print(
+            f"note: {repeated:,} samples have a key that an earlier one has, too: all are used, but a key alone does not tell "
+            "them apart (samples.py sample=...)"
+        )
+    return dataset
+
+
+def _num_repeated(kept: list[tuple[AnyPath, Shard]]) -> int:
+    """Samples whose key came before in their split, told by 8 bytes a key."""
+    of_split: dict[str, list[np.ndarray]] = {}
+    for part, shard in kept:
+        keys = open_parquet(part).read(columns=["key"])["key"].to_pylist()
+        of_split.setdefault(shard.split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
+    return sum(len(hashes) - len(np.unique(hashes)) for hashes in map(np.concatenate, of_split.values()))
 
 
 def _highest_label(part: AnyPath) -> int:

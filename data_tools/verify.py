@@ -159,7 +159,8 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
                 batch = pa.Table.from_batches([next(batches)])
                 waiting = pa.concat_tables([waiting, batch.select(schema.names).cast(schema)])
             rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
-            keys.add(shard.split, rows["key"])
+            if not dataset.info["source"].get("indexed"):  # Tars of others may repeat keys, as `index.py` says.
+                keys.add(shard.split, rows["key"])
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
         yield Job(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)

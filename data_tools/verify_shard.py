@@ -5,7 +5,6 @@ the tar is not what it was, though the samples in it may be whole: those stay in
 """
 
 import hashlib
-import json
 import os
 import tarfile
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pyarrow as pa
 
 from data_tools.content import content_hash
 from data_tools.sources.archive import tar_members
+from data_tools.sources.webdataset import NO_LABEL, TarSample, samples_of, split_name
 from pipeline.data.bucket import fetched, locate, to_path
 from pipeline.data.decode import DecodeError, inspect
 from pipeline.data.manifest import Shard
@@ -118,7 +118,7 @@ def check_shard(job: Job) -> Checked:
         with fetched(locate(folder, job.shard.name)) as file:
             size = os.fstat(file.fileno()).st_size
             is_whole = _check_bytes(file, size, job.shard, findings)
-            members = _check_structure(file, size, findings)
+            members = _check_structure(file, size, is_whole, findings)
             decoded = _check_rows(file, size, job, members, is_whole, findings)
     except FileNotFoundError:
         findings.add("missing", "no such file")
@@ -143,7 +143,7 @@ def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -
     return is_same
 
 
-def _check_structure(file: BinaryIO, size: int, findings: _Findings) -> dict[int, tuple[str, int]]:
+def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, tuple[str, int]]:
     """Name and size of every member, by the offset of its bytes; past a damaged header, from the next good one on."""
     members: dict[int, tuple[str, int]] = {}
     names = set()
@@ -154,7 +154,8 @@ def _check_structure(file: BinaryIO, size: int, findings: _Findings) -> dict[int
                 position = offset + -(-length // _BLOCK) * _BLOCK
                 if is_folder:
                     continue
-                if name in names:
+                # A tar that is the manifest's to the byte came with its names, if from others: it is not damaged.
+                if name in names and not is_whole:
                     findings.add("duplicate", f"{name} is in the tar twice")
                 names.add(name)
                 members[offset] = name, length
@@ -197,7 +198,9 @@ def _check_rows(
     if job.rows is None:
         return 0
     decoded = 0
-    labels = _labels(file, members, findings)
+    in_tar = _samples(file, members, findings)
+    # A label that cannot be read is no reason to leave its image out.
+    is_whole = is_whole and all(kind != "unreadable" for kind, *_ in findings.rows)
     names = ("key", "offset", "size", "labels", "ext", "width", "height")
     columns = [job.rows[name] for name in names]
     # Data sets of the first format have the other.
@@ -208,9 +211,10 @@ def _check_rows(
         row = job.first_row + number
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
             findings.add("label range", f"label {wrong[0]} of {job.num_classes} classes", row, key)
-        if key in labels and labels[key] != sorted(of_row):
+        if (sample := in_tar.get(offset)) and (sample.fault or sample.labels != sorted(set(of_row))):
             # In a tar that is not what it was, it is the tar's label that is wrong, and training reads the manifest's.
-            findings.add("label", f"{labels[key]} in the tar, {of_row} in the manifest", row, key, is_unfit=is_whole)
+            found = sample.fault or sample.labels
+            findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_whole)
         if not 0 <= offset <= offset + length <= size:
             findings.add("lost", f"bytes {offset:,} to {offset + length:,} of a tar of {size:,}", row, key)
             continue
@@ -222,20 +226,20 @@ def _check_rows(
         if hash_of(data) != digest:
             findings.add("content", f"its {column} is not the manifest's", row, key)
             continue
-        name, in_tar = members.get(offset, ("", -1))
-        if _key(name) != key or in_tar != length:
-            there = f"{name} of {in_tar:,} bytes" if name else "no member"
+        name, num_bytes = members.get(offset, ("", -1))
+        if split_name(name)[0] != key or num_bytes != length:
+            there = f"{name} of {num_bytes:,} bytes" if name else "no member"
             findings.add("member", f"{there} at byte {offset:,}, where {length:,} bytes should be", row, key)
         if job.decode is None or key in job.decode:
             decoded += 1
             try:
-                found = inspect(data, whole=True)
+                is_now = inspect(data, whole=True)
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue
-            if found != tuple(properties):
+            if is_now != tuple(properties):
                 said = "{} {} x {}"
-                findings.add("properties", f"{said.format(*found)}, not {said.format(*properties)}", row, key)
+                findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
     return decoded
 
 
@@ -243,31 +247,15 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _labels(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Findings) -> dict[str, list[int] | str]:
-    """Sorted labels by key, of the members that tell them: `key.cls` with numbers, `key.json` with a list of them."""
-    labels: dict[str, list[int] | str] = {}
-    for offset, (name, length) in members.items():
-        if not name.endswith((".cls", ".json")):
-            continue
+def _samples(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Findings) -> dict[int, TarSample]:
+    """The samples that have a label in the tar, by the offset of their image."""
+
+    def read(offset: int, length: int) -> bytes:
         try:
-            text = os.pread(file.fileno(), length, offset)
+            return os.pread(file.fileno(), length, offset)
         except OSError as error:
             findings.add("unreadable", str(error))
-            continue
-        try:
-            if name.endswith(".cls"):
-                labels[_key(name)] = sorted(int(word) for word in text.decode().replace(",", " ").split())
-            else:
-                value = json.loads(text)
-                value = value.get("labels") if isinstance(value, dict) else value
-                if isinstance(value, list) and all(isinstance(label, int) for label in value):
-                    labels[_key(name)] = sorted(value)
-        except ValueError:
-            labels[_key(name)] = ascii(text[:20].decode("latin-1"))
-    return labels
+            return b""
 
-
-def _key(name: str) -> str:
-    """A member's key, as webdataset has it: up to the first dot of the file name."""
-    folder, slash, last = name.rpartition("/")
-    return folder + slash + last.partition(".")[0]
+    samples = samples_of(((name, offset, length) for offset, (name, length) in members.items()), read)
+    return {sample.offset: sample for sample in samples if sample.fault != NO_LABEL}

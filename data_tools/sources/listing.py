@@ -121,7 +121,8 @@ class Collector:
     below a split's folder is the class), and the collector tells images and their classes. A layout that knows its
     samples (by_folders=False) tells each by `sample`. classes: all class names in order, where the layout fixes one; else
     they are sorted. root: the folder that names of files of their own are relative to, if it is not the source. progress:
-    closed by `finish`.
+    closed by `finish`. prefixes: one for each container, where a layout has keys that may come again from container to
+    container; when some do, the prefix becomes the first part of every key.
     """
 
     source: AnyPath
@@ -131,6 +132,7 @@ class Collector:
     by_folders: bool = True
     root: AnyPath | None = None
     notes: list[str] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(None, done=LISTED))
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
@@ -223,11 +225,14 @@ class Collector:
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
         table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
-        # By name too, so that the two files of a key that is there twice are named in the same order on every machine.
-        order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
-        table = table.take(order).combine_chunks()
-        self._check_keys(table)
+        table = _sorted(table)
         notes = list(self.notes)
+        if self.prefixes and len(_repeated(table)):
+            table = _sorted(self._with_prefixes(table))
+            notes.append(
+                f"keys come again from tar to tar: each gets its tar's name first, as {table['key'][0].as_py()}"
+            )
+        self._check_keys(table)
         if self._no_images:
             notes.append(f"ignored {self._no_images:,} file{'s' * (self._no_images > 1)} that are no images")
         if self._outside:
@@ -289,18 +294,36 @@ class Collector:
                     f"splits.{split}={_clean(f'{folder}/{only}')}"
                 )
 
+    def _with_prefixes(self, table: pa.Table) -> pa.Table:
+        prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
+        keys = pc.binary_join_element_wise(
+            prefixes.take(table["container"]), table["key"], pa.scalar("/", pa.large_string())
+        )
+        return table.set_column(TABLE.get_field_index("key"), "key", keys)
+
     def _check_keys(self, table: pa.Table) -> None:
-        keys, splits = table["key"], table["split"]
-        same = pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1]))
-        twice = np.flatnonzero(same.to_numpy())
+        keys, twice = table["key"], _repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             more = f" ({len(twice):,} such keys)" if len(twice) > 1 else ""
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
-                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are class/name without the "
-                "extension, dots become _. Rename or remove one."
+                f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
+                f"{'tar/name up to its first dot' if self.prefixes else 'class/name without the extension'}, dots become "
+                "_. Rename or remove one."
             )
+
+
+def _sorted(table: pa.Table) -> pa.Table:
+    # By name too, so that the two files of a key that is there twice are named in the same order on every machine.
+    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
+    return table.take(order).combine_chunks()
+
+
+def _repeated(table: pa.Table) -> np.ndarray:
+    """Rows of a sorted table whose successor has the same split and key."""
+    keys, splits = table["key"], table["split"]
+    return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
 
 
 def _clean(name: str) -> str:

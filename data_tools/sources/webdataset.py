@@ -3,8 +3,9 @@
 import itertools
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.archive import tar_members
@@ -17,13 +18,17 @@ from pipeline.data.manifest import INFO, open_dataset
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
+NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
 _MEMBERS_TO_LOOK_AT = 16
 
 
 @dataclass(frozen=True)
 class TarSample:
-    """A sample of a tar: its key, its image (name, offset and size in the tar), its labels or why it has none."""
+    """A sample of a tar: its key, its image (name, offset and size in the tar), its labels or why it has none.
+
+    labels: ascending, each once.
+    """
 
     key: str
     name: str
@@ -39,6 +44,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     faults: list[str] = []
     for split, name, path in split_files(source, collector.splits, ".tar"):
         container = collector.add_container(path)
+        collector.prefixes.append(name.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in whole_samples(file, path):
                 where = f"{name}: {sample.name}"
@@ -63,40 +69,49 @@ def is_shard(path: AnyPath) -> bool:
     """Whether a tar holds labels among its first members."""
     with path.open("rb") as file:
         members = itertools.islice(tar_members(file, 0, path.stat().st_size), _MEMBERS_TO_LOOK_AT)
-        return any(_split_name(name)[1] in ("cls", "json") for name, is_folder, *_ in members if not is_folder)
+        return any(split_name(name)[1] in ("cls", "json") for name, is_folder, *_ in members if not is_folder)
 
 
 def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
     try:
-        yield from _samples(file, path.stat().st_size)
+        yield from samples_of(_files(file, path.stat().st_size), partial(_read, file))
     except tarfile.TarError as error:
         raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None
 
 
-def _samples(file: BinaryIO, end: int) -> Iterator[TarSample]:
-    members = (
-        (*_split_name(name), name, offset, size)
-        for name, is_folder, offset, size in tar_members(file, 0, end)
-        if not is_folder
-    )
-    for key, group in itertools.groupby(members, key=lambda member: member[0]):
+def samples_of(members: Iterable[tuple[str, int, int]], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
+    """Every sample that has an image, of a tar's files (name, offset, size) in their order.
+
+    Files of one key that follow one another are a sample, as in webdataset; a .cls counts before a .json.
+    read: bytes of the tar by offset and size.
+    """
+    parts = ((*split_name(name), name, offset, size) for name, offset, size in members)
+    for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: tuple[str, int, int] | None = None
-        labels, fault = [], "no .cls and no .json"
+        labels, fault = [], NO_LABEL
         for _, ext, name, offset, size in group:
             if f".{ext}" in EXTENSIONS:
                 image = image or (name, offset, size)
             elif ext in ("cls", "json") and (fault or ext == "cls"):
-                file.seek(offset)
                 try:
-                    labels, fault = _parse_labels(ext, file.read(size)), ""
+                    labels, fault = _parse_labels(ext, read(offset, size)), ""
                 except ValueError as error:
                     fault = f".{ext}: {error}"
         if image is not None:
             yield TarSample(key, *image, labels, fault)
 
 
-def _split_name(name: str) -> tuple[str, str]:
+def _files(file: BinaryIO, end: int) -> Iterator[tuple[str, int, int]]:
+    return ((name, offset, size) for name, is_folder, offset, size in tar_members(file, 0, end) if not is_folder)
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def split_name(name: str) -> tuple[str, str]:
     """(key, extension in lower case): a key ends at the first dot of the file name, as in webdataset."""
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, ext = last.partition(".")
@@ -104,11 +119,11 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _parse_labels(ext: str, data: bytes) -> list[int]:
-    """Raises ValueError when these are no labels."""
+    """Labels, ascending, each once. Raises ValueError when these are none."""
     content: Any = int(data) if ext == "cls" else json.loads(data)
     if isinstance(content, dict):
         content = next((content[key] for key in _LABEL_KEYS if key in content), None)
     labels = content if isinstance(content, list) else [content]
     if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
         raise ValueError(f"no whole numbers under any of {', '.join(_LABEL_KEYS)}")
-    return labels
+    return sorted(set(labels))

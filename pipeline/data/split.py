@@ -40,12 +40,11 @@ class SampleTable:
             keys[chosen] = column.take(pa.array(rows[chosen] - self._starts[group])).to_pylist()
         return keys.tolist()
 
-    def find(self, key: str) -> int | None:
-        """The row of this key, None when there is none. Looks through all keys: seconds for ten million."""
-        for start, table in zip(self._starts, self.read(["key"]), strict=False):
-            if (place := pc.index(table["key"], key).as_py()) >= 0:
-                return int(start) + place
-        return None
+    def find(self, key: str) -> list[int]:
+        """The rows of this key. Looks through all keys: seconds for ten million."""
+        tables = zip(self._starts, self.read(["key"]), strict=False)
+        found = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
+        return np.concatenate([np.empty(0, np.int64), *found]).tolist()
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -104,10 +103,16 @@ class Split:
         return rows + np.searchsorted(self._kept_before, rows, side="right")
 
     def row_of(self, key: str) -> int:
-        """The row of a key. Raises UserError when the split has no such sample, or leaves it out."""
-        row = self.table.find(key)
-        if row is None:
+        """The row of a key. Raises UserError when the split has no such sample or several, or leaves it out."""
+        rows = self.table.find(key)
+        if not rows:
             raise UserError(f"split {self.name!r} has no sample {key!r}.")
+        if len(rows) > 1:
+            raise UserError(
+                f"split {self.name!r} has {len(rows):,} samples {key!r}, so the key does not tell which. Ask by step=..., or "
+                "write the tars anew with launch/shard.py, which gives each sample a key of its own."
+            )
+        row = rows[0]
         before = int(np.searchsorted(self.left_out, row))
         if before < len(self.left_out) and self.left_out[before] == row:
             raise UserError(

@@ -53,9 +53,11 @@ def write_folder(files: dict[str, bytes], folder: Path) -> Path:
     return folder
 
 
-def write_tar(files: dict[str, bytes], path: Path, mode: str = "w", format: int = tarfile.GNU_FORMAT) -> Path:
+def write_tar(
+    files: dict[str, bytes] | list[tuple[str, bytes]], path: Path, mode: str = "w", format: int = tarfile.GNU_FORMAT
+) -> Path:
     with tarfile.open(path, mode, format=format) as tar:
-        for name, data in files.items():
+        for name, data in files.items() if isinstance(files, dict) else files:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from raw_images import contents, jpeg, write_tar
 
-from data_tools import shard
+from data_tools import shard, verify
 from data_tools.index import run
 from pipeline import command
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.storage import ShardReader
-from pipeline.data_config import IndexConfig, ShardConfig
+from pipeline.data_config import IndexConfig, ShardConfig, VerifyConfig
 from pipeline.errors import UserError
 
 SPLITS = {"train": "", "val": "val-"}
@@ -109,6 +109,25 @@ def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> N
     assert "skipped 2 bad samples (see skipped.csv)" in capfd.readouterr().out
     assert len(dataset.split("train")) == 1
     assert np.array_equal(open_dataset(dataset.path).split("train").label_values, [0])
+
+
+def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    """Names as `tar cf a.tar .` has them, a label twice, two files of labels, keys that come again."""
+    (tmp_path / "t").mkdir()
+    of_two = {"b.jpg": jpeg(2), "b.cls": b"1", "b.json": b'{"label": 0}'}
+    write_tar({"./a.jpg": jpeg(1), "./a.json": b'{"labels": [1, 1, 0]}', **of_two}, tmp_path / "t/train-0.tar")
+    labels = [("a.cls", b"0"), ("b.cls", b"0"), ("a.cls", b"1")]
+    images = [(f"{label[0]}.jpg", jpeg(number)) for number, (label, _) in enumerate(labels, 3)]
+    again = [part for sample in zip(images, labels, strict=True) for part in sample]
+    write_tar(again, tmp_path / "t/train-1.tar")
+    dataset = run(config(tmp_path / "t", splits={"train": ""}))
+    assert "note: 3 samples have a key that an earlier one has, too" in capfd.readouterr().out
+    report = verify.run(VerifyConfig(data=str(dataset.path)))
+    assert report["is_whole"], report["kinds"]
+    split = dataset.split("train")
+    assert [split.labels_of(row).tolist() for row in range(5)] == [[0, 1], [1], [0], [0], [1]]
+    with pytest.raises(UserError, match=r"split 'train' has 3 samples 'a', so the key does not tell which"):
+        split.row_of("a")
 
 
 def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capfd) -> None:

@@ -470,6 +470,18 @@ def test_webdataset(tmp_path: Path) -> None:
     assert listing.notes == ["ignored 1 sample: val-0.tar: 8.jpg (no .cls and no .json)"]
 
 
+def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> None:
+    (tmp_path / "raw/more").mkdir(parents=True)
+    for number, name in enumerate(("v1.0", "more/v1.0")):
+        write_tar({"0.jpg": jpeg(number), "0.cls": b"0"}, tmp_path / f"raw/{name}.tar")
+    listing = listed(tmp_path / "raw")
+    assert samples(listing) == {f"{tar}/0": ("train", ("0",), jpeg(i)) for i, tar in enumerate(("v1_0", "more/v1_0"))}
+    assert listing.notes == ["keys come again from tar to tar: each gets its tar's name first, as more/v1_0/0"]
+    files = [(f"{key}.{ext}", data) for key in (0, 1, 0) for ext, data in (("jpg", jpeg(key)), ("cls", b"0"))]
+    write_tar(files, tmp_path / "raw/twice.tar")
+    assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
+
+
 def test_bad_webdataset(tmp_path: Path) -> None:
     names = _text("\n".join(NAMES))(tmp_path)
     path = write_tar(SHARD, tmp_path / "a.tar")
