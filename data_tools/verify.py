@@ -117,11 +117,12 @@ def _read_tables(dataset: Dataset) -> _Tables:
             say(f"{name} is not the file that {INFO} was written with")
     if manifest.fingerprint(shards, dataset.classes) != dataset.fingerprint:
         say(f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}")
-    samples, counts = _open_samples(dataset, len(shards), say)
+    samples, counts = _open_samples(dataset, shards, say)
     return _Tables(shards, counts, samples, findings)
 
 
-def _open_samples(dataset: Dataset, num_shards: int, say: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
+def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
+    num_shards = len(shards)
     none = np.zeros(num_shards, np.int64)
     path = dataset.path / SAMPLES_FILE
     if not path.exists():
@@ -142,7 +143,19 @@ def _open_samples(dataset: Dataset, num_shards: int, say: Any) -> tuple[pq.Parqu
     if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < num_shards and (np.diff(of_shard) >= 0).all()):
         say(f"{SAMPLES_FILE} is not in the order of the shards: its rows are not compared")
         return None, none
-    return file, np.bincount(of_shard, minlength=num_shards)
+    counts = np.bincount(of_shard, minlength=num_shards)
+    of_split = dict.fromkeys(dataset.splits, 0)
+    for shard, count in zip(shards, counts.tolist(), strict=True):
+        of_split[shard.split] = of_split.get(shard.split, 0) + count
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    if of_split != dataset.info["samples"]:
+        rows = ", ".join(f"{count:,} of {split}" for split, count in of_split.items())
+        say(f"{SAMPLES_FILE} is of other data than {INFO}, with {rows}: its rows are not compared")
+        return None, none
+    if not np.isin(np.cumsum(list(of_split.values())), ends).all():
+        say(f"{SAMPLES_FILE} has splits that do not begin a row group: its rows are not compared")
+        return None, none
+    return file, counts
 
 
 def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[Job]:

@@ -90,7 +90,7 @@ def test_a_data_set_of_the_first_format_is_checked_by_its_own_hashes(copy: Datas
         for shard, offset, size in zip(*places(copy), strict=True)
     ]
     table = pq.read_table(path).drop_columns("xxh128")
-    pq.write_table(table.append_column("sha256", pa.array(digests, pa.binary(32))), path)
+    pq.write_table(table.append_column("sha256", pa.array(digests, pa.binary(32))), path, row_group_size=150)
     info = json.loads((copy.path / "dataset.json").read_text())
     info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
     (copy.path / "dataset.json").write_text(json.dumps({**info, "format": "vit-dataset/1"}))
@@ -241,6 +241,18 @@ def test_damaged_tables(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> Non
     (copy.path / "shards.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"shards.parquet is damaged.*launch/shard.py"):
         check(copy.path)
+
+
+def test_rows_of_another_data_set(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+    table = pq.read_table(copy.path / SAMPLES_FILE)
+    for rows, size, said in (
+        (table.slice(7), 143, "is of other data than dataset.json, with 143 of train, 37 of val"),
+        (table, 187, "has splits that do not begin a row group"),
+    ):
+        pq.write_table(rows, copy.path / SAMPLES_FILE, row_group_size=size)
+        assert kinds(check(copy.path)) == {"manifest": 2}
+        assert f"{said}: its rows are not compared" in capfd.readouterr().out
+    assert listed(copy) == []
 
 
 def spoil_image(dataset: Dataset, row: int) -> None:
