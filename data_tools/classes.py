@@ -50,6 +50,18 @@ def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
     return [names.get(name, name) for name in classes]
 
 
+def renamed(old: list[str] | None, new: list[str] | None) -> str:
+    """How names of classes differ, in words; empty when they do not. None is without names."""
+    if old is None or new is None or len(old) != len(new):
+        counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
+        return "" if old == new else "{} names, not {}".format(*counts)
+    differing = [number for number, (was, now) in enumerate(zip(old, new, strict=True)) if was != now]
+    if not differing:
+        return ""
+    more = f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
+    return f"class {differing[0]} is {old[differing[0]]!r}, not {new[differing[0]]!r}{more}"
+
+
 def _merge(listing: Listing, path: str) -> Listing:
     pairs: dict[str, str] = {}
     for line in read_lines(path, "class_map"):

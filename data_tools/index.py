@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools import cluster
+from data_tools.classes import renamed
 from data_tools.content import content_hash
 from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
@@ -78,6 +79,11 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     files = split_files(source, config.splits, ".tar")
     finished = open_dataset(out) if (out / INFO).exists() else None
     names = known_class_names(out if finished else source, config.label_names)
+    if finished and (other := renamed(finished.classes, names)):
+        raise UserError(
+            f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
+            f"{INFO} and index again."
+        )
     jobs = [
         IndexJob(
             path=str(path),

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools import cluster
-from data_tools.classes import apply_rules, readable_names, small_classes
+from data_tools.classes import apply_rules, readable_names, renamed, small_classes
 from data_tools.copies import Copies, merge_copies
 from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
@@ -73,6 +73,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, held, listing)
+        _refuse_other_names(out, names)
         _say_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         for note in small_classes(split):
@@ -305,6 +306,12 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str,
             f"{out} was made of {old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}; {new['path']} has "
             f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
         )
+
+
+def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
+    """Those of a finished data set are in dataset.json, beside what the listing's digest is made of."""
+    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
+        raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 
 def _sweep(out: AnyPath) -> None:

@@ -128,6 +128,12 @@ def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -
     assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["cat", "dog"])
     assert dataset.info["samples"] == {"train": 3, "val": 2}
     assert dataset.info["settings"]["min_images"] == 1
+    for names, said in (
+        (text(tmp_path, "n01 cat\nn02 wolf\n"), "class 1 is 'dog', not 'wolf'"),
+        ("", "2 names, not none"),
+    ):
+        with pytest.raises(UserError, match=f"was made with other synset_names: {said}"):
+            shard.run(settings(source, tmp_path / "out", **{**others, "synset_names": names}))
     for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
         with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
             shard.run(settings(source, tmp_path / "out", **{**others, **changed}))

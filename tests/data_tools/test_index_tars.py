@@ -70,6 +70,9 @@ def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) 
     capfd.readouterr()
     run(config(source, tmp_path / "there"))
     assert "checked 3 tars: nothing to do" in capfd.readouterr().out
+    (tmp_path / "others.txt").write_text("a\nB\nC\n")
+    with pytest.raises(UserError, match=r"other classes than label_names = .*: class 1 is 'b', not 'B' \(and 1 more\)"):
+        run(config(source, tmp_path / "there", label_names=str(tmp_path / "others.txt")))
 
     # The manifest of what we wrote ourselves has the fingerprint it had, wherever it is.
     moved = run(config(source, tmp_path / "moved/far/away", label_names=str(tmp_path / "names.txt")))
