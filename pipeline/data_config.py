@@ -5,6 +5,7 @@ As in `config.py`, every field is typed and explained, and `--help` of each comm
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import UserError
@@ -210,6 +211,8 @@ class BenchConfig:
             raise UserError(f"images = {self.images} must be at least two batches of {self.batch}.")
         if self.what == "augment" and self.batch % 2:
             raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")
+        if self.folder and not Path(self.folder).is_dir():
+            raise UserError(f"folder = {self.folder}: there is no such folder.")
 
 
 @dataclass(frozen=True, kw_only=True)

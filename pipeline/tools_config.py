@@ -1,11 +1,19 @@
 """The settings of what surrounds a run: its plan, its hosts, its restarts, its order, the speed of its step."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pipeline.config import Precision, RunConfig
 from pipeline.errors import UserError
 from pipeline.schema import REQUIRED, setting
+
+
+def _check_folder_of(**files: str) -> None:
+    """Before the work, whose result would have no place."""
+    for name, file in files.items():
+        if file and not Path(file).parent.is_dir():
+            raise UserError(f"{name} = {file}: there is no folder {Path(file).parent}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,7 @@ class PlanConfig(RunConfig):
                 raise UserError(f"{name} = {rate} must be greater than 0.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
+        _check_folder_of(json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class SamplesConfig:
             raise UserError(f"rank = {self.rank} must be at least 0 and below ranks = {self.ranks}.")
         if self.sheet and not self.step:
             raise UserError("sheet=... shows the samples of a step: set step=...")
+        _check_folder_of(csv=self.csv, sheet=self.sheet)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,9 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
     try:
         with Reading(source, "unpacked") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
             shutil.copyfileobj(packed, file, 2**20)
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk's; what gzip and bz2 raise for bad data has no number.
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
     return plain
 

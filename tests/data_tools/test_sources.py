@@ -34,6 +34,13 @@ def _cut(path: Path) -> Path:
     return path
 
 
+def _flipped(path: Path) -> Path:
+    data = bytearray(path.read_bytes())
+    data[20] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
 def _damaged_header(path: Path) -> Path:
     with tarfile.open(path) as tar:
         second = tar.getmembers()[1].offset
@@ -89,6 +96,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
     "cut tar.gz": (lambda at: _cut(write_tar(MORE, at / "raw.tgz", "w:gz")), "is damaged"),
+    "damaged tar.bz2": (lambda at: _flipped(write_tar(MORE, at / "raw.tar.bz2", "w:bz2")), "is damaged (Invalid data"),
     "cut zip": (lambda at: _cut(write_zip(MORE, at / "raw.zip")), "is damaged"),
     "damaged tar": (lambda at: _damaged_header(write_tar(GOOD, at / "raw.tar")), "is damaged (bad checksum"),
     "cut class tars": (_cut_class_tars, "raw has 2 damaged tars: cat.tar (cut off at byte"),
