@@ -22,7 +22,7 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     subject: a setting that may be given as a plain first word, `bench.py data` for what=data.
     flag: a setting that may be given as an option too, `--cluster 8x8xH100` for cluster=8x8xH100; `--prove` for one of true
     or false.
-    Exits with 2 after one line for a mistake of the user, 0 when `function` returns.
+    Exits with 2 after one line for a mistake of the user, with 130 after one for Ctrl-C, 0 when `function` returns.
     """
     with mistakes_in_one_line():
         function(read_settings(cls, sys.argv[1:], about, subject, flag))
@@ -54,9 +54,13 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subje
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2."""
+    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2; Ctrl-C into 130."""
     try:
         yield
+    except KeyboardInterrupt:  # Not of a run, which has its own way to stop: pipeline/stop.py.
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped: the same command goes on", file=sys.stderr, flush=True)
+        sys.exit(130)
     except (UserError, OSError) as error:
         if isinstance(error, UserError):
             line = " ".join(str(error).split("\n"))

@@ -122,6 +122,17 @@ def test_a_mistake_of_ours_keeps_its_traceback(error: Exception, monkeypatch: py
         run(fail, monkeypatch, "source=a", "out=b")
 
 
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(config: ShardConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:  # One that comes through would end all tests.
+        run(interrupt, monkeypatch, "source=a", "out=b")
+    assert isinstance(stop.value, SystemExit)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "stopped: the same command goes on\n"
+
+
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
