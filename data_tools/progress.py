@@ -171,6 +171,11 @@ class Reading:
         return f"{share}, {self._bytes / 1e6 / seconds:.1f} MB/s, {duration(left)} left"
 
 
+def data_size(num_bytes: int) -> str:
+    """'12 KB', '3.4 MB'"""
+    return f"{num_bytes / 1e3:,.0f} KB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
+
+
 def duration(seconds: float) -> str:
     """'8 s', '4 min', '2.5 h'"""
     if seconds < 120:

@@ -23,7 +23,7 @@ from data_tools.classes import apply_rules, readable_names, renamed, small_class
 from data_tools.copies import Copies, merge_copies
 from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
-from data_tools.progress import PROGRESS_FILE, Progress, duration
+from data_tools.progress import PROGRESS_FILE, Progress, data_size, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.sources.archive import remove_unpacked
@@ -328,7 +328,7 @@ def _say_listing(listing: Listing, seconds: float) -> None:
         print(note)
     print(
         f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
-        f"{listing.num_bytes / 1e6:,.1f} MB, listed in {duration(seconds)}",
+        f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
         flush=True,
     )
 
@@ -357,6 +357,6 @@ def _say_done(dataset: Dataset, results: list[Done], plan: Plan, seconds: float,
     skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
         f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "
-        f"{num_bytes / 1e6:,.1f} MB{'' if verified else skipped}; {duration(seconds)}{rate}; "
+        f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
         f"fingerprint {dataset.fingerprint}"
     )

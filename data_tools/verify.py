@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from data_tools import cluster
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, duration
+from data_tools.progress import Progress, data_size, duration
 from data_tools.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
 from pipeline.data import exclude, manifest
 from pipeline.data.bucket import AnyPath
@@ -272,7 +272,7 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     share = report["decoded"] / max(report["samples"], 1)
     read = (
-        f"read {report['shards']:,} shards, {report['samples']:,} images, {report['bytes'] / 1e6:,.1f} MB in "
+        f"read {report['shards']:,} shards, {report['samples']:,} images, {data_size(report['bytes'])} in "
         f"{duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
     )
     if report["is_whole"]:

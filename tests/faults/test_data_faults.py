@@ -115,7 +115,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert report["is_whole"]
     assert (report["shards"], report["samples"], report["decoded"], report["kinds"]) == (5, 187, 187, {})
     assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
-    assert ": whole. read 5 shards, 187 images" in capfd.readouterr().out
+    assert f": whole. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
     shutil.rmtree(copy.path / "verify")
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 
