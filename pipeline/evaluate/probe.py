@@ -23,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.evaluate import fewshot
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.features import Features, extract
+from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.knn import knn_predict
 from pipeline.stop import Stop
 
@@ -76,8 +77,8 @@ def probe(
     """{"fewshot": a row for each number of shots and strength, "knn": {...} or absent}. The same on every rank.
 
     train: of choice.rows. test: (m, D); test_labels: int64 (m, M), any of them is right, -1 never is. Ranks take turns at
-    the test samples. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std, top1_of_seeds, and fewest, the shots of
-    the smallest class. What is unreadable, or no number, is wrong in the test, and left out of what is learnt from; a score
+    the test samples. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, of n - 1; None of one),
+    top1_of_seeds, and fewest, the shots of the smallest class. What is unreadable, or no number, is wrong in the test, and left out of what is learnt from; a score
     is NaN when nothing is left to learn from.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
@@ -106,7 +107,7 @@ def probe(
         fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=num_classes).min())
         for l2, column in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
             found["fewshot"].append(
-                {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": float(np.std(column)),
+                {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
                  "top1_of_seeds": list(column), "fewest": fewest}
             )  # fmt: skip
     if len(choice.neighbours):
@@ -132,7 +133,9 @@ def named(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for row in scores["fewshot"]:
         name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
-        metrics |= {name: row["top1"], f"{name}_std": row["std"]}
+        metrics[name] = row["top1"]
+        if row["std"] is not None:
+            metrics[f"{name}_std"] = row["std"]
     if "knn" in scores:
         metrics[f"{prefix}_{scores['knn']['neighbours']}nn"] = scores["knn"]["top1"]
     return metrics

@@ -24,7 +24,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     for row in scores.get("fewshot", []):
         strength = f", λ = {row['l2']:g}" if several else ""
         rows.append((f"{row['shots']}-shot linear accuracy{strength}, mean", f"{row['top1']:.2%}"))
-        rows.append((f"  its standard deviation over {len(row['top1_of_seeds'])} seeds", f"{row['std']:.2%}"))
+        if row["std"] is not None:
+            rows.append((f"  its standard deviation over {len(row['top1_of_seeds'])} seeds", f"{row['std']:.2%}"))
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
     rows.append(("images", f"{scores['num_samples']:,}"))

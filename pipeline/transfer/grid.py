@@ -20,11 +20,11 @@ from pipeline.config import RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.data.subset import run_splits
 from pipeline.errors import DivergedError, UserError
+from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.run_folder import RESUME, read_status
 from pipeline.suite_config import GridConfig
 from pipeline.track import send_report
-from pipeline.transfer.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.weights_config import ScoreConfig
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"

@@ -8,11 +8,11 @@ from typing import Any
 
 from pipeline import schema
 from pipeline.data.manifest import replacing
+from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.suite_config import VtabReportConfig
 from pipeline.track import send_report
 from pipeline.transfer import charts
-from pipeline.transfer.intervals import OVER_SEEDS
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import OVERALL, Cell, Column, columns, common_tasks, mean_of, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS

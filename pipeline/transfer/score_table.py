@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.transfer.intervals import Interval, of_samples, of_seeds, of_tasks
+from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.transfer.published import PAPER, Published
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from pipeline import model as models
 from pipeline import schema
 from pipeline.errors import UserError
+from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.subject import output_folder
 from pipeline.run_folder import write_atomically
 from pipeline.track import run_id_of
 from pipeline.transfer.board import Board
-from pipeline.transfer.intervals import in_seeds, sample_deviation
 from pipeline.transfer.score_table import choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of

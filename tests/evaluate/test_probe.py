@@ -101,3 +101,7 @@ def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
     assert np.isnan(nothing["fewshot"][0]["top1"])
     assert np.isnan(nothing["knn"]["top1"])
     assert list(named(whole, "x")) == ["x_2shot", "x_2shot_std", "x_3nn"]
+    once = ProbeConfig(shots=[2], shots_seeds=1, neighbours=0)
+    alone = probe(once, choose(once, train, 4), Features(values, readable, {}), test, labels, 4, ALONE)
+    assert alone["fewshot"][0]["std"] is None
+    assert list(named(alone, "x")) == ["x_2shot"]

@@ -125,7 +125,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
         assert (found["shots"], found["l2"]) == (shots, 1024)
         assert found["top1_of_seeds"] == pytest.approx(accuracies, abs=1e-9)
         assert found["top1"] == pytest.approx(np.mean(accuracies))
-        assert found["std"] == pytest.approx(np.std(accuracies))
+        assert found["std"] == pytest.approx(np.std(accuracies, ddof=1))
 
     # Nearest neighbours: all training images that can be read vote.
     voting = np.setdiff1d(np.arange(90), BAD["train"])

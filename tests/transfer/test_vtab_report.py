@@ -11,8 +11,9 @@ import pytest
 
 from pipeline import schema
 from pipeline.errors import UserError
+from pipeline.evaluate import intervals
 from pipeline.suite_config import VtabReportConfig
-from pipeline.transfer import intervals, report
+from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
 from pipeline.transfer.score_table import OVERALL, column_as_published, columns, members, read_results
 from pipeline.transfer.vtab_tasks import TASKS
