@@ -32,7 +32,7 @@ _EXIF_ORIENTATION = 0x0112
 # Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
 _UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
-# JPEG segments that may hold EXIF come first; what lies behind is picture.
+# Where EXIF is looked for when a JPEG's segments are not in order.
 _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
@@ -50,7 +50,7 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
     Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and of an animation the first
-    frame counts. Raises DecodeError for anything that cannot be decoded to its last row.
+    frame counts. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels.
 
     choose: (height, width) of the upright image -> the region of it that is returned, (top, left, height, width). Its
     pixels are those of the whole image, but of most JPEGs nothing else is decoded (see `jpeg_region`), so damage that
@@ -59,7 +59,7 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
     is_jpeg = _format(data) == "jpg"
     orientation = 1
     if is_jpeg and _may_have_exif(data):
-        orientation = _ask_pillow(data, lambda image: image.getexif().get(_EXIF_ORIENTATION, 1))
+        orientation = _ask_pillow(data, _orientation)
     if is_jpeg and choose is not None:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
         if part is not None:
@@ -99,7 +99,7 @@ def _format(data: bytes) -> str:
 def _may_have_exif(data: bytes) -> bool:
     """False only for a JPEG whose segments up to the picture are in order and hold no EXIF."""
     at = 2
-    while data[at : at + 1] == b"\xff" and at < _EXIF_SEARCH_BYTES:
+    while data[at : at + 1] == b"\xff":
         marker = data[at + 1 : at + 2]
         if marker == _START_OF_SCAN:
             return False
@@ -148,12 +148,23 @@ def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
         raise DecodeError(_reason(error)) from None
 
 
+def _orientation(image: Image.Image) -> int:
+    """1 to 8; 1 where EXIF is absent or makes no sense: whatever it says, the pixels are whole."""
+    try:
+        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # As above.
+        return 1
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
 def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     """Pixels as they are stored, and the EXIF orientation."""
     # Pillow turns a TIFF when it loads it, and forgets the tag: asked earlier, it would be turned twice.
     image.load()
-    orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-    is_wide = image.mode.startswith("I") or image.mode == "F"
+    orientation = _orientation(image)
+    if image.mode == "F":
+        raise DecodeError("pixels are floating-point numbers, of which nobody knows what is white")
+    is_wide = image.mode.startswith("I")
     # 65535 -> 255. Of wider types only the pixels tell whether they hold 8 bits or 16.
     is_16_bit = is_wide and (image.mode.startswith("I;16") or _maximum(image) > 255)
 
@@ -184,7 +195,7 @@ def _maximum(image: Image.Image) -> float:
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """(H, W, 3) or (W, H, 3), turned as EXIF says: 2-4 mirror or turn by 180 degrees, 5-8 swap the sides as well."""
-    if not 1 < orientation < 9:
+    if orientation == 1:
         return pixels
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
@@ -198,7 +209,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
     """Where the region that is chosen of the upright image lies in the stored one: `_upright`, backwards."""
     _refuse_bomb(height, width)
-    is_turned = 5 <= orientation < 9
+    is_turned = orientation >= 5
     if is_turned:
         height, width = width, height
     top, left, part_height, part_width = choose(height, width)

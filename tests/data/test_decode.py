@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.data.decode import DecodeError, decode
+from pipeline.data.decode import DecodeError, decode, inspect
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that a turned picture is told from every other turn.
@@ -141,6 +141,40 @@ def test_exif_is_found_wherever_it_stands(encode: Encode) -> None:
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_orientations_that_do_not_exist_change_nothing(orientation: int, encode: Encode) -> None:
     check(decode(encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))), CORNERS, within=6)
+
+
+def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
+    whole = encode(CORNERS, "JPEG", quality=95, subsampling=0)
+    size = struct.pack(">H", len(b"Exif\0\0junk") + 2)
+    not_tiff = whole[:2] + b"\xff\xe1" + size + b"Exif\0\0junk" + whole[2:]
+    assert whole.index(b"JFIF") > 0
+    density = whole.replace(
+        b"JFIF\0\1\1\0", b"JFIF\0\1\1\1", 1
+    )  # Pillow looks at EXIF when it opens those that have none.
+    assert density != whole
+    files = [not_tiff, not_tiff[:2] + density[2:20] + not_tiff[2:16] + density[20:]]
+    # The number, as BYTE, ASCII and UNDEFINED instead of SHORT.
+    short = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(6))
+    for kind in (1, 2, 7):
+        entry = struct.pack("<HH", 0x0112, 3) if b"II*\0" in short else struct.pack(">HH", 0x0112, 3)
+        assert entry in short
+        files.append(short.replace(entry, entry[:2] + struct.pack("<H" if b"II*\0" in short else ">H", kind)))
+    for file in files:
+        check(decode(file), CORNERS, within=6)
+        check(decode(file, lambda height, width: (0, 0, height, width)), CORNERS, within=6)
+        assert inspect(file, whole=True)[0] == "jpg"
+
+
+def test_exif_behind_long_segments_is_found(encode: Encode) -> None:
+    data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(3))
+    long = b"\xff\xe2" + struct.pack(">H", 65000) + b"x" * 64998
+    check(decode(data[:2] + long + long + data[2:]), UPRIGHT[3](CORNERS), within=6)
+
+
+def test_pixels_of_no_known_range_are_refused(encode: Encode) -> None:
+    for values in (CORNERS[..., 0] / np.float32(255), CORNERS[..., 0].astype(np.float32)):
+        with pytest.raises(DecodeError, match="floating-point"):
+            decode(encode(Image.fromarray(values), "TIFF"))
 
 
 def broken(encode: Encode) -> dict[str, bytes]:
