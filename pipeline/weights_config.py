@@ -28,6 +28,10 @@ class WeightsConfig:
         "Short side resized and central crop; the whole image resized; or that and its central crop; auto is as the weights "
         "say.",
     )
+    resize_filter: Literal["auto", "linear", "antialias", "bilinear"] = setting(
+        "auto",
+        "Bilinear, smaller by area; Pillow's bilinear; or bilinear without antialias; auto is as the weights say.",
+    )
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."
     )

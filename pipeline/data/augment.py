@@ -119,16 +119,15 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
     antialias filter or bilinearly, and larger by bilinear interpolation.
     """
     height, width = out.shape[:2]
-    smaller = _smaller(config)
     if config.eval_crop != "resize":
         frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
         if config.eval_crop == "center":
-            image = _cover(_without_ends(image), frame, smaller)
+            image = _cover(_without_ends(image), frame, _smaller(config))
         else:
-            image = resize(image, frame[::-1], smaller if _shrinks(image, frame) else cv2.INTER_LINEAR)
+            image = resize(image, frame[::-1], _eval_method(image, frame, config))
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         image = image[top : top + height, left : left + width]
-    _resize_into(image, out, smaller if _shrinks(image, (height, width)) else cv2.INTER_LINEAR)
+    _resize_into(image, out, _eval_method(image, (height, width), config))
 
 
 def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
@@ -137,8 +136,10 @@ def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
     return round(height * short / min(view)), round(width * short / min(view))
 
 
-def _shrinks(image: np.ndarray, size: tuple[int, int]) -> bool:
-    return image.shape[0] > size[0] and image.shape[1] > size[1]
+def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
+    """How evaluation resizes an image to (height, width). The antialias filter suits each side by itself."""
+    shrinks = image.shape[0] > size[0] and image.shape[1] > size[1]
+    return _smaller(config) if shrinks or config.resize_filter == "antialias" else cv2.INTER_LINEAR
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:

@@ -77,15 +77,12 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
 
     At another image size than theirs the weights' eval_resize keeps its ratio to it.
     """
-    crop = trained.get("eval_crop", "center") if config.eval_crop == "auto" else config.eval_crop
+    asked = {"eval_crop": config.eval_crop, "resize_filter": config.resize_filter}
+    usual = {"eval_crop": "center", "resize_filter": "linear"}
+    chosen = {name: trained.get(name, usual[name]) if value == "auto" else value for name, value in asked.items()}
     short = min(ImageSize.parse(image_size))
     resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
-    settings = {
-        "eval_crop": crop,
-        "eval_resize": config.eval_resize or resize,
-        "resize_filter": trained.get("resize_filter", "linear"),
-    }
-    view = schema.build(AugmentConfig, settings, config.weights)
+    view = schema.build(AugmentConfig, {**chosen, "eval_resize": config.eval_resize or resize}, config.weights)
     if view.eval_crop != "resize" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view

@@ -177,6 +177,13 @@ def test_antialias_in_the_other_views(image: np.ndarray) -> None:
     assert decibels(evaluated(image, 56, resize_filter="antialias"), resized[4:60, 14:70]) > 50
     resized = np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BILINEAR))
     assert decibels(evaluated(image, 40, eval_crop="resize", resize_filter="antialias"), resized) > 50
+    # Also where one side shrinks and the other grows.
+    wide = np.ascontiguousarray(image[:30])
+    for side, crop in ((40, {"eval_crop": "resize"}), (35, {"eval_crop": "resize_center", "eval_resize": 40})):
+        resized = np.asarray(Image.fromarray(wide).resize((40, 40), Image.Resampling.BILINEAR))
+        edge = (40 - side) // 2
+        found = evaluated(wide, side, resize_filter="antialias", **crop)
+        assert decibels(found, resized[edge : edge + side, edge : edge + side]) > 50
     resized = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR))
     found = view(image, crop="resize_crop", resize_to=32, flip=False, resize_filter="antialias")
     assert decibels(found, resized) > 50
