@@ -395,6 +395,17 @@ class RunConfig:
                 f"augment.aspect_min = {self.augment.aspect_min} and augment.aspect_max = {self.augment.aspect_max} "
                 "must satisfy 0 < aspect_min <= aspect_max."
             )
+        idle = {"area_min": "inception", "area_max": "inception", "aspect_min": "inception", "aspect_max": "inception",
+                "resize_to": "resize_crop or resize_small_crop"}  # fmt: skip
+        for name, crop in idle.items():
+            value, default = getattr(self.augment, name), getattr(AugmentConfig(), name)
+            if value != default and self.augment.crop not in crop.split(" or "):
+                raise UserError(
+                    f"augment.{name} = {value} is of augment.crop={crop}, and does nothing with {self.augment.crop}. Leave it "
+                    f"at {default}."
+                )
+        if self.augment.eval_resize and self.augment.eval_crop == "resize":
+            raise UserError("augment.eval_resize does nothing with augment.eval_crop=resize. Leave it at 0.")
         if not 0 <= self.augment.randaugment_magnitude <= 20:
             raise UserError(
                 f"augment.randaugment_magnitude = {self.augment.randaugment_magnitude} must be from 0 to 20."

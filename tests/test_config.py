@@ -410,7 +410,22 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["name=.."], "must be a plain folder name"),
         (["augment.area_min=0.5", "augment.area_max=0.4"], "augment.area_min = 0.5 and augment.area_max = 0.4"),
         (["augment.aspect_min=2"], "augment.aspect_min = 2.0 and augment.aspect_max = 1.33"),
-        (["augment.resize_to=100"], "augment.resize_to = 100 is smaller than model.image_size = 224"),
+        (
+            ["augment.crop=none", "augment.area_min=0.3"],
+            "augment.area_min = 0.3 is of augment.crop=inception, and does nothing",
+        ),
+        (
+            ["augment.resize_to=300"],
+            "of augment.crop=resize_crop or resize_small_crop, and does nothing with inception. Leave it",
+        ),
+        (
+            ["augment.eval_crop=resize", "augment.eval_resize=300"],
+            "augment.eval_resize does nothing with augment.eval_crop=resize",
+        ),
+        (
+            ["augment.crop=resize_crop", "augment.resize_to=100"],
+            "augment.resize_to = 100 is smaller than model.image_size = 224",
+        ),
         (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
         (["augment.randaugment_magnitude=21"], "augment.randaugment_magnitude = 21.0 must be from 0 to 20"),
         (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must not be negative"),
