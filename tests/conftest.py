@@ -1,6 +1,7 @@
 """A tiny data set, shared by the tests that train; servers that have S3's and Google's API."""
 
 import hashlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import faulty_s3
 import pytest
 from forked import Forge
 from tiny import make_dataset
+
+# A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
+# that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
