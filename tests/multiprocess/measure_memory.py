@@ -53,11 +53,15 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     with live, operators_of_a_gpu():
         engine.train_step(0, batches, 1e-3, LOSS_OF)  # The optimizer makes its state.
         between = live.bytes
-        live.restart()
-        engine.train_step(1, batches, 1e-3, LOSS_OF)
+        peaks = []
+        for step in range(1, 4):
+            live.restart()
+            engine.train_step(step, batches, 1e-3, LOSS_OF)
+            peaks.append(live.peak)
     part = engine.part()
     saved = sum(4 * tensor.numel() for tensors in part.tensors.values() for tensor in tensors)
-    return {"peak": live.peak, "between": between, "saved": saved}
+    # The least: gloo's thread may let go of a bucket late.
+    return {"peak": min(peaks), "between": between, "saved": saved}
 
 
 def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) -> dict[str, Any]:
