@@ -78,8 +78,8 @@ def probe(
 
     train: of choice.rows. test: (m, D); test_labels: int64 (m, M), any of them is right, -1 never is. Ranks take turns at
     the test samples. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, of n - 1; None of one),
-    top1_of_seeds, and fewest, the shots of the smallest class. What is unreadable, or no number, is wrong in the test, and left out of what is learnt from; a score
-    is NaN when nothing is left to learn from.
+    top1_of_seeds, and fewest, the shots of the smallest class. What is unreadable, or no number, is wrong in the test, and
+    left out of what is learnt from; a score is NaN when nothing is left to learn from.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
     seen = test.readable & np.isfinite(test.values).all(1)

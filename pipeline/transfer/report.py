@@ -71,8 +71,8 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
     )
     runs = "; ".join(f"{column.name} {column.mean_of_runs:.2f} ± {column.deviation:.2f}" for column in PAPER)
     yield Paragraph(
-        f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means are computed "
-        "from its tasks."
+        f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means "
+        "are computed from its tasks."
     )
     yield Picture("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
     yield Picture("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
