@@ -109,6 +109,11 @@ class AugmentConfig:
     )
     randaugment_layers: int = setting(0, "RandAugment's n: random operations one after another (2 in the recipes).")
     randaugment_magnitude: float = setting(10.0, "RandAugment's m: strength of the operations, 0 to 20.")
+    randaugment_contrast: Literal["mean", "pixel_count"] = setting(
+        "mean",
+        "Grey that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as in the "
+        "published AugReg and big_vision runs.",
+    )
     erase: float = setting(0.0, "Probability that a random 2 to 33 % of the image become noise.")
     mixup: float = setting(0.0, "Images and labels are mixed in pairs, by a share from Beta(mixup, mixup) each step.")
     cutmix: float = setting(

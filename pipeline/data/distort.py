@@ -22,7 +22,9 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
     if config.randaugment_layers:
         count = config.randaugment_layers * randaugment.DRAWS_PER_LAYER
         draws = rng.uniform(seed, _RANDAUGMENT, epoch, sample, np.arange(count))
-        image[:] = randaugment.randaugment(image, config.randaugment_layers, config.randaugment_magnitude, draws)
+        image[:] = randaugment.randaugment(
+            image, config.randaugment_layers, config.randaugment_magnitude, draws, config.randaugment_contrast
+        )
     if config.erase and rng.uniform(seed, _ERASE, epoch, sample, 0) < config.erase:
         draws = rng.uniform(seed, _ERASE, epoch, sample, np.arange(1, 1 + _ERASE_TRIES * _DRAWS_PER_TRY))
         top, left, height, width = erased_box(image.shape[0], image.shape[1], draws)

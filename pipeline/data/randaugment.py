@@ -2,16 +2,22 @@
 
 Operations, their order, their strength at each magnitude and the fill of 128 are those of big_vision
 (pp/archive/autoaugment.py, `distort_image_with_randaugment`): a *level* of 1 is magnitude 10, and the recipes go to 20.
-Two things that its TensorFlow code does without saying so are kept, because the published results were made with them
-(both seen by running its operations under TensorFlow 2.12):
+Two side effects of its TensorFlow code are always reproduced, because the published results were made with them (both
+observed by running its operations under TensorFlow 2.12):
 
 - Solarize's threshold of 256 x level wraps round in uint8, so that it inverts the whole image at magnitude 10 and 20;
 - Posterize keeps 4 x level bits, but never less than one.
+
+A third one is a choice, `ContrastGrey`. Its Contrast means to blend with the mean of the grey image, but sums the
+histogram's counts and divides by 256, which gives height x width / 256 for every image: 196 at 224 px, white (255) from
+256 px on, nearly black at 32 px. The code was copied from tensorflow/tpu (efficientnet/autoaugment.py), which does the
+same; the mistake is described in issue 109 of google-research/big_vision, and a version of the file corrects it.
 
 Pixels of translations and of Cutout are given for 224 px, and stay the same share of the side at other sizes.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -27,14 +33,18 @@ _DROP_THIRTEENTHS, _DROP_FRACTION = -6 / 13, -0.499
 
 # (image (S, S, 3), level, two uniforms in [0, 1)) -> image (S, S, 3)
 Operation = Callable[[np.ndarray, float, np.ndarray], np.ndarray]
+# The grey that Contrast blends with: the image's mean, or height x width / 256.
+ContrastGrey = Literal["mean", "pixel_count"]
 
 
-def randaugment(image: np.ndarray, layers: int, magnitude: float, draws: np.ndarray) -> np.ndarray:
-    """`layers` operations, each chosen out of the sixteen, on `image`, uint8 (S, S, 3), which stays as it is.
+def randaugment(
+    image: np.ndarray, layers: int, magnitude: float, draws: np.ndarray, contrast_grey: ContrastGrey = "mean"
+) -> np.ndarray:
+    """Apply `layers` operations, each chosen from the sixteen, to `image`, uint8 (S, S, 3), which is not modified.
 
     magnitude: 0 to 20; the same for all operations. draws: layers x DRAWS_PER_LAYER uniforms in [0, 1).
     """
-    operations = list(OPERATIONS.values())
+    operations = list((OPERATIONS if contrast_grey == "mean" else PIXEL_COUNT_OPERATIONS).values())
     for of_layer in draws.reshape(layers, DRAWS_PER_LAYER):
         image = operations[int(of_layer[0] * len(operations))](image, magnitude / 10, of_layer[1:])
     return image
@@ -77,7 +87,12 @@ def contrast(image: np.ndarray, factor: float) -> np.ndarray:
     """Blend with the mean grey, its fraction dropped (Pillow's ImageEnhance.Contrast rounds it)."""
     greys = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     grey = int(cv2.sumElems(greys)[0]) // greys.size  # cv2.mean says 103.999 of 104 everywhere.
-    return _map(image, grey + (_fractions() - grey) * np.float32(factor))
+    return _blend_with_grey(image, grey, factor)
+
+
+def pixel_count_contrast(image: np.ndarray, factor: float) -> np.ndarray:
+    """Blend with the grey height x width / 256, at most 255, its fraction dropped: big_vision's Contrast."""
+    return _blend_with_grey(image, min(image.shape[0] * image.shape[1] // 256, 255), factor)
 
 
 # ---------------------------------------------------------------------- of colours and neighbours
@@ -175,6 +190,10 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "SolarizeAdd": lambda image, level, draws: solarize_add(image, int(110 * level)),
 }
+# In the same order, since a key that is there keeps its place.
+PIXEL_COUNT_OPERATIONS: dict[str, Operation] = OPERATIONS | {
+    "Contrast": lambda image, level, draws: pixel_count_contrast(image, _enhance(level)),
+}
 
 
 def _values() -> np.ndarray:
@@ -189,6 +208,10 @@ def _fractions() -> np.ndarray:
 def _map(image: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Each value v of the image becomes table[v], cut to 0-255, its fraction dropped."""
     return cv2.LUT(image, np.clip(table, 0, 255).astype(np.uint8))
+
+
+def _blend_with_grey(image: np.ndarray, grey: int, factor: float) -> np.ndarray:
+    return _map(image, grey + (_fractions() - grey) * np.float32(factor))
 
 
 def _blend(first: np.ndarray, second: np.ndarray, factor: float) -> np.ndarray:

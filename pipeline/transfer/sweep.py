@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline import model as models
 from pipeline import schema
+from pipeline.config import AugmentConfig
 from pipeline.data.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
 from pipeline.model import files
@@ -213,7 +214,11 @@ def settings_of(protocol: ProtocolConfig) -> list[Setting]:
 
 def protocol_sha256(protocol: ProtocolConfig) -> str:
     """Hex digest of all its settings: the same for the same protocol, in whatever file it stands."""
-    return hashlib.sha256(json.dumps(schema.to_dict(protocol), sort_keys=True).encode()).hexdigest()
+    settings = schema.to_dict(protocol)
+    # Added later: it counts only where it is set, so that sweeps made before it can be continued.
+    if protocol.augment.randaugment_contrast == AugmentConfig().randaugment_contrast:
+        del settings["augment"]["randaugment_contrast"]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def protocol_title(protocol: ProtocolConfig) -> str:

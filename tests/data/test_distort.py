@@ -1,6 +1,7 @@
 """Colour jitter, RandAugment and random erasing: of (seed, epoch, sample) alone, each for itself, within their ranges."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import cv2
 import numpy as np
@@ -22,7 +23,7 @@ def image() -> np.ndarray:
     return cv2.resize(small, (64, 64), interpolation=cv2.INTER_CUBIC)
 
 
-def distorted(image: np.ndarray, seed: int = 0, epoch: int = 0, sample: int = 0, **config: float) -> np.ndarray:
+def distorted(image: np.ndarray, seed: int = 0, epoch: int = 0, sample: int = 0, **config: Any) -> np.ndarray:
     image = image.copy()
     distort(image, AugmentConfig(**config), seed, epoch, sample)
     return image
@@ -42,6 +43,22 @@ def test_same_identity_same_pixels_in_any_thread(config: dict[str, float], image
             for sample in range(40)
         ]
         assert np.mean(changed) > 0.8, other
+
+
+def test_contrast_of_randaugment_is_chosen_by_a_setting(image: np.ndarray) -> None:
+    """The default is the image's mean, as before there was a choice; color_jitter keeps to it."""
+    settings = {"randaugment_layers": 2, "color_jitter": 0.4}
+    differs = 0
+    for sample in range(40):
+        default = distorted(image, sample=sample, **settings)
+        assert np.array_equal(default, distorted(image, sample=sample, randaugment_contrast="mean", **settings))
+        differs += not np.array_equal(
+            default, distorted(image, sample=sample, randaugment_contrast="pixel_count", **settings)
+        )
+        jittered = [distorted(image, sample=sample, color_jitter=0.4, randaugment_contrast=grey)
+                    for grey in ("mean", "pixel_count")]  # fmt: skip
+        assert np.array_equal(*jittered)
+    assert 0 < differs < 20  # Contrast is one of 16 operations, and two are applied.
 
 
 def test_nothing_is_the_default(image: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from pipeline.data import randaugment as ra
 from pipeline.data import rng
-from pipeline.data.randaugment import OPERATIONS, randaugment
+from pipeline.data.randaugment import OPERATIONS, PIXEL_COUNT_OPERATIONS, randaugment
 
 SIZE = 224
 FACTORS = [0.1, 0.46, 1.0, 1.9, 2.8, 3.7]  # Of magnitudes 0, 2, 5, 10, 15 and 20.
@@ -72,6 +72,59 @@ def test_enhancements(factor: float, image: np.ndarray) -> None:
     assert furthest(ra.contrast(image, factor), expected) <= tolerance
     grey = int(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean())
     assert np.array_equal(ra.contrast(image, factor), blended(np.full_like(image, grey), image, factor))
+
+
+def contrast_of_big_vision(image: np.ndarray, factor: float) -> np.ndarray:
+    """`contrast` and `blend` of big_vision's pp/archive/autoaugment.py, step by step.
+
+    The histogram's counts are summed where their mean value was meant, so the grey depends on the image's size alone.
+    """
+    histogram = np.array(Image.fromarray(image).convert("L").histogram(), np.float32)
+    grey = np.uint8(np.clip(histogram.sum() / np.float32(256), 0, 255))
+    return image if factor == 1 else blended(np.full_like(image, grey), image, factor)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_pixel_count_contrast_is_big_visions(factor: float, image: np.ndarray) -> None:
+    for height, width in ((SIZE, SIZE), (32, 32), (160, 160), (224, 96), (17, 23)):
+        part = image[:height, :width]
+        assert np.array_equal(ra.pixel_count_contrast(part, factor), contrast_of_big_vision(part, factor))
+
+
+@pytest.mark.parametrize(
+    ("size", "grey"), [(16, 1), (32, 4), (160, 100), (224, 196), (255, 254), (256, 255), (384, 255)]
+)
+def test_grey_of_the_pixel_count(size: int, grey: int) -> None:
+    black = np.zeros((size, size, 3), np.uint8)
+    assert np.unique(ra.pixel_count_contrast(black, 0.0)).tolist() == [grey]
+    assert np.unique(contrast_of_big_vision(black, 0.0)).tolist() == [grey]
+
+
+def test_contrast_of_the_published_grid() -> None:
+    """The two colours that big_vision's issue 109 prints for a grid of 224 px at factor 1.9, before and after its fix."""
+    grid = np.empty((SIZE, SIZE, 3), np.uint8)
+    reddish = np.add.outer(np.arange(SIZE) // 28, np.arange(SIZE) // 28) % 2 == 0
+    grid[reddish], grid[~reddish] = (192, 64, 64), (64, 192, 192)
+    for change, first, second in (
+        (ra.pixel_count_contrast, [188, 0, 0], [0, 188, 188]),
+        (ra.contrast, [249, 6, 6], [6, 249, 249]),
+    ):
+        found = change(grid, 1.9)
+        assert np.unique(found[reddish], axis=0).tolist() == [first]
+        assert np.unique(found[~reddish], axis=0).tolist() == [second]
+
+
+def test_contrast_is_all_that_the_choice_changes(image: np.ndarray) -> None:
+    assert list(PIXEL_COUNT_OPERATIONS) == list(OPERATIONS)
+    for number, name in enumerate(OPERATIONS):
+        draws = np.array([(number + 0.5) / 16, 0.2, 0.7])
+        found = [randaugment(image, 1, 10, draws, grey) for grey in ("mean", "pixel_count")]
+        assert np.array_equal(found[0], randaugment(image, 1, 10, draws)), "the mean is the default"
+        if name == "Contrast":
+            assert np.array_equal(found[1], contrast_of_big_vision(image, 1.9))
+            assert not np.array_equal(*found)
+        else:
+            assert np.array_equal(*found), name
 
 
 @pytest.mark.parametrize("factor", FACTORS)

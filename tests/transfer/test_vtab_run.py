@@ -14,7 +14,7 @@ from pipeline import schema
 from pipeline.errors import UserError
 from pipeline.suite_config import VtabReportConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.sweep import cell_name, protocol_title, settings_of
+from pipeline.transfer.sweep import cell_name, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
 from pipeline.transfer_config import VtabConfig
@@ -102,6 +102,16 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     with pytest.raises(AssertionError, match="run again"):
         vtab.run(config, finished, run_nowhere)
     cell.write_bytes(content)
+
+
+def test_digests_of_protocols_stay() -> None:
+    """Sweeps made before a setting was added are continued, as long as it is at its default."""
+    digests = {"bit_hyperrule": "99475cd1f90c10ce", "lightweight": "9d3049ab42b37e6d", "peft_224": "0549e0750c139c4b"}
+    for name, digest in digests.items():
+        file = PROTOCOLS / f"{name}.yaml"
+        assert protocol_sha256(schema.load(VtabConfig, file, ["weights=any"]).protocol).startswith(digest)
+        changed = ["weights=any", "protocol.augment.randaugment_contrast=pixel_count"]
+        assert not protocol_sha256(schema.load(VtabConfig, file, changed).protocol).startswith(digest)
 
 
 def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
