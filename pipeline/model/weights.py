@@ -191,7 +191,10 @@ def load(
             say(config.unseen_note)
         state = resample_state(state, old, config, kernel)
     elif gelu or dropout or drop_path or representation:
-        raise UserError(f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them.")
+        raise UserError(
+            f"{path}: holds a ResNet, which has no gelu, dropout, drop_path or representation. Leave them out; a dropout that "
+            "a config file sets is undone by model.dropout=0."
+        )
 
     model = build(config, seed)
     own = model.state_dict()
