@@ -23,7 +23,9 @@ from pipeline import weights_config as weights_settings
 from pipeline.config import Length, RunConfig
 from pipeline.data_config import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.errors import UserError
+from pipeline.model import ViTConfig
 from pipeline.plan import make_plan, new_model_config
+from pipeline.schedule import peak_rate
 from pipeline.transfer.grid import cell as grid_cell
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps
@@ -223,6 +225,69 @@ def test_headers_list_the_rows_of_the_papers_tables() -> None:
     assert len(rows["vit_b16_jft"]) == 13
     assert ["data.limit=9e6", "checkpoint.best=val_top1", "name=vit_b16_jft_9m"] in rows["vit_b16_jft"]
     assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
+
+
+# ViT paper, Table 3, and its caption for clipping: lr, decay, weight decay, dropout, clip. H/14 on ImageNet-21k is L's row.
+TABLE_3 = {
+    "vit_b16_jft": (8e-4, "linear", 0.1, 0.0, 0.0),
+    "bit_r50x1_jft": (1e-3, "linear", 0.1, 0.0, 0.0),
+    "vit_b16_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_l16_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_h14_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_b16_imagenet1k": (3e-3, "cosine", 0.3, 0.1, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_shipped_rows_are_those_of_table_3(name: str) -> None:
+    run = schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
+    found = (run.optimizer.lr, run.schedule.decay, run.optimizer.weight_decay, run.model.dropout, run.optimizer.clip)
+    assert found == TABLE_3[name]
+    assert (run.optimizer.name, run.optimizer.beta1, run.optimizer.beta2) == ("adam", 0.9, 0.999)
+    assert (run.train.global_batch, str(run.schedule.warmup), run.model.image_size) == (4096, "10000 steps", (224, 224))
+
+
+def test_recipes_blend_contrast_as_their_sources_do() -> None:
+    """big_vision's runs with the pixel count; DeiT and Compact Transformers, by timm's operations, with the mean."""
+    runs = {path.stem: schema.load(RunConfig, path) for path in SHIPPED if path.parent.name == "pretrain"}
+    found = {name: run.augment.randaugment_contrast for name, run in runs.items() if run.augment.randaugment_layers}
+    assert found == {
+        "vit_b16_imagenet1k_augreg": "pixel_count",
+        "vit_b16_imagenet21k_augreg": "pixel_count",
+        "vit_s16_imagenet1k_better": "pixel_count",
+        "vit_s16_imagenet1k_improved": "mean",
+        "vit_cifar10_improved": "mean",
+    }
+
+
+def test_fine_tuning_of_l16_has_the_dropout_of_its_authors() -> None:
+    """vit_jax/configs/models.py: 0.1 for L/16, whose weights these files start from, 0 for B/16, which a header row names."""
+    shipped = [path for path in SHIPPED if path.stem.endswith("_384px")]
+    assert len(shipped) == 5
+    for path in shipped:
+        run = schema.load(RunConfig, path)
+        assert (run.init.weights, run.model.dropout) == ("runs/vit_l16_imagenet21k", 0.1)
+        assert ["init.weights=runs/vit_b16_imagenet21k", "model.dropout=0"] in overrides_in_header(path)
+    for path in SHIPPED:
+        if path.parent.name == "grid":
+            grid = schema.load(suite_settings.GridConfig, path)
+            assert grid_cell(grid, "final", grid.lr[0], seed=0, dev_share=0.0).config.model.dropout == 0.1
+
+
+def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:
+    runs = {name: schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
+            for name in ("bit_r50x1_jft_sgd", "vit_b16_jft_gap", "vit_shapes_jft", "axial_vit_b16_jft")}  # fmt: skip
+    assert all(str(run.train.length) == "7 epochs" and run.train.global_batch == 4096 for run in runs.values())
+    sgd = runs["bit_r50x1_jft_sgd"].optimizer  # D.1, Table 7: BiT's settings
+    assert (sgd.name, peak_rate(sgd, 4096), sgd.weight_decay) == ("sgd", pytest.approx(0.48), 1e-4)
+    gap = runs["vit_b16_jft_gap"]  # D.3, Figure 9
+    assert (gap.model.pool, gap.model.representation, gap.optimizer.lr) == ("gap", False, 3e-4)
+    shape = new_model_config(runs["vit_shapes_jft"].model, 1000)  # D.2: the base of all shapes
+    assert isinstance(shape, ViTConfig)
+    assert (shape.depth, shape.width, shape.mlp_width, shape.patch_size) == (8, 1024, 2048, 32)
+    axial = new_model_config(runs["axial_vit_b16_jft"].model, 1000)  # D.6
+    assert isinstance(axial, ViTConfig)
+    assert axial.axial
 
 
 def test_there_are_shipped_files() -> None:

@@ -40,6 +40,18 @@ def test_the_paper_s_run() -> None:
     assert any("312,012 steps" in line for line in describe(forecast))
 
 
+def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
+    file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"
+    forecast = make_forecast(load("cluster=8x8xH100-80GB", file=file))
+    assert (forecast.plan.micro_batch, forecast.plan.accumulation, forecast.plan.world_size) == (64, 1, 64)
+    assert forecast.flops / 1e18 == pytest.approx(1283, rel=0.003)  # Its header.
+    assert forecast.choice
+    assert forecast.choice.overrides == [
+        "engine.zero_stage=1", "engine.activation_checkpointing=false", "train.micro_batch=64"
+    ]  # fmt: skip
+    assert forecast.choice.memory.total / 2**30 == pytest.approx(28.2, abs=0.1)  # Its header.
+
+
 def test_images_that_are_not_square_are_planned() -> None:
     """Twice the width: a bit more than twice the arithmetic and the activations, the same parameters but positions."""
     square, wide = (make_forecast(load(f"model.image_size={size}")) for size in ("224", "224x448"))
