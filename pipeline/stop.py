@@ -1,6 +1,7 @@
 """Stopping a run so that nothing is lost: who may ask for it, how the ranks agree on a step, how a run says it ended.
 
-Asked by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run's folder, or by `train.stop_after_minutes`.
+Asked by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run's folder, by `train.stop_after_minutes`, or by
+the end of the launcher that started the ranks (pipeline/starter.py).
 A thread of each rank hears it, also while the main thread is inside a collective, and tells the others through the
 process group's store; so a rank that waits for data hears it too. What is done about it is decided together: with each
 item (a training step, a batch of evaluation) goes a sum over ranks that nobody waits for, and all leave before the same
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pipeline.config import RunConfig
 from pipeline.errors import DivergedError, Interrupted, Stopped, UserError
 from pipeline.run_folder import RESUME, Ending, RunFolder, Status, stop_file
+from pipeline.starter import find_starter
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
     from pipeline.distributed import Ranks
@@ -32,6 +34,7 @@ T = TypeVar("T")
 
 BY_FILE = "the stop file"
 BY_LIMIT = "train.stop_after_minutes"
+BY_STARTER = "the end of what started it"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
 # How long one word with the store may take: rank 0, which keeps it, may hang.
@@ -79,6 +82,7 @@ class Stop:
                 self._before[number] = signal.signal(number, _ignore)
                 signal.siginterrupt(number, False)
         self._closed = False
+        self._starter = find_starter()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._thread.start()
 
@@ -242,6 +246,8 @@ class Stop:
 
     def _asked_elsewhere(self) -> str:
         """What asks this rank to stop, besides signals; empty when nothing does."""
+        if self._starter is not None and self._starter.is_gone():
+            return f"{BY_STARTER} ({self._starter.name}, process {self._starter.pid})"
         if self._ranks is None:  # The others could not hear of it.
             return ""
         if self._ranks.is_main:

@@ -31,7 +31,7 @@ from pipeline.run_folder import (
     read_status,
     stop_file,
 )
-from pipeline.stop import BY_FILE, BY_LIMIT
+from pipeline.stop import BY_FILE, BY_LIMIT, BY_STARTER
 from pipeline.tools_config import SuperviseConfig
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
@@ -122,7 +122,7 @@ class Supervisor:
             return "stopped", why or f"the launcher ended with {launch.code}"
         if how in ("refused", "diverged") or (launch.code == 2 and how != "stopped"):
             return "refused", why or "exit code 2, see above"
-        if how == "stopped" and launch.orphaned:
+        if how == "stopped" and (launch.orphaned or why.startswith(BY_STARTER)):
             return "failed", "its launcher was killed; what was trained is committed"
         if how == "stopped" and why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT")):
             return "stopped", why  # By a person, or because the time is up.

@@ -285,6 +285,46 @@ def process(family: psutil.Process, *words: str) -> psutil.Process:
     raise AssertionError(words)
 
 
+def deepspeed() -> list[str]:
+    """The command that starts two ranks here."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    program = Path(sys.executable).parent / "deepspeed"
+    return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(port)]
+
+
+def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: Path) -> None:
+    """SIGTERM to the outer process, as from `kill` or a queue, ends it alone; the ranks notice, and lose nothing."""
+    overrides = [*settings(data, tmp_path, "left", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]
+    folder = tmp_path / "left"
+    runner = subprocess.Popen(
+        [*deepspeed(), "launch/pretrain.py", *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    family: list[psutil.Process] = []
+    try:
+        until(lambda: (folder / "metrics.jsonl").exists() and 3 in metrics(folder))
+        family = psutil.Process(runner.pid).children(recursive=True)
+        assert len(family) == 3, "the launcher and two ranks"
+        begin = time.monotonic()
+        runner.terminate()
+        assert runner.wait(10) == -signal.SIGTERM
+        assert not psutil.wait_procs(family, timeout=SECONDS)[1]
+        assert time.monotonic() - begin < SECONDS
+    finally:
+        for process in [*family, *([psutil.Process(runner.pid)] if runner.poll() is None else [])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    status = read_status(folder)
+    assert status
+    assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder)))
+    assert status.reason == f"the end of what started it (deepspeed, process {runner.pid})"
+    said = runner.communicate()[0].decode()
+    assert f"at step {status.step:,}, which is committed: the same command goes on" in said
+    assert "Traceback" not in said
+
+
 def test_kills_under_the_real_launcher_and_the_supervisor(
     forge: Forge, data: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -292,17 +332,7 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
     folder, clock = tmp_path / "cut", tmp_path / "tomorrow"
     (tmp_path / "clock.cc").write_text(_CLOCK)
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.cc"], check=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = [
-        sys.executable,
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(port),
-    ]
+    launcher = deepspeed()
     overrides = settings(data, tmp_path, "cut", *LONG)
     supervisor = subprocess.Popen(
         [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],

@@ -1,0 +1,107 @@
+"""Notices that the process which started this rank is gone, so that ranks left without a launcher commit and leave.
+
+`deepspeed` is two processes: the runner, which the user starts, and below it (or below the sshd of each host, with pdsh) the
+launcher, `deepspeed.launcher.launch`, which starts the ranks. Neither SIGTERM nor SIGKILL to the runner reaches the others, and
+a kernel tells nobody that a grandparent died. But a process whose parent dies gets another parent, and that can be read.
+
+Only parents that are known to be launchers are watched: a shell may end while `nohup torchrun ... &` goes on. Linux only.
+"""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")
+_LAUNCHER = "deepspeed.launcher.launch"
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_SSHD = ("sshd", "sshd-session")
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The processes between this rank and what started it. links: (child, parent) pids, each true at the start."""
+
+    name: str
+    pid: int
+    links: tuple[tuple[int, int], ...]
+
+    def is_gone(self) -> bool:
+        """Whether this process or one of those between has ended."""
+        return any(_parent(child) != parent for child, parent in self.links)
+
+
+def find_starter() -> Starter | None:
+    """What started this rank, or None if it is unknown: then nothing can be noticed, and nothing is."""
+    child = os.getpid()
+    links: list[tuple[int, int]] = []
+    found, launcher = None, 0
+    while (parent := _parent(child)) is not None and parent > 0:
+        links.append((child, parent))
+        program = _program(parent)
+        if program in _RUNNERS or program in _TORCHRUN:
+            return Starter(program, parent, tuple(links))
+        if program == _LAUNCHER and not launcher:
+            found, launcher = Starter(program, parent, tuple(links)), parent
+        if launcher and _started_over_ssh(launcher, parent):
+            found = Starter("the ssh connection", parent, tuple(links))
+            # pdsh outlives its runner, and ssh connections outlive pdsh: only the host where it runs can see that.
+            if (above := _pdsh_above(launcher)) is not None:
+                found = Starter("pdsh", above[0], (*links, above))
+            return found
+        child = parent
+    return found
+
+
+def _started_over_ssh(launcher: int, parent: int) -> bool:
+    """Whether `parent` is the sshd whose connection the launcher belongs to: not if it was to outlive it (nohup, setsid)."""
+    with contextlib.suppress(OSError, ValueError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() not in _SSHD:
+            return False
+        status = Path(f"/proc/{launcher}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        return not ignored >> (signal.SIGHUP - 1) & 1 and _parent(os.getsid(launcher)) == parent
+    return False
+
+
+def _pdsh_above(launcher: int) -> tuple[int, int] | None:
+    """(pid, pid of the runner) of the pdsh on this host that started a launcher, if there is one."""
+    own = [word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))]
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if (folder / "comm").read_text().strip() == "pdsh":
+                pid = int(folder.name)
+                parent = _parent(pid)
+                if parent and set(own) <= set(_command(pid)) and _program(parent) in _RUNNERS:
+                    return pid, parent
+    return None
+
+
+def _parent(pid: int) -> int | None:
+    """None when there is no such process, or it may not be seen."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(text.rpartition(")")[2].split()[1])  # Behind the name, which may hold anything.
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _program(pid: int) -> str:
+    """The name of the script, the module or the program that a process runs."""
+    words = _command(pid) or [""]
+    if not os.path.basename(words[0]).startswith("python"):
+        return os.path.basename(words[0])
+    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+        if word == "-m":
+            return following
+        if not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
