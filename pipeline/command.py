@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from pipeline import schema
-from pipeline.errors import UserError
+from pipeline.errors import CrashError, UserError
 
 T = TypeVar("T")
 
@@ -54,13 +54,20 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subje
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2; Ctrl-C into 130."""
+    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2; Ctrl-C into 130.
+
+    A CrashError becomes one line and exit code 1.
+    """
     try:
         yield
     except KeyboardInterrupt:  # Not of a run, which has its own way to stop: pipeline/stop.py.
         if os.environ.get("RANK", "0") == "0":
             print("stopped: the same command goes on", file=sys.stderr, flush=True)
         sys.exit(130)
+    except CrashError as error:  # Every rank meets it.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except (UserError, OSError) as error:
         if isinstance(error, UserError):
             line = " ".join(str(error).split("\n"))

@@ -17,6 +17,10 @@ class OneRankError(UserError):
     on_one_rank = True
 
 
+class CrashError(Exception):
+    """The run cannot go on, and no setting is to blame: one line, exit code 1, and a supervisor starts it again."""
+
+
 class Interrupted(Exception):  # noqa: N818 - no error
     """The data that a rank waits for is not wanted any more."""
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.run_folder import Failure
 
 Hosts = dict[str, int]  # name -> slots (ranks), in the order of the ranks
 _CONNECT_SECONDS = 10
@@ -38,14 +39,14 @@ def write_hostfile(path: Path, hosts: Hosts) -> None:
     path.write_text("".join(f"{name} slots={slots}\n" for name, slots in hosts.items()))
 
 
-def to_blame(hosts: Hosts, failures: dict[int, dict]) -> list[str]:
+def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
     """The hosts that a run failed on, by the word its ranks left (`run_folder.read_failures`).
 
     A rank that failed of itself says so; one that lost the others says that; one that was killed, or whose host died,
     says nothing. What happens on all hosts is no host's fault.
     """
     host_of = [name for name, slots in hosts.items() for _ in range(slots)]
-    by_themselves = {host_of[rank] for rank, f in failures.items() if rank < len(host_of) and not f["lost_others"]}
+    by_themselves = {host_of[rank] for rank, f in failures.items() if 0 <= rank < len(host_of) and not f.lost_others}
     silent = {name for rank, name in enumerate(host_of) if rank not in failures}
     for suspects in (by_themselves, silent):
         if suspects:

@@ -2,7 +2,7 @@
 
 lock             held by rank 0 as long as it lives; its text says who that is
 status.json      how the last start ended, or that it is running (or was killed: then nobody could say it ended)
-failures/*.json  why a rank gave up by itself; a rank that was killed leaves none
+failures/*       why a rank gave up by itself, and its traceback; a rank that was killed leaves nothing
 stop             made by a person or a supervisor: the run commits, removes it and leaves
 """
 
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline import json_record
 from pipeline.errors import UserError
 
 # "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
@@ -34,6 +35,16 @@ class Status:
     step: int
     code: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up. lost_others: because another rank was gone, not of itself."""
+
+    rank: int
+    host: str
+    error: str
+    lost_others: bool
 
 
 class RunFolder:
@@ -81,16 +92,26 @@ class RunFolder:
         if self.is_owner:
             write_atomically(self.path / "status.json", json.dumps(asdict(status)))
 
-    def say_failure(self, error: str, lost_others: bool) -> None:
-        """Leave word why this rank gives up. lost_others: because of another rank, not of itself."""
+    def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
+        """Leave word why this rank gives up (see Failure), and its traceback if there is one."""
         if self.ours:
-            folder = self.path / "failures"
-            folder.mkdir(exist_ok=True)
-            facts = {"rank": self.rank, "host": socket.gethostname(), "error": error, "lost_others": lost_others}
-            write_atomically(folder / f"rank-{self.rank:05d}.json", json.dumps(facts))
+            file = self._failure_file()
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, json.dumps(asdict(Failure(self.rank, socket.gethostname(), error, lost_others))))
+            if trace:
+                write_atomically(file.with_suffix(".txt"), trace)
+
+    def take_stderr(self) -> None:
+        """Send what this process still prints to stderr, from any library, into the file of its traceback."""
+        file = os.open(self._failure_file().with_suffix(".txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(file, 2)
+        os.close(file)
 
     def take_back_failure(self) -> None:
-        (self.path / "failures" / f"rank-{self.rank:05d}.json").unlink(missing_ok=True)
+        self._failure_file().unlink(missing_ok=True)
+
+    def _failure_file(self) -> Path:
+        return self.path / "failures" / f"rank-{self.rank:05d}.json"
 
 
 def holder(path: Path) -> str | None:
@@ -111,20 +132,20 @@ def holder(path: Path) -> str | None:
 
 
 def read_status(path: Path) -> Status | None:
-    """How the last start ended, None when there is no word of it."""
+    """How the last start ended, None when there is no word of it, or no readable one."""
     try:
-        return Status(**json.loads((path / "status.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        return json_record.read(path / "status.json", Status)
+    except (OSError, UserError):
         return None
 
 
-def read_failures(path: Path) -> dict[int, dict]:
+def read_failures(path: Path) -> dict[int, Failure]:
     """What the ranks said that gave up by themselves in the last start, by rank."""
     found = {}
     for file in sorted((path / "failures").glob("rank-*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            facts = json.loads(file.read_text())
-            found[int(facts["rank"])] = facts
+        with contextlib.suppress(OSError, UserError):  # What cannot be read says nothing, like a rank that was killed.
+            failure = json_record.read(file, Failure)
+            found[failure.rank] = failure
     return found
 
 

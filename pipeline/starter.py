@@ -16,6 +16,7 @@ from pathlib import Path
 _RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")
 _LAUNCHER = "deepspeed.launcher.launch"
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_PDSH = ("pdsh", "pdsh.bin")  # The second is Debian's.
 _SSHD = ("sshd", "sshd-session")
 
 
@@ -69,12 +70,11 @@ def _pdsh_above(launcher: int) -> tuple[int, int] | None:
     """(pid, pid of the runner) of the pdsh on this host that started a launcher, if there is one."""
     own = [word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))]
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if (folder / "comm").read_text().strip() == "pdsh":
-                pid = int(folder.name)
-                parent = _parent(pid)
-                if parent and set(own) <= set(_command(pid)) and _program(parent) in _RUNNERS:
-                    return pid, parent
+        pid = int(folder.name)
+        if _program(pid) in _PDSH and set(own) <= set(_command(pid)):
+            parent = _parent(pid)
+            if parent and _program(parent) in _RUNNERS:
+                return pid, parent
     return None
 
 

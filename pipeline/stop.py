@@ -13,9 +13,11 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +25,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pipeline.config import RunConfig
-from pipeline.errors import DivergedError, Interrupted, Stopped, UserError
-from pipeline.run_folder import RESUME, Ending, RunFolder, Status, stop_file
+from pipeline.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.run_folder import RESUME, Ending, RunFolder, Status, read_failures, stop_file
 from pipeline.starter import find_starter
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -51,6 +53,8 @@ _LAST_WORD_SECONDS = 27.0
 _FAREWELL_SECONDS = 10.0
 # Before the limit: for the step at hand, for MLflow and for the exit; three times the longest commit comes on top.
 _RESERVE_SECONDS = 30.0
+# How long ranks have to answer when one has lost another, and how many of those that do not are named.
+_ROLL_CALL_SECONDS, _NAMED = 3 * _POLL_SECONDS, 8
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
 
 
@@ -69,6 +73,7 @@ class Stop:
         self._refused = False
         self._ranks: Ranks | None = None
         self._store: Any = None
+        self._hosts: list[str] = []  # By rank.
         self._lock = threading.Lock()
         self._interrupted = self._terminated = float("inf")  # When SIGINT and SIGTERM were first heard.
         self._before: dict[int, Any] = {}
@@ -102,9 +107,13 @@ class Stop:
                 self.folder.say_status(Status(how, self.step, 2, str(error)))
             else:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-                self.folder.say_failure(text, bool(_LOST_OTHERS.search(text)))
+                lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
+                crash = isinstance(error, CrashError)
+                self.folder.say_failure(text, lost_others, "" if crash else "".join(traceback.format_exception(error)))
+                if lost_others:
+                    self._leave_lost(text)
                 asked = f" ({self.reason})" if self.reason else ""
-                self.folder.say_status(Status("failed", self.step, 1, text + asked))
+                self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
         self._closed = True
         os.write(self._wake, b"\0")
         self._thread.join()
@@ -125,6 +134,7 @@ class Stop:
             self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             self._store.set_timeout(_STORE_PATIENCE)
         ranks.barrier()
+        self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True
 
     def begin_training(self, step: int) -> None:
@@ -215,6 +225,70 @@ class Stop:
             self._ranks.barrier()
         _exit(RESUME)
 
+    # ------------------------------------------------------------------ when another rank is gone
+    def _leave_lost(self, error: str) -> NoReturn:
+        """End this process with code 1 after one rank has said, in one line, which ranks are gone.
+
+        What a rank meets then is an error of a collective, whose traceback says nothing of the cause. It is in `failures/`.
+        """
+        assert self._store is not None
+        gone: list[int] = []
+        speaks, line = True, ""
+        with contextlib.suppress(OSError):
+            said = os.dup(2)
+            self.folder.take_stderr()  # torch prints C++ frames when the store is gone.
+        try:
+            speaks = self._store.add(_key("speaker"), 1) == 1
+            if speaks:
+                gone = self._roll_call()
+        except RuntimeError:  # The store is gone, and it is rank 0 that keeps it.
+            gone, speaks = [0], self.folder.rank == 1
+        if speaks:
+            line = self._loss(gone, error)
+            with contextlib.suppress(OSError):
+                self.folder.say_status(Status("failed", self.step, 1, line))
+            with contextlib.suppress(OSError):
+                os.write(said, f"error: {line}\n".encode())
+        with contextlib.suppress(
+            RuntimeError
+        ):  # The store goes with rank 0, and a launcher kills the others when one has left.
+            if speaks and gone != [0]:
+                self._store.set(_key("told"), line)
+            elif not speaks:
+                self._store.wait([_key("told")], timedelta(seconds=2 * _ROLL_CALL_SECONDS))
+                line = self._store.get(_key("told")).decode()
+                with contextlib.suppress(OSError):
+                    self.folder.say_status(Status("failed", self.step, 1, line))
+        _exit(1)
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not answer. Raises RuntimeError when there is no store to ask by."""
+        assert self._store is not None
+        missing = set(range(len(self._hosts))) - {self.folder.rank}
+        self._store.set(_key("roll call"), "")
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.2)
+            missing = {rank for rank in missing if not self._store.check([_key(f"here/{rank}")])}
+        return sorted(missing)
+
+    def _loss(self, gone: list[int], error: str) -> str:
+        """What happened to the ranks that are gone, and what happens next. error: what this rank met."""
+        said = read_failures(self.folder.path)
+        lines = []
+        for rank in gone[:_NAMED]:
+            failure = said.get(rank)
+            own = failure is not None and not failure.lost_others
+            how = f"failed ({failure.error})" if failure and own else "is gone (it, or its host, was killed)"
+            lines.append(f"rank {rank} on {self._hosts[rank]} {how}")
+        if len(gone) > _NAMED:
+            lines.append(f"and so did {len(gone) - _NAMED} more")
+        what = ", ".join(lines) or f"rank {self.folder.rank} on {socket.gethostname()} failed ({error})"
+        return (
+            f"{what}. The other ranks end, too. The same command goes on from the last checkpoint, of step {self.step:,} or "
+            f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
+        )
+
     # ------------------------------------------------------------------ the thread that listens
     def _listen(self) -> None:
         while not self._closed:
@@ -226,6 +300,7 @@ class Stop:
                 if reason.startswith(_REFUSED):
                     self._leave_refused(reason.removeprefix(_REFUSED))
                 self._want(reason)
+            self._answer_roll_call()
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
                 self._terminated = float("inf")
                 late = f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM"
@@ -260,6 +335,11 @@ class Stop:
             if self._store is not None and self._store.check([_key()]):
                 return self._store.get(_key()).decode()
         return ""
+
+    def _answer_roll_call(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([_key("roll call")]):
+                self._store.set(_key(f"here/{self.folder.rank}"), "")
 
     def _want(self, reason: str) -> None:
         with self._lock:
@@ -298,9 +378,9 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _key() -> str:
+def _key(name: str = "stop") -> str:
     # torchrun's store outlives the ranks that it restarts.
-    return f"vit_pipeline/stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.hosts import largest_fitting, read_hostfile, to_blame
+from pipeline.run_folder import Failure
 from pipeline.supervise import _option, _with_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,8 +167,8 @@ def test_a_host_that_failed_twice_is_left_out_and_the_batch_still_divides(tmp_pa
 def test_blame() -> None:
     hosts = {"a": 2, "b": 1}
 
-    def left(*lost_others: bool | None) -> dict[int, dict]:
-        return {rank: {"lost_others": lost} for rank, lost in enumerate(lost_others) if lost is not None}
+    def left(*lost_others: bool | None) -> dict[int, Failure]:
+        return {rank: Failure(rank, "?", "?", lost) for rank, lost in enumerate(lost_others) if lost is not None}
 
     assert to_blame(hosts, left(True, True, None)) == ["b"], "it says nothing: it was killed, or its host died"
     assert to_blame(hosts, left(True, False, None)) == ["a"], (

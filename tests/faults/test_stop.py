@@ -65,6 +65,13 @@ def hears(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+def one_line(said: str) -> str:
+    """The one line of an error; nothing like a traceback stands beside it."""
+    assert not re.search(r"Traceback|frame #|Exception", said), said
+    (line,) = [line for line in said.splitlines() if "rror" in line]
+    return line
+
+
 def at_step(run: ForkedRun, step: int) -> None:
     until(lambda: f"step {step}/" in run.said())
 
@@ -151,7 +158,18 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     run.send(1, signal.SIGKILL)
     assert run.wait() == [1, -signal.SIGKILL]
     assert (status().status, status().code) == ("failed", 1)
-    assert [failure["lost_others"] for failure in read_failures(folder).values()] == [True]
+    assert [failure.lost_others for failure in read_failures(folder).values()] == [True]
+    loss = one_line(run.said(0))
+    assert loss.startswith(f"error: rank 1 on {os.uname().nodename} is gone (it, or its host, was killed). The other")
+    assert f"goes on from the last checkpoint, of step {status().step:,} or later" in loss
+    assert "Traceback" in (folder / "failures" / "rank-00000.txt").read_text()
+
+    # Rank 0, which keeps the books and the store.
+    run = forge.start(2, overrides)
+    at_step(run, status().step + 1)
+    run.send(0, signal.SIGKILL)
+    assert run.wait() == [-signal.SIGKILL, 1]
+    assert one_line(run.said(1)).startswith(f"error: rank 0 on {os.uname().nodename} is gone")
 
     # A second SIGINT does not wait for anything: here, for a rank that does not answer.
     run = forge.start(2, overrides)

@@ -1,8 +1,10 @@
 """`deepspeed --hostfile` on three hosts, with sshd and pdsh as on any cluster; one of them dies, and the run is finished."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import hosts
+import psutil
 import pytest
 import yaml
 from forked import Forge
 from hosts import Host
 from ranks import ROOT, metrics, settings
 
-from pipeline.run_folder import read_status
+from pipeline.run_folder import RESUME, read_status
 
 STEPS = 36
 # Uneven: 4 ranks, and 3 once node3 is gone.
@@ -123,23 +126,66 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     site.nodes[1].run("umount", data.parent)
 
 
+def start_run(site: Site, dataset: Path, name: str, *more: str, log: Path, before: tuple[str, ...] = ()) -> Any:
+    """`deepspeed` on all hosts, from node1; -> (the way into node1, the run's folder, its settings)."""
+    home = site.folder.parent
+    data, out = home / "data", home / "runs"
+    if not data.exists():
+        shutil.copytree(dataset, data)
+    (site.folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
+    carried = [
+        f"{name}={site.environment[name]}\n" for name in ("DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+    ]
+    (site.folder / ".deepspeed_env").write_text("".join(carried))
+    run = settings(data, out, name, "evaluate.every=100%", "checkpoint.every=5 steps", *more)
+    launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
+    return site.start(*before, *launch, "launch/pretrain.py", *run, log=log), out / name, run
+
+
+@pytest.mark.parametrize(("victim", "number"), [("bin/deepspeed ", signal.SIGTERM), ("bin/deepspeed ", signal.SIGKILL),
+                                                ("pdsh -S", signal.SIGKILL), ("ssh -o", signal.SIGKILL)])  # fmt: skip
+def test_ranks_on_all_hosts_stop_when_their_starter_is_gone(
+    site: Site, dataset: Path, tmp_path: Path, victim: str, number: signal.Signals
+) -> None:
+    name, log = f"{''.join(filter(str.isalpha, victim))}{number:d}", tmp_path / "log.txt"
+    process, folder, _ = start_run(site, dataset, name, "train.length=1000000 steps", log=log)
+
+    def running(node: Host, *words: str) -> list[psutil.Process]:
+        found = []
+        for process in node.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if all(word in " ".join([process.name(), *process.cmdline()]) for word in (name, *words)):
+                    found.append(process)
+        return found
+
+    def ranks() -> list[psutil.Process]:
+        return [process for node in site.nodes for process in running(node, "--local_rank")]
+
+    def step() -> int:
+        status = read_status(folder)
+        return status.step if status else 0
+
+    wait_for(lambda: step() >= 5, process, log)
+    assert len(ranks()) == sum(SLOTS.values())
+    begin = time.monotonic()
+    running(site.nodes[0], victim)[0].send_signal(number)
+    while left := ranks():
+        assert time.monotonic() - begin < 25, (left, log.read_text())
+        time.sleep(0.1)
+    status = read_status(folder)
+    assert status
+    assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder))), log.read_text()
+    process.wait()
+
+
 def test_a_host_dies_and_the_run_is_finished_on_the_others(
     forge: Forge, site: Site, dataset: Path, tmp_path: Path
 ) -> None:
     home = site.folder.parent
-    data, out, log = home / "data", home / "runs", home / "supervise.out"
-    shutil.copytree(dataset, data)
-    (site.folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
-    carried = " ".join(
-        f"{name}={site.environment[name]}" for name in ("DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
-    )
-    (site.folder / ".deepspeed_env").write_text(carried.replace(" ", "\n") + "\n")
-    run = settings(data, out, "three", f"train.length={STEPS} steps", "evaluate.every=100%", "checkpoint.every=5 steps")
+    log = home / "supervise.out"
+    supervise = (sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--")
+    process, folder, run = start_run(site, dataset, "three", f"train.length={STEPS} steps", log=log, before=supervise)
     alone = forge.start(1, [*run, f"out={home / 'alone'}"])
-    launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
-    supervise = [sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--", *launch]
-    process = site.start(*supervise, "launch/pretrain.py", *run, log=log)
-    folder = out / "three"
 
     def step() -> int:
         status = read_status(folder) if folder.exists() else None
