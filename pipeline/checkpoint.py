@@ -18,17 +18,19 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import json_record
+from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, BucketPath, Patience, to_path
 from pipeline.errors import UserError
+from pipeline.fragments import Fragments
 from pipeline.run_folder import write_atomically
 
 FORMAT = 1
@@ -36,9 +38,8 @@ MODEL = "model.safetensors"
 # A writer at work changes its status file so often; one that has not for SILENCE is dead.
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * BEAT_SECONDS
-_NAME = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
-_CHECKSUMS, _KEPT = "checksums.json", "kept.json"
+_KEPT = "kept.json"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,47 @@ class Kept:
     best: str | None
     metric: str | None
     value: float | None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the engine counts, beside its tensors. loss_scale: of fp16, by name."""
+
+    optimizer_steps: int | None
+    global_steps: int
+    skipped_steps: int
+    loss_scale: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run goes on from, of state.json. losses: recent ones. left_out: batches, as (first, number)."""
+
+    step: int
+    identity: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: Counters = Counters(None, 0, 0)
+    losses: list[float] = field(default_factory=list)
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A rank's file. ranges: (name, start, length) of each state."""
+
+    file: str
+    ranges: list[tuple[str, int, int]]
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WriterStatus:
+    """How far a writer is: beat, at work; part, done; error, failed, for a reason that one line says."""
+
+    beat: int | None = None
+    part: WrittenPart | None = None
+    error: str | None = None
 
 
 class Checkpoints:
@@ -66,26 +108,47 @@ class Checkpoints:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self, path: AnyPath, checksums: dict[str, Any]) -> AnyPath:
+    def commit(self, path: AnyPath, checksums: dict[str, Checksum]) -> AnyPath:
         """Make what was written and flushed in `path` a checkpoint, and point at it. checksums: of every file of it."""
-        write_whole(path / _CHECKSUMS, json.dumps(checksums, indent=1))
+        write_whole(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
         if isinstance(path, BucketPath):
             final: AnyPath = path
-            for name in path.sizes().keys() - checksums.keys() - {_CHECKSUMS}:  # Of a save that failed.
+            for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Of a save that failed.
                 (path / name).unlink(missing_ok=True)
         else:
             assert isinstance(self.folder, Path)
             final = self.folder / path.name.removeprefix(_WRITING).partition(".")[0]
             for file in path.iterdir():
-                if file.name not in checksums and file.name != _CHECKSUMS:
+                if file.name not in checksums and file.name != CHECKSUMS:
                     file.unlink()
             _flush(path)
             if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
                 self.remove(final)
             os.rename(path, final)
             _flush(self.folder)
-        write_whole(self.folder / "latest", final.name)
+        self.point_at(final)
         return final
+
+    def point_at(self, newest: AnyPath) -> None:
+        """Make `latest` name a checkpoint."""
+        write_whole(self.folder / LATEST, newest.name)
+
+    def mend_pointer(self, newest: AnyPath) -> bool:
+        """Make `latest` name the newest whole checkpoint, if a kill came before that; whether it had to be."""
+        try:
+            named = (self.folder / LATEST).read_bytes()
+        except FileNotFoundError:
+            named = b""
+        if named.strip() == newest.name.encode():
+            return False
+        self.point_at(newest)
+        return True
+
+    def committed_by(self, step: int, token: str) -> AnyPath | None:
+        """The checkpoint of `step`, if it is there and is of the save with this token."""
+        path = self.folder / step_name(step)
+        checksums = read_checksums(path)
+        return path if checksums and any(name.endswith(f".{token}.bin") for name in checksums) else None
 
     def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
         """Remove what is older than `newest`, but the `keep` newest and those that are to be kept.
@@ -101,11 +164,14 @@ class Checkpoints:
                 self.remove(path)
 
     def kept(self) -> Kept:
-        """What retention leaves alone."""
+        """What retention leaves alone. Raises UserError for a damaged file: what it named would be removed."""
+        file = self.folder / _KEPT
         try:
-            return Kept(**json.loads((self.folder / _KEPT).read_text()))
+            return json_record.parse(file.read_bytes(), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
+        except UserError as error:
+            raise UserError(f"{error} It lists the checkpoints that stay for good: mend it, or remove it.") from None
 
     def keep_always(self, name: str) -> None:
         """Leave this checkpoint alone from now on."""
@@ -128,7 +194,7 @@ class Checkpoints:
     def remove(self, path: AnyPath) -> None:
         """Remove a checkpoint so that a kill in the middle leaves no half of one."""
         if isinstance(path, BucketPath):
-            (path / _CHECKSUMS).unlink(missing_ok=True)
+            (path / CHECKSUMS).unlink(missing_ok=True)
             path.remove_tree()
             return
         hidden = path.with_name(f"{_REMOVING}{path.name}")
@@ -152,17 +218,17 @@ class Checkpoints:
     # ---------------------------------------------------------------- reading
     def candidates(self) -> list[AnyPath]:
         """Committed checkpoints, newest first."""
-        found = [path for path in _inside(self.folder) if _NAME.fullmatch(path.name)]
+        found = [path for path in _inside(self.folder) if NAME.fullmatch(path.name)]
         if isinstance(self.folder, BucketPath):
-            found = [path for path in found if (path / _CHECKSUMS).exists()]
+            found = [path for path in found if (path / CHECKSUMS).exists()]
         return sorted(found, key=step_of, reverse=True)
 
     # ---------------------------------------------------------------- what an earlier life left
     def unfinished(self) -> list[AnyPath]:
         """Where files lie that are no checkpoint: of a save that goes on, or that was interrupted."""
         if isinstance(self.folder, BucketPath):
-            found = [path for path in _inside(self.folder) if _NAME.fullmatch(path.name)]
-            return [path for path in found if not (path / _CHECKSUMS).exists()]
+            found = [path for path in _inside(self.folder) if NAME.fullmatch(path.name)]
+            return [path for path in found if not (path / CHECKSUMS).exists()]
         return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
 
     def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
@@ -199,17 +265,22 @@ def checkpoint_folder(config: RunConfig) -> AnyPath:
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
-def write_status(path: AnyPath, rank: int, token: str, status: dict[str, Any]) -> None:
+def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
     """Say to rank 0's writer, and to a run that starts meanwhile, how far this rank's writer is."""
-    write_whole(path / f"status-{rank:04d}.{token}.json", json.dumps(status), durable=False)
+    write_whole(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)
 
 
-def read_status(path: AnyPath, rank: int, token: str) -> dict[str, Any]:
-    """{} where there is none; {"beat": n} at work; {"part": {...}} done; {"error": line} failed."""
+def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
+    """How far a writer is; an empty status where it has said nothing, or nothing readable."""
+    file = path / _status_name(rank, token)
     try:
-        return json.loads((path / f"status-{rank:04d}.{token}.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
+        return json_record.parse(file.read_bytes(), WriterStatus, str(file))
+    except (FileNotFoundError, UserError):
+        return WriterStatus()
+
+
+def _status_name(rank: int, token: str) -> str:
+    return f"status-{rank:04d}.{token}.json"
 
 
 def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
@@ -217,41 +288,59 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
 
     share of shares: each rank may look at every n-th file; together they have looked at all.
     """
-    try:
-        expected = json.loads((path / _CHECKSUMS).read_text())
-    except (OSError, ValueError):
-        expected = None
-    if not isinstance(expected, dict):
-        return f"{_CHECKSUMS} is missing or unreadable"
-    if missing := {"state.json"} - expected.keys():
+    expected = read_checksums(path)
+    if expected is None:
+        return f"{CHECKSUMS} is missing or unreadable"
+    if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
         return f"{min(missing)} has no checksum"
-    for name, checksums in sorted(expected.items())[share::shares]:
+    for name, known in sorted(expected.items())[share::shares]:
         try:
-            if checksum(path / name) != checksums:
+            if "/" in name:
+                return f"{name!r} is no name of a file"
+            if checksum(path / name) != known:
                 return f"{name} does not match its checksum"
         except (FileNotFoundError, NotADirectoryError, ValueError):
-            return f"{name} is missing"
+            return f"{name!r} is missing" if not name.isprintable() else f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 
-def read_state(path: AnyPath) -> dict[str, Any]:
-    """state.json of a verified checkpoint. Raises UserError for one of another format."""
-    state = json.loads((path / "state.json").read_text())
-    found = state.get("format", 0)
+def _listed_files(path: AnyPath) -> set[str]:
+    """The files that index.json lists; what is wrong with it itself, its checksum says."""
+    try:
+        return set(Fragments.open(path).index.files)
+    except (OSError, UserError):
+        return set()
+
+
+def read_state(path: AnyPath) -> State:
+    """state.json of a checkpoint. Raises UserError for a damaged one, and for one of another format."""
+    file = path / "state.json"
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing: {path} is no checkpoint.") from None
+    found = json_record.parse(content, _Format, str(file)).format
     if found > FORMAT:
         raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
                         "pipeline that wrote it, or a newer one.")  # fmt: skip
     if found < FORMAT:
         raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
                         f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
-    return state
+    return json_record.parse(content, State, str(file))
 
 
-def checksum(file: AnyPath) -> dict[str, Any]:
-    """{"bytes": int, "sha256": hex} of a file."""
+@dataclass(frozen=True)
+class _Format:
+    format: int = 0
+
+
+def checksum(file: AnyPath) -> Checksum:
+    """Size and SHA-256 of a file."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-        return {"bytes": stream.tell(), "sha256": digest}
+        return Checksum(stream.tell(), digest)
 
 
 def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:

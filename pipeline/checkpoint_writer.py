@@ -23,19 +23,24 @@ from typing import Any
 
 import numpy as np
 
+from pipeline import json_record
 from pipeline.checkpoint import (
     BEAT_SECONDS,
     FORMAT,
     MODEL,
     Checkpoints,
+    WriterStatus,
+    WrittenPart,
     checksum,
     read_status,
     step_name,
     write_status,
     write_whole,
 )
+from pipeline.committed import Checksum
 from pipeline.data.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
-from pipeline.fragments import BYTES, EMA, INDEX, WEIGHTS, Fragments
+from pipeline.errors import UserError
+from pipeline.fragments import BYTES, EMA, INDEX, WEIGHTS, Fragments, Index
 
 # A writer that says nothing for so long is gone, with its host: its rank's part will not come.
 GIVE_UP_SECONDS = 60.0
@@ -45,6 +50,10 @@ _FULL = "no space left: free some, or lower checkpoint.keep; the same command go
 
 class WriterError(Exception):
     """A save that failed for a reason that one line says."""
+
+
+class LostWriterError(WriterError):
+    """A save that failed because another rank's writer is gone: a crash, no mistake of the user."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Commit:
 class Job:
     """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) of each state, in order.
 
-    patience: seconds that requests to a bucket are tried again. commit: on rank 0.
+    patience: seconds that requests to a bucket are tried again. commit: on rank 0. again: another writer was killed at it.
     """
 
     folder: str
@@ -82,20 +91,11 @@ class Job:
     states: list[str]
     ranges: list[tuple[str, int, int]]
     commit: Commit | None
+    again: bool = False
 
     @property
     def bytes(self) -> int:
         return BYTES * len(self.states) * sum(length for _, _, length in self.ranges)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Job":
-        fields = json.loads(text)
-        if commit := fields["commit"]:
-            fields["commit"] = Commit(**{**commit, "retention": Retention(**commit["retention"])})
-        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,34 @@ class Best:
     value: float
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a writer is asked for, as a line of JSON: one of the two."""
+
+    job: Job | None = None
+    best: Best | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a request. error: one line, or None. crash: it is no mistake of the user. seconds: of work."""
+
+    error: str | None
+    crash: bool
+    seconds: float
+
+
 def save(job: Job, memory: int) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
     checkpoints = Checkpoints(to_path(job.folder, Patience(job.patience)))
     path: AnyPath | None = None
     committed = False
     try:
+        if job.again and (final := checkpoints.committed_by(job.step, job.token)) is not None:
+            if job.commit is not None:  # The writer was killed in between.
+                checkpoints.point_at(final)
+                _retain(checkpoints, final, job.commit.retention)
+            return
         path = checkpoints.begin(job.step, job.token)
         with _beating(path, job):
             part = _write_part(path, job, memory)
@@ -125,20 +147,20 @@ def save(job: Job, memory: int) -> None:
             committed = True
             _retain(checkpoints, final, job.commit.retention)
         else:
-            write_status(path, job.rank, job.token, {"part": part})
+            write_status(path, job.rank, job.token, WriterStatus(part=part))
     except (OSError, StorageError, WriterError) as error:
         line = _one_line(error, checkpoints.folder)
         if path is not None:
             with contextlib.suppress(OSError, StorageError):
                 if job.commit is None:
-                    write_status(path, job.rank, job.token, {"error": line})
+                    write_status(path, job.rank, job.token, WriterStatus(error=line))
                 elif not committed:
                     checkpoints.discard(path)
-        raise WriterError(line) from error
+        raise (LostWriterError if isinstance(error, LostWriterError) else WriterError)(line) from error
 
 
-def _write_part(path: AnyPath, job: Job, memory: int) -> dict[str, Any]:
-    """The rank's file: {"file": name, "ranges": of it, "bytes", "sha256"}."""
+def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
+    """Write the rank's file."""
     name = f"rank-{job.rank:04d}.{job.token}.bin"
     size, digest = job.bytes, hashlib.sha256()
     with contextlib.ExitStack() as stack:
@@ -162,26 +184,26 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> dict[str, Any]:
             os.fsync(file.fileno())
     if isinstance(path, BucketPath):
         (path / name).upload(f"/proc/self/fd/{memory}")
-    return {"file": name, "ranges": job.ranges, "bytes": size, "sha256": digest.hexdigest()}
+    return WrittenPart(name, job.ranges, size, digest.hexdigest())
 
 
-def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str, Any]]:
+def _await_parts(path: AnyPath, job: Job, own: WrittenPart) -> list[WrittenPart]:
     """Every rank's part. Raises WriterError when one failed, or is silent for GIVE_UP_SECONDS."""
     parts = {job.rank: own}
-    heard: dict[int, tuple[dict[str, Any], float]] = {}
+    heard: dict[int, tuple[WriterStatus, float]] = {}
     pause = 0.01
     while missing := set(range(job.world_size)) - parts.keys():
         for rank in missing:
             status = read_status(path, rank, job.token)
-            if "error" in status:
-                raise WriterError(f"{status['error']} (rank {rank})")
-            if "part" in status:
-                parts[rank] = status["part"]
-            last, since = heard.get(rank, ({}, 0.0))
+            if status.error is not None:
+                raise WriterError(f"{status.error} (rank {rank})")
+            if status.part is not None:
+                parts[rank] = status.part
+            last, since = heard.get(rank, (WriterStatus(), 0.0))
             if rank not in heard or status != last:
                 heard[rank] = status, time.monotonic()
             elif time.monotonic() - since > GIVE_UP_SECONDS:
-                raise WriterError(
+                raise LostWriterError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
                     f"nothing for {GIVE_UP_SECONDS:.0f} s"
                 )
@@ -190,12 +212,12 @@ def _await_parts(path: AnyPath, job: Job, own: dict[str, Any]) -> list[dict[str,
     return [parts[rank] for rank in range(job.world_size)]
 
 
-def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
     """index.json, state.json and model.safetensors; checksums of all there is."""
-    index = {"shapes": commit.shapes, "states": job.states, "files": {part["file"]: part["ranges"] for part in parts}}
-    write_whole(path / INDEX, json.dumps(index))
+    index = Index(commit.shapes, job.states, {part.file: part.ranges for part in parts})
+    write_whole(path / INDEX, json.dumps(asdict(index)))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
-    checksums = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+    checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
     checksums[MODEL] = _write_model(path / MODEL, Fragments(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
     return checksums
@@ -207,7 +229,7 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
     checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
 
 
-def _write_model(file: AnyPath, fragments: Fragments, commit: Commit) -> dict[str, Any]:
+def _write_model(file: AnyPath, fragments: Fragments, commit: Commit) -> Checksum:
     """A .safetensors of the weights in the parts; its checksum. (The length of a header, the header in JSON, the data.)"""
     weights = fragments.whole(EMA if EMA in fragments.states else WEIGHTS)
     header: dict[str, Any] = {"__metadata__": commit.metadata}
@@ -236,9 +258,9 @@ def _beating(path: AnyPath, job: Job) -> Iterator[None]:
             count += 1
             # If it cannot be written, the part cannot either, and that says so.
             with contextlib.suppress(OSError, StorageError):
-                write_status(path, job.rank, job.token, {"beat": count})
+                write_status(path, job.rank, job.token, WriterStatus(beat=count))
 
-    write_status(path, job.rank, job.token, {"beat": 0})
+    write_status(path, job.rank, job.token, WriterStatus(beat=0))
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
@@ -261,21 +283,23 @@ def mark_best(best: Best) -> None:
     checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
 
 
-def answer(line: str, memory: int) -> dict[str, Any]:
-    """Do what a line asks; {"error": line or None, "seconds": of work}."""
+def answer(line: str, memory: int) -> Reply:
+    """Do what a line asks."""
     begin = time.perf_counter()
-    error = None
+    error, crash = None, False
     try:
-        fields = json.loads(line)
-        if "metric" in fields:
-            mark_best(Best(**fields))
-        else:
-            save(Job.from_json(line), memory)
+        request = json_record.parse(line, Request, "a request to the checkpoint writer")
+        if request.best is not None:
+            mark_best(request.best)
+        if request.job is not None:
+            save(request.job, memory)
     except WriterError as failed:
+        error, crash = str(failed), isinstance(failed, LostWriterError)
+    except UserError as failed:  # A damaged kept.json.
         error = str(failed)
     except Exception as failed:  # Whatever it is: it must not die without a word.
-        error = f"the checkpoint writer failed: {type(failed).__name__}: {' '.join(str(failed).split())}"
-    return {"error": error, "seconds": time.perf_counter() - begin}
+        error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {' '.join(str(failed).split())}", True
+    return Reply(error, crash, time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -285,4 +309,4 @@ def main() -> None:
     for line in sys.stdin:
         reply = answer(line, memory)
         with contextlib.suppress(BrokenPipeError):  # Its rank is gone.
-            print(json.dumps(reply), flush=True)
+            print(json.dumps(asdict(reply)), flush=True)

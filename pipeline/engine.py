@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import engine_state, memory
+from pipeline.checkpoint import Counters
 from pipeline.config import EngineConfig, OptimizerConfig
 from pipeline.data import rng
 from pipeline.data.loader import Batch, normalise
@@ -274,20 +275,19 @@ class Engine:
         states = engine_state.states(self.engine, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """What else is to be restored: plain numbers, the same on every rank."""
         shards = engine_state.shards(self.engine, self.ranks.rank)
-        return {
-            "optimizer_steps": engine_state.optimizer_steps(self.engine, shards),
-            "global_steps": int(self.engine.global_steps),
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": {name: getattr(self._loss_scaler, name) for name in _LOSS_SCALE}
-            if self._loss_scaler
-            else None,
-        }
+        scaler = self._loss_scaler
+        return Counters(
+            engine_state.optimizer_steps(self.engine, shards),
+            int(self.engine.global_steps),
+            self.skipped_steps,
+            {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None,
+        )
 
     @torch.no_grad()
-    def load(self, fragments: Fragments, counters: dict[str, Any]) -> None:
+    def load(self, fragments: Fragments, counters: Counters) -> None:
         """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
 
         Raises UserError for another model's.
@@ -295,7 +295,7 @@ class Engine:
         fragments.check(self.shapes)
         shards = engine_state.shards(self.engine, self.ranks.rank)
         of_optimizer = [name for name in fragments.states if name != EMA]
-        engine_state.begin_states(self.engine, shards, of_optimizer, counters["optimizer_steps"])
+        engine_state.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
             if name not in fragments.states:
                 continue
@@ -312,11 +312,11 @@ class Engine:
             self.ema.begin()  # Switched on later.
         self._count_on(counters)
 
-    def _count_on(self, counters: dict[str, Any]) -> None:
-        self.engine.global_steps = counters["global_steps"]
-        self.engine.skipped_steps = counters["skipped_steps"]
-        if self._loss_scaler and counters.get("loss_scale"):
-            for name, value in counters["loss_scale"].items():
+    def _count_on(self, counters: Counters) -> None:
+        self.engine.global_steps = counters.global_steps
+        self.engine.skipped_steps = counters.skipped_steps
+        if self._loss_scaler and counters.loss_scale:
+            for name, value in counters.loss_scale.items():
                 setattr(self._loss_scaler, name, value)
 
     @property

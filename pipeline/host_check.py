@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import schema
+from pipeline import json_record, schema
 from pipeline.config import LaunchConfig, RunConfig
 from pipeline.errors import UserError
 from pipeline.hosts import read_hostfile
@@ -34,6 +35,20 @@ _START_SECONDS = 60.0
 _CHUNK = b"\0" * 2**20
 _SENT_SECONDS = 1.0
 _SLOW = 0.5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host is and has. missing: of the paths asked for. port: where it waits to be measured."""
+
+    versions: dict[str, str]
+    missing: list[str]
+    writable: bool
+    free_bytes: int
+    gpus: int
+    cores: int
+    addresses: list[str]
+    port: int
 
 
 def run(config: HostsConfig) -> list[dict[str, Any]]:
@@ -103,7 +118,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
         if not line:
             said = process.communicate()[1].decode(errors="replace").strip().splitlines()
             return {"error": said[-1] if said else f"ssh ended with code {process.returncode}"}
-        found = json.loads(line)
+        found: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
         found.update(_measure(found["addresses"], found["port"]))
         return found
     except (OSError, ValueError) as error:
@@ -113,7 +128,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
         process.communicate()
 
 
-def answer(question: dict[str, Any], listener: socket.socket) -> dict[str, Any]:
+def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
     """What this host is and has."""
     versions = {"python": platform.python_version(), "revision": _revision()}
     for package in _PACKAGES:
@@ -122,16 +137,16 @@ def answer(question: dict[str, Any], listener: socket.socket) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = "missing"
     out = Path(question["out"])
-    return {
-        "versions": versions,
-        "missing": [path for path in question["paths"] if not os.path.exists(path)],
-        "writable": os.access(out, os.W_OK),
-        "free_bytes": shutil.disk_usage(out).free if out.exists() else 0,
-        "gpus": _num_gpus(),
-        "cores": len(os.sched_getaffinity(0)),
-        "addresses": [socket.gethostname(), *_own_addresses()],
-        "port": listener.getsockname()[1],
-    }
+    return Answer(
+        versions=versions,
+        missing=[path for path in question["paths"] if not os.path.exists(path)],
+        writable=os.access(out, os.W_OK),
+        free_bytes=shutil.disk_usage(out).free if out.exists() else 0,
+        gpus=_num_gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        addresses=[socket.gethostname(), *_own_addresses()],
+        port=listener.getsockname()[1],
+    )
 
 
 def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config: HostsConfig, token: str) -> list[str]:
@@ -248,5 +263,5 @@ def _revision() -> str:
 if __name__ == "__main__":
     with socket.create_server(("", 0)) as server:
         server.settimeout(_START_SECONDS)
-        print(json.dumps(answer(json.loads(sys.argv[1]), server)), flush=True)
+        print(json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
         _serve(server)

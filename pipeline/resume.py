@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline import model as models
 from pipeline import schema
-from pipeline.checkpoint import Checkpoints, read_state, step_of, verify
+from pipeline.checkpoint import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.config import DataConfig, Length, RunConfig, TrainConfig
 from pipeline.console import Console
 from pipeline.data.bucket import AnyPath
@@ -21,23 +21,36 @@ from pipeline.plan import Plan, new_model_config
 # What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
 # and micro-batch may change: the same samples make up the same batches.
 _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
-          "optimizer.name", "fingerprint", "classes", "excluded")  # fmt: skip
+          "optimizer.name", "init.", "fingerprint", "classes", "excluded")  # fmt: skip
+# What may differ when the command of a finished run is given again: places, the number of ranks, how it is watched. Anything
+# else would have made another model, and nothing is left to train it with.
+_FREE_WHEN_FINISHED = (
+    "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
+    "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
+    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio", "profile.",
+    "track.", "launch.", "ranks", "evaluation_excluded", "left_out.",
+)  # fmt: skip
+_SETS_THE_RESULT = ("engine.precision",)
 
 
 def find_checkpoint(
-    checkpoints: Checkpoints, now: dict[str, Any], ranks: Ranks, console: Console
+    checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
 ) -> tuple[AnyPath | None, set[str]]:
     """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
 
+    now: what this run is (`identity`). num_steps: its length. `latest` is mended where it names another one.
     Raises UserError when there are some, but none that can be continued.
     """
     damaged: set[str] = set()
     ranks.on_main(lambda: checkpoints.settle(console.say))
+    ranks.on_main(checkpoints.kept)  # A damaged list is said before training, not after.
     for path in ranks.on_main(checkpoints.candidates):
         problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
         if not problems:
-            for text in ranks.on_main(partial(_compare, path, now)):
+            for text in ranks.on_main(partial(_compare, path, now, num_steps)):
                 console.say(f"changed since the checkpoint: {text}")
+            if ranks.on_main(partial(checkpoints.mend_pointer, path)):
+                console.say(f"{checkpoints.folder / LATEST} named another checkpoint, and now names {path.name}")
             return path, damaged
         console.say(f"{path} is damaged ({problems[0]}): not used.")
         damaged.add(path.name)
@@ -46,18 +59,33 @@ def find_checkpoint(
     return None, set()
 
 
-def _compare(path: AnyPath, now: dict[str, Any]) -> list[str]:
+def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
     # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
     nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
-    then = {**_default_settings(), **nothing, **read_state(path)["identity"]}
+    state = read_state(path)
+    then = {**_default_settings(), **nothing, **state.identity}
     # As text: a size was a number before it could be 224x384.
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
         )
+    if state.step > num_steps:
+        raise UserError(
+            f"{path} has {state.step:,} steps of training, more than train.length = {now.get('train.length')} asks for "
+            f"({num_steps:,}). Set it back, or start another run with name=..."
+        )
+    if state.step == num_steps and (other := [text for text in changed if not _is_free(text)]):
+        raise UserError(
+            f"the run is finished, and was another one: {'; '.join(other)}. Set it back to use what was trained ({path}), "
+            "raise train.length to train on, or start another run with name=..."
+        )
     return changed
+
+
+def _is_free(change: str) -> bool:
+    return change.startswith(_FREE_WHEN_FINISHED) and not change.startswith(_SETS_THE_RESULT)
 
 
 def _default_settings() -> dict[str, Any]:
@@ -66,9 +94,7 @@ def _default_settings() -> dict[str, Any]:
     return schema.flatten(schema.to_dict(config))
 
 
-def go_back(
-    checkpoints: Checkpoints, engine: Engine, spike: int, ranks: Ranks, console: Console
-) -> dict[str, Any] | None:
+def go_back(checkpoints: Checkpoints, engine: Engine, spike: int, ranks: Ranks, console: Console) -> State | None:
     """Load the newest whole checkpoint before step `spike`, and drop those after it; its state, None if there is none.
 
     Collective; no save is in flight.
@@ -80,7 +106,7 @@ def go_back(
             state = read_state(path)
             # A kill from here on must not resume behind the spike.
             ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
-            engine.load(Fragments.open(path), state["engine"])
+            engine.load(Fragments.open(path), state.engine)
             console.say(f"back to {path}, and on with the data behind the spike")
             return state
     console.say("there is no checkpoint before it to go back to: going on")
@@ -112,7 +138,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
     """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
     settings = config.model
     if resumed is not None:
-        return models.build(models.config_from_dict(read_state(resumed)["model"]))
+        return models.build(models.config_from_dict(read_state(resumed).model))
     if config.init.weights:
         model = models.load(
             config.init.weights,

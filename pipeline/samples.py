@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import schema
-from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state
+from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
@@ -28,13 +28,13 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     """Print (or write) the table that was asked for; returns its rows. Raises UserError for a user's mistake."""
     path = Path(config.run)
     state = _newest_state(path)
-    trained = state["step"] if state else 0
-    left_out = state.get("left_out", []) if state else []
+    trained = state.step if state else 0
+    left_out = state.left_out if state else []
     of_run = _settings(path, state)
     dataset = open_dataset(config.data or of_run.data.path)
     split, _ = run_splits(dataset, of_run.data, of_run.seed)
     if state:
-        _refuse_other_data(state["identity"], dataset, split)
+        _refuse_other_data(state.identity, dataset, split)
     batch = of_run.train.global_batch
     if batch % config.ranks:
         raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
@@ -63,7 +63,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     return table
 
 
-def _newest_state(path: Path) -> dict[str, Any] | None:
+def _newest_state(path: Path) -> State | None:
     """state.json of a checkpoint, or of a run's newest one."""
     if (path / "state.json").exists():
         return read_state(path)
@@ -79,17 +79,17 @@ def _planned(path: Path) -> RunConfig:
     return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
 
 
-def _settings(path: Path, state: dict[str, Any] | None) -> RunConfig:
+def _settings(path: Path, state: State | None) -> RunConfig:
     """A run's settings: those of its newest checkpoint, of the run folder, or of a file."""
     if state:
         tree: dict[str, Any] = {}
         for name, *_ in schema.describe(RunConfig):
-            if name in state["identity"]:
+            if name in state.identity:
                 *sections, field = name.split(".")
                 section = tree
                 for part in sections:
                     section = section.setdefault(part, {})
-                section[field] = state["identity"][name]
+                section[field] = state.identity[name]
         return schema.build(RunConfig, tree, str(path))
     if path.is_dir():
         try:

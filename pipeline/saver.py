@@ -7,6 +7,7 @@ one, and it is used again: host memory is bounded by what the rank owns, and one
 import contextlib
 import io
 import json
+import math
 import mmap
 import os
 import select
@@ -16,17 +17,18 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint_writer import Best, Commit, Job
+from pipeline import json_record
+from pipeline.checkpoint_writer import Best, Commit, Job, Reply, Request
 from pipeline.distributed import Ranks
-from pipeline.errors import UserError
+from pipeline.errors import CrashError, UserError
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Deaf to signals and nobody's child before it does anything that takes time.
@@ -51,23 +53,43 @@ class Part:
     tensors: dict[str, Sequence[Tensor]]
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What the writer was asked for. step: of a save, None for a word on the best. again: a writer was killed at it."""
+
+    request: Request
+    step: int | None
+    again: bool = False
+
+
 class Saver:
-    """Saves checkpoints in the background. All methods but close are collective.
+    """Saves checkpoints in the background. All methods but tend and close are collective.
+
+    A writer that is killed is replaced, and does its work again: the copy that it writes is still there. One that is killed
+    twice at the same work ends the run, as a crash.
 
     folder: of all checkpoints, local or a URL. patience: seconds that requests to a bucket are tried again.
+    committed_step: of the checkpoint that the run begins from. say: told on rank 0, in a line, of a writer that was killed.
     """
 
-    def __init__(self, folder: str, ranks: Ranks, patience: float) -> None:
-        self.folder, self.ranks, self.patience = folder, ranks, patience
+    def __init__(
+        self, folder: str, ranks: Ranks, patience: float, committed_step: int = 0, say: Callable[[str], None] = print
+    ) -> None:
+        self.folder, self.ranks, self.patience, self.say = folder, ranks, patience, say
         # Seconds that this rank waited for saving, and that its writer worked, since they were last asked for.
         self.blocked = self.written = 0.0
         # What is certainly on disk, and the longest that writing took: 0 before the first.
-        self.committed_step, self.longest = 0, 0.0
-        # What the writer was given and has not answered: a step to save, or None for a word on the best.
-        self._in_flight: deque[int | None] = deque()
+        self.committed_step, self.longest = committed_step, 0.0
+        # What the writer was given and has not answered.
+        self._in_flight: deque[_Given] = deque()
+        self._error: UserError | CrashError | None = None  # Of this rank, until all ranks hear of it.
+        self._notes: list[str] = []
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
+        self._start_writer()
+
+    def _start_writer(self) -> None:
         starter = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
@@ -82,19 +104,20 @@ class Saver:
     def save(self, step: int, part: Part, commit: Commit | None) -> None:
         """Copy this rank's part and hand it over; first waits for the save before. commit: on rank 0."""
         begin = time.perf_counter()
-        self._conclude(self._hear_all())
+        self._hear_all()
+        self._conclude()
         self._copy(part)
         job = Job(
             self.folder, self.patience, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit,
         )  # fmt: skip
-        self._send(job.to_json(), step)
+        self._send(_Given(Request(job=job), step))
         self.blocked += time.perf_counter() - begin
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """The checkpoint of `step` stays while no other is better by `metric`; after the save that was given before."""
-        if self.ranks.is_main:
-            self._send(json.dumps(asdict(Best(self.folder, self.patience, step, metric, value))), None)
+        if self.ranks.is_main and math.isfinite(value):
+            self._send(_Given(Request(best=Best(self.folder, self.patience, step, metric, value)), None))
 
     def read(self) -> dict[str, float]:
         """Seconds since the last one: training waited for saving (the slowest rank), and writers worked beside it."""
@@ -103,24 +126,28 @@ class Saver:
         self.blocked = self.written = 0.0
         return reading
 
+    def tend(self) -> None:
+        """Replace the writer if it was killed: others may wait for its part. Does not wait; this rank alone."""
+        self._hear(0.0)
+
     def check(self) -> None:
-        """Raise UserError if a save has failed; does not wait for one."""
-        self._conclude(self._hear(0.0))
+        """Raise UserError or CrashError if a save has failed; does not wait for one."""
+        self.tend()
+        self._conclude()
 
     def wait(self) -> None:
-        """Return once all that was given is committed. Raises UserError if it cannot be."""
+        """Return once all that was given is committed. Raises UserError or CrashError if it cannot be."""
         begin = time.perf_counter()
-        self._conclude(self._hear_all())
+        self._hear_all()
+        self._conclude()
         self.blocked += time.perf_counter() - begin
 
     def close(self) -> None:
         """Let the writer go when it is done; this rank alone."""
         deadline = time.monotonic() + _LAST_WAIT_SECONDS
-        while self._in_flight and (left := deadline - time.monotonic()) > 0:
+        while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
-        for stream in (self._to, self._from):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        self._close_pipes()
         os.close(self._memory)
         self._errors.close()
 
@@ -151,41 +178,78 @@ class Saver:
             # Page-locked, so that the device copies at the speed of the bus.
             torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0)
 
-    def _send(self, line: str, step: int | None) -> None:
-        self._in_flight.append(step)
+    def _send(self, given: _Given) -> None:
+        self._in_flight.append(given)
         with contextlib.suppress(BrokenPipeError):  # It died; the next look at its answers says so.
-            self._to.write(line.encode() + b"\n")
+            self._to.write(json.dumps(asdict(given.request)).encode() + b"\n")
             self._to.flush()
 
-    def _hear_all(self) -> str | None:
-        error = None
-        while self._in_flight and error is None:
-            error = self._hear(None)
-        return error
+    def _hear_all(self) -> None:
+        while self._in_flight and self._error is None:
+            self._hear(None)
 
-    def _hear(self, seconds: float | None) -> str | None:
-        """The writer's answers so far, waiting up to `seconds` (None: for ever) for one: the first error."""
-        error = None
-        while self._in_flight and select.select([self._from], [], [], seconds)[0]:
+    def _hear(self, seconds: float | None) -> None:
+        """Take in the writer's answers so far, waiting up to `seconds` (None: for ever) for one."""
+        while (self._in_flight or seconds == 0.0) and select.select([self._from], [], [], seconds)[0]:
             seconds = 0.0
             line = self._from.readline()
             if not line:
-                self._in_flight.clear()
-                return f"the checkpoint writer of rank {self.ranks.rank} died: {self._last_words()}"
-            step, reply = self._in_flight.popleft(), json.loads(line)
-            self.written += reply["seconds"]
-            self.longest = max(self.longest, reply["seconds"])
-            error = error or reply["error"]
-            if step is not None and error is None:
-                self.committed_step = step
-        return error
+                self._replace_writer()
+                if self._error is not None:
+                    return
+                continue
+            given, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's answer")
+            self.written += reply.seconds
+            self.longest = max(self.longest, reply.seconds)
+            if reply.error is not None and self._error is None:
+                kind = CrashError if reply.crash else UserError
+                self._error = kind(f"the checkpoint was not saved: {reply.error}")
+            if given.step is not None and self._error is None:
+                self.committed_step = given.step
+
+    def _replace_writer(self) -> None:
+        """After the writer died: start another, and give it what the dead one has not answered."""
+        what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
+        unanswered = list(self._in_flight)
+        self._in_flight.clear()
+        saving = next((given.step for given in unanswered if given.step is not None), None)
+        if saving is None:
+            note = f"{what} between two saves: a new one is started"
+        else:
+            before = f"{saving - self.committed_step:,} steps before" if self.committed_step else "none before"
+            note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
+        if any(given.again for given in unanswered):
+            self._error = CrashError(
+                f"{what}, the second one at the same save; the last checkpoint is of step {self.committed_step:,}. If the "
+                "kernel killed it, the host needs more memory: the same command goes on from there."
+            )
+            return
+        self._notes.append(note)
+        self._close_pipes()
+        self._start_writer()
+        for given in unanswered:
+            request = given.request
+            if request.job is not None:
+                request = Request(job=replace(request.job, again=True))
+            self._send(replace(given, request=request, again=True))
+
+    def _close_pipes(self) -> None:
+        for stream in (self._to, self._from):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
     def _last_words(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it was killed"
 
-    def _conclude(self, error: str | None) -> None:
-        errors = [text for text in self.ranks.gather(error) if text]
-        if errors:
-            raise UserError(f"the checkpoint was not saved: {errors[0]}")
+    def _conclude(self) -> None:
+        """Tell all ranks what went wrong on any. Raises the first error."""
+        gathered = self.ranks.gather((self._error, self._notes))
+        self._notes = []
+        for _, notes in gathered:
+            for note in notes:
+                self.say(note)
+        for error, _ in gathered:
+            if error is not None:
+                raise error

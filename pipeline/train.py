@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline import json_record, objective, optim, resume, schema
 from pipeline import model as models
-from pipeline import objective, optim, resume, schema
-from pipeline.checkpoint import Checkpoints, checkpoint_folder, read_state, step_name
+from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_state, step_name
 from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
@@ -83,7 +83,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = resume.find_checkpoint(checkpoints, facts, ranks, console)
+    resumed, damaged = resume.find_checkpoint(checkpoints, facts, plan.steps, ranks, console)
     model = resume.initial_model(config, dataset, resumed, console)
     gpu_memory = device_memory(ranks.device)
     if gpu_memory is not None:
@@ -101,20 +101,20 @@ def _run(config: RunConfig, stop: Stop) -> None:
     with room_for_training(config, plan, model.config, stop):
         engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         rehearse(config, plan, engine, split, evaluation, loss_of, masking, stop)
-    state: dict[str, Any] = {}
+    state = State(step=0)
     if resumed is not None:
         state = read_state(resumed)
-        engine.load(Fragments.open(resumed), state["engine"])
-        stop.step = state["step"]
-        console.say(f"resumed from {resumed} at step {state['step']:,} of {plan.steps:,}")
+        engine.load(Fragments.open(resumed), state.engine)
+        stop.step = state.step
+        console.say(f"resumed from {resumed} at step {state.step:,} of {plan.steps:,}")
     elif config.init.weights:
         console.say(f"started from the weights in {config.init.weights}")
-    start: int = state.get("step", 0)
+    start = state.step
     highest_lr = peak_rate(config.optimizer, plan.global_batch)
 
     # ------------------------------------------------------------------ what feeds it
     order = SampleOrder(split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window)
-    left_out: list[tuple[int, int]] = [(at, number) for at, number in state.get("left_out", [])]
+    left_out: list[tuple[int, int]] = list(state.left_out)
     loader = Loader(
         split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
         config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
@@ -136,12 +136,12 @@ def _run(config: RunConfig, stop: Stop) -> None:
     )
     if config.profile.communication:
         engine.count_communication()
-    losses = LossWatch(config.health, ranks, state.get("losses", []))
+    losses = LossWatch(config.health, ranks, state.losses)
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
     tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
-    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes)
+    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
 
     def commit(step: int, kept: bool = False) -> None:
@@ -217,6 +217,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                     losses.add(done, result.loss)
                 meter.step(plan.global_batch)
                 console.advance()
+                saver.tend()
                 if (trace_file := trace.after(done)) and tracker:
                     tracker.artifact(trace_file)
                     console.say(f"step {done:,}: trace in {trace_file}")
@@ -239,10 +240,10 @@ def _run(config: RunConfig, stop: Stop) -> None:
                         saver.wait()
                         back = resume.go_back(checkpoints, engine, spikes[0].step, ranks, console)
                         if back is not None:
-                            left_out = leave_out(left_out, back["step"], done)
+                            left_out = leave_out(left_out, back.step, done)
                             _refuse_too_many_rollbacks(left_out, config)
-                            losses.forget(back["losses"])
-                            done = saved = back["step"]
+                            losses.forget(back.losses)
+                            done = saved = back.step
                             break
 
                 # ---------------------------------------------------- say so
@@ -261,7 +262,7 @@ def _run(config: RunConfig, stop: Stop) -> None:
                     if tracker:
                         tracker.log(done, metrics)
                     saver.check()
-                    stop.committed(max(start, saver.committed_step), saver.longest)
+                    stop.committed(saver.committed_step, saver.longest)
                     _refuse_too_many_bad(metrics["bad_samples"], loader, len(split))
 
                 # ---------------------------------------------------- keep it, then score it
@@ -322,9 +323,14 @@ def _is_owed(scores: Path, start: int, every: int, steps: int) -> bool:
     if not start or not every or (start % every and start < steps):
         return False
     try:
-        return int(json.loads(scores.read_text())["step"]) < start
-    except (OSError, ValueError, KeyError):
+        return json_record.convert(json.loads(scores.read_text()), _Scored, str(scores)).step < start
+    except (OSError, ValueError, RecursionError):  # None yet, or damaged.
         return True
+
+
+@dataclass(frozen=True)
+class _Scored:
+    step: int
 
 
 def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
@@ -365,7 +371,7 @@ def _commit(
         "step": step,
         "samples_seen": step * config.train.global_batch,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "engine": engine.counters(),
+        "engine": asdict(engine.counters()),
         "model": architecture,
         "identity": facts,
         **health,

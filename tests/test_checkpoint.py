@@ -22,11 +22,11 @@ from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 
 from pipeline import checkpoint, checkpoint_writer
 from pipeline import model as models
-from pipeline.checkpoint import Checkpoints, read_state, verify, write_status
+from pipeline.checkpoint import Checkpoints, State, WriterStatus, read_state, verify, write_status
 from pipeline.checkpoint_writer import WriterError, save
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.fragments import Fragments, Range
+from pipeline.fragments import Fragments, Index, Range
 from pipeline.run_folder import write_atomically
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +44,11 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
     """By three ranks: the tensors by range, the model by itself, the state; and nothing else."""
     folder = tmp_path / "run" / "checkpoints"
     assert Checkpoints(folder).candidates() == []
-    save_all(folder, 7, world_size=3, text="ä")
+    save_all(folder, 7, world_size=3, identity={"text": "ä"})
     final = folder / "step-00000007"
     assert Checkpoints(folder).candidates() == [final]
     assert verify(final) is None
-    assert read_state(final) == {"format": 1, "step": 7, "text": "ä"}
+    assert read_state(final) == State(7, {"text": "ä"})
     assert (folder / "latest").read_text() == "step-00000007"
     assert names(folder) == ["latest", "step-00000007"]
     assert names(final) == ["checksums.json", "index.json", "model.safetensors", *[f"rank-000{r}.t.bin" for r in range(3)],
@@ -85,7 +85,7 @@ def test_any_ranges_are_read_from_any_ranges(
         parts = [arrays[s][name][start : start + length] for s in STATES for name, start, length in ranges]
         (folder / file).write_bytes(b"".join(part.tobytes() for part in parts))
     shapes = {name: [array.size] for name, array in arrays["weights"].items()}
-    fragments = Fragments(folder, {"shapes": shapes, "states": list(STATES), "files": files})
+    fragments = Fragments(folder, Index(shapes, list(STATES), files))
     wanted = []
     for state in STATES:
         for i, n in enumerate(sizes):
@@ -99,7 +99,7 @@ def test_any_ranges_are_read_from_any_ranges(
 def test_another_models_tensors_are_refused(tmp_path: Path) -> None:
     save_all(tmp_path, 1)
     fragments = Fragments.open(tmp_path / "step-00000001")
-    shapes = fragments.index["shapes"]
+    shapes = fragments.index.shapes
     fragments.check(shapes)
     for other, said in (
         ({**shapes, "head.bias": [4]}, r"head.bias has shape \[3\] there, \[4\] here"),
@@ -303,7 +303,7 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
     def work() -> None:
         beat = 0
         while time.monotonic() < over:
-            write_status(path, 0, "t", {"beat": (beat := beat + 1)})
+            write_status(path, 0, "t", WriterStatus(beat=(beat := beat + 1)))
             time.sleep(0.05)
         save(*job(tmp_path, 20))
 

@@ -4,7 +4,9 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,8 +15,9 @@ import torch
 from saving import STATES, job, names, newest_whole, tensors
 
 from pipeline import checkpoint_writer
+from pipeline.checkpoint import Checkpoints
 from pipeline.distributed import Ranks
-from pipeline.errors import UserError
+from pipeline.errors import CrashError, UserError
 from pipeline.fragments import Fragments
 from pipeline.saver import Part, Saver
 
@@ -78,11 +81,72 @@ def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_writer_that_dies_is_noticed(saver: Saver, tmp_path: Path) -> None:
+def kill_writers(tmp_path: Path) -> None:
     for process in writers(tmp_path):
         process.kill()
+        process.wait(10)
+
+
+def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between saves; in the middle of one; and after its commit, before it could say so."""
+    monkeypatch.setenv("CHECKPOINT_TEST", str(tmp_path))
+    said: list[str] = []
+    saver = Saver(str(tmp_path), ALONE, 5, 4, said.append)
+    kill_writers(tmp_path)
+    saver.check()
+    assert said == ["the checkpoint writer of rank 0 died (it was killed) between two saves: a new one is started"]
+    saver.save(10, *real_part(10))
+    saver.wait()
+    for step in (20, 30):
+        (writer,) = writers(tmp_path)
+        writer.suspend()
+        saver.save(step, *real_part(step))
+        saver.mark_best(step, "val_top1", step / 100)
+        if step == 30:  # As far as a writer comes that is killed before its last words.
+            given = saver._in_flight[0].request.job
+            assert given is not None
+            checkpoint_writer.save(given, saver._memory)
+            (tmp_path / "latest").write_text("step-00000020")
+        kill_writers(tmp_path)
+        saver.tend()
+        saver.wait()
+        assert newest_whole(tmp_path) == f"step-{step:08d}"
+        assert (tmp_path / "latest").read_text() == f"step-{step:08d}"
+        assert Checkpoints(tmp_path).kept().best == f"step-{step:08d}"
+        found = Fragments.open(tmp_path / f"step-{step:08d}").whole("exp_avg")
+        assert all(np.array_equal(found[name], array) for name, array in tensors(step)["exp_avg"].items())
+    assert said[1:] == [
+        f"the checkpoint writer of rank 0 died (it was killed) while it saved step {step} (the last checkpoint: 10 steps "
+        "before): a new one does it again"
+        for step in (20, 30)
+    ]
+    assert Checkpoints(tmp_path).unfinished() == []
+    assert saver.committed_step == 30
+    saver.close()
+
+
+def test_a_writer_that_is_killed_twice_at_a_save_is_a_crash_and_no_mistake(saver: Saver, tmp_path: Path) -> None:
+    for process in writers(tmp_path):
+        process.suspend()
     saver.save(1, *real_part(1))
-    with pytest.raises(UserError, match="the checkpoint writer of rank 0 died: it was killed"):
+    kill_writers(tmp_path)
+    send = saver._send
+
+    def send_to_a_victim(given: Any) -> None:
+        kill_writers(tmp_path)
+        send(given)
+
+    saver._send = send_to_a_victim  # type: ignore[method-assign]
+    with pytest.raises(CrashError, match=r"the checkpoint writer of rank 0 died .* the second one at the same save"):
+        saver.wait()
+
+
+def test_what_the_writer_did_not_expect_is_a_crash(saver: Saver) -> None:
+    piece, commit = real_part(1)
+    saver.save(1, piece, replace(commit, shapes={"of": [-1]}))
+    with pytest.raises(CrashError, match=r"the checkpoint was not saved: the checkpoint writer failed: "):
         saver.wait()
 
 

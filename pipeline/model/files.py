@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline import json_record
+from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
 from pipeline.errors import UserError
 from pipeline.model.convert.state_dicts import Beside
 
@@ -33,17 +35,21 @@ def find_file(path: Path) -> Path:
     for name in _FILES:
         if (path / name).is_file():
             return path / name
-    pointer = path / "checkpoints" / "latest"
+    folder = path / "checkpoints"
+    if (newest := newest_whole(folder)) is not None and (newest / "model.safetensors").is_file():
+        mend_pointer(folder, newest.name)
+        return newest / "model.safetensors"
+    pointer = folder / LATEST
     if not pointer.is_file():
         raise UserError(
             f"{path}: holds none of checkpoints/latest, {', '.join(_FILES)} (in one file). Name a checkpoint, a run, or a file."
         )
-    name = pointer.read_text().strip()
-    found = [path / "checkpoints" / name / file for file in _FILES if name]
+    name = pointer.read_text(errors="replace").strip()
+    found = [folder / name / file for file in _FILES if name.isprintable() and name]
     for file in found:
         if file.is_file():
             return file
-    raise UserError(f'{pointer}: names "{name}", but no weights are there. Name another checkpoint folder.')
+    raise UserError(f'{pointer}: names "{name[:200]}", but no weights are there. Name another checkpoint folder.')
 
 
 def beside(path: Path) -> Beside:
@@ -83,10 +89,10 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors by name, the file's own metadata)."""
     library = optional("safetensors", f"to read {path}")
     # The file itself has no checksum; a checkpoint's says what it was.
-    expected = _read_json(path.with_name("checksums.json")).get(path.name)
+    expected = _checksum_of(path)
     if expected is not None:
         with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
                 raise UserError(f"{path}: damaged, its checksum is wrong. {WAY_OUT}")
     try:
         with library.safe_open(path, framework="pt") as file:
@@ -133,6 +139,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}).") from error
     return found if isinstance(found, dict) else {}
+
+
+def _checksum_of(path: Path) -> Checksum | None:
+    """What the checkpoint that a file belongs to says of it; None for a file of others. Raises UserError for a damaged one."""
+    try:
+        return json_record.read(path.with_name(CHECKSUMS), dict[str, Checksum]).get(path.name)
+    except FileNotFoundError:
+        return None
 
 
 def _sync_folder(folder: Path) -> None:

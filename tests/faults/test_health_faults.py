@@ -72,7 +72,7 @@ def test_a_broken_weight_ends_the_run_in_one_line(out: Path) -> None:
     error = (out / "weight.error").read_text()
     assert "more than train.max_skipped_steps = 3" in error
     newest = max((out / "weight" / "checkpoints").glob("step-*"))
-    assert read_state(newest)["step"] < BAD_STEP, "no checkpoint is made of broken weights"
+    assert read_state(newest).step < BAD_STEP, "no checkpoint is made of broken weights"
 
 
 def log(run: Path) -> str:
@@ -106,7 +106,7 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
     for step, rows in again[: STEPS - BAD_STEP]:
         assert rows == undisturbed[step + 2]
     state = read_state(out / "rolled" / "checkpoints" / f"step-{STEPS:08d}")
-    assert state["left_out"] == [[8, 2]]
+    assert state.left_out == [(8, 2)]
     assert "back to" in log(out / "rolled")
     assert "jumped 1 times, more than health.max_rollbacks = 0" in (out / "tired.error").read_text()
     for name in ("weight", "tired"):

@@ -3,6 +3,7 @@
 Rank 0 prints what every rank found. Started by test_rank_memory.py.
 """
 
+import dataclasses
 import hashlib
 import json
 from functools import partial
@@ -85,7 +86,7 @@ def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) 
             digest.update(tensor.contiguous().numpy().tobytes())
     return {
         "losses": [float(result.loss) for result in results], "norms": [result.grad_norm for result in results],
-        "states": sorted(part.tensors), "bits": digest.hexdigest(), "counters": engine.counters(), "untouched": untouched,
+        "states": sorted(part.tensors), "bits": digest.hexdigest(), "counters": dataclasses.asdict(engine.counters()), "untouched": untouched,
     }  # fmt: skip
 
 

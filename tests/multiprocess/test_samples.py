@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_run_says_and_keeps_what_it_leaves_out(said: str, run: Path, data: Dat
     assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 2, "of both runs"
     assert "epochs of 146)" in said
     assert "on 35 images" in said
-    identity = read_state(run / "checkpoints" / "step-00000008")["identity"]
+    identity = read_state(run / "checkpoints" / "step-00000008").identity
     assert identity["excluded"] == data.split("train").excluded
     assert identity["left_out.train.copies_train"] == 4
 
@@ -107,29 +108,29 @@ def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data
 
     checkpoints, console = Checkpoints(limited / "checkpoints"), Console(limited / "log.txt", False)
     newest = checkpoints.candidates()[0]
-    then = read_state(newest)["identity"]
-    assert resume.find_checkpoint(checkpoints, then, ALONE, console) == (newest, set())
+    then = read_state(newest).identity
+    assert resume.find_checkpoint(checkpoints, then, 99, ALONE, console) == (newest, set())
     with pytest.raises(UserError, match=r"data\.limit was 60, is 70"):
-        resume.find_checkpoint(checkpoints, {**then, "data.limit": "70"}, ALONE, console)
+        resume.find_checkpoint(checkpoints, {**then, "data.limit": "70"}, 99, ALONE, console)
 
 
 def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path, tmp_path: Path) -> None:
     """It had the defaults of what came later."""
     copy = shutil.copytree(run.parent / "run" / "checkpoints", tmp_path / "checkpoints")
     checkpoints = Checkpoints(copy)
-    now = read_state(checkpoints.candidates()[0])["identity"]
+    now = read_state(checkpoints.candidates()[0]).identity
     for folder in copy.glob("step-*"):
-        state = read_state(folder)
+        state = json.loads((folder / "state.json").read_text())
         for name in ("model.positions", "model.drop_path", "data.limit", "schedule.drops"):
             del state["identity"][name]
         (folder / "state.json").write_text(json.dumps(state))
         sums = json.loads((folder / "checksums.json").read_text())
-        sums["state.json"] = checksum(folder / "state.json")
+        sums["state.json"] = asdict(checksum(folder / "state.json"))
         (folder / "checksums.json").write_text(json.dumps(sums))
     console = Console(tmp_path / "log.txt", False)
-    assert resume.find_checkpoint(checkpoints, now, ALONE, console) == (checkpoints.candidates()[0], set())
+    assert resume.find_checkpoint(checkpoints, now, 99, ALONE, console) == (checkpoints.candidates()[0], set())
     with pytest.raises(UserError, match=r"model\.positions was learned, is none"):
-        resume.find_checkpoint(checkpoints, {**now, "model.positions": "none"}, ALONE, console)
+        resume.find_checkpoint(checkpoints, {**now, "model.positions": "none"}, 99, ALONE, console)
 
 
 def test_ranks_that_see_other_lists_are_stopped() -> None:

@@ -183,7 +183,7 @@ def test_fp16_resumes_bit_for_bit_with_its_loss_scale(matrix: Path) -> None:
     """The scale grows after so many steps without an overflow: they are counted on, not anew."""
     whole, cut = matrix / "fp16-whole", matrix / "fp16-cut"
     assert metrics(cut) == metrics(whole)
-    scales = [read_state(run / "checkpoints" / "step-00000006")["engine"]["loss_scale"] for run in (whole, cut)]
+    scales = [read_state(run / "checkpoints" / "step-00000006").engine.loss_scale for run in (whole, cut)]
     assert scales[0] == scales[1]
     assert scales[1] == {"cur_scale": 2**12, "cur_iter": STEPS, "last_overflow_iter": -1, "cur_hysteresis": 2}
 
@@ -242,9 +242,9 @@ def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(datas
     assert metrics(run, "val_color_accuracy")[STEPS] > 3 / 512
     assert metrics(run, "val_num_samples")[STEPS] == 37
     checkpoint = run / "checkpoints" / "step-00000006"
-    now = {**read_state(checkpoint)["identity"], "train.loss": "masked_pixels"}
+    now = {**read_state(checkpoint).identity, "train.loss": "masked_pixels"}
     with pytest.raises(UserError, match=r"train\.loss was masked_mean_color, is masked_pixels"):
-        resume._compare(checkpoint, now)
+        resume._compare(checkpoint, now, STEPS + 1)
 
 
 def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path, matrix: Path) -> None:
@@ -327,13 +327,13 @@ def assert_same_state(a: Path, b: Path) -> None:
     folders = [run / "checkpoints" / (run / "checkpoints" / "latest").read_text() for run in (a, b)]
     assert folders[0].name == folders[1].name
     states = [read_state(folder) for folder in folders]
-    assert states[0]["engine"] == states[1]["engine"]
+    assert states[0].engine == states[1].engine
     found = [Fragments.open(folder) for folder in folders]
     assert found[0].states == found[1].states
     files = [sorted(folder.glob("rank-*.bin")) for folder in folders]
     assert len(files[0]) == len(files[1]) == len(states) == 2
     for one, other in zip(*files, strict=True):
-        assert found[0].index["files"][one.name] == found[1].index["files"][other.name]
+        assert found[0].index.files[one.name] == found[1].index.files[other.name]
         assert one.read_bytes() == other.read_bytes(), one
 
 

@@ -1,0 +1,58 @@
+"""Which checkpoints of a local folder are committed and whole, as a reader of weights must know. Standard library only."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline.errors import UserError
+
+NAME = re.compile(r"step-(\d{8,})")
+CHECKSUMS, LATEST = "checksums.json", "latest"
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size and SHA-256 (hex) of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def read_checksums(path: Any) -> dict[str, Checksum] | None:
+    """checksums.json of a checkpoint (a folder, or its place in a bucket): name -> Checksum. None: missing or damaged."""
+    try:
+        return json_record.parse((path / CHECKSUMS).read_text(), dict[str, Checksum], str(path / CHECKSUMS))
+    except (OSError, UnicodeDecodeError, UserError):
+        return None
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint whose files all have their sizes. (Their contents are compared when they are read.)"""
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+        checksums = read_checksums(path)
+        if checksums and _have_sizes(path, checksums):
+            return path
+    return None
+
+
+def mend_pointer(folder: Path, name: str) -> None:
+    """Make `latest` name this checkpoint if it does not, as after a kill between a commit and this. May not be allowed to."""
+    pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
+    try:
+        if not pointer.exists() or pointer.read_text().strip() != name:
+            temporary.write_text(name)
+            os.replace(temporary, pointer)
+    except (OSError, UnicodeDecodeError):
+        return
+
+
+def _have_sizes(path: Path, checksums: Mapping[str, Checksum]) -> bool:
+    try:
+        return all("/" not in name and (path / name).stat().st_size == c.bytes for name, c in checksums.items())
+    except (OSError, ValueError):
+        return False

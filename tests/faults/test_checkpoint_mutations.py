@@ -1,0 +1,193 @@
+"""Flipped bits in every file of a checkpoint, seeded: the one before is used, or one line refuses it; no other exception."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from saving import CONFIG, save_all, tensors
+
+from pipeline import model as models
+from pipeline import resume, samples
+from pipeline.checkpoint import Checkpoints, WriterStatus, read_state, read_status, write_status
+from pipeline.committed import newest_whole
+from pipeline.console import Console
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.fragments import Fragments
+from pipeline.run_folder import read_failures
+from pipeline.run_folder import read_status as read_run_status
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+FACTS = {"seed": 0, "excluded": "none", "evaluation_excluded": "none"}
+MUTATIONS = 40  # Of each file.
+
+
+def mutate(file: Path, rng: np.random.Generator) -> None:
+    """One flipped bit, a few changed bytes, or a cut."""
+    data = bytearray(file.read_bytes())
+    kind = rng.integers(4)
+    if kind == 3:
+        del data[int(rng.integers(len(data))) :]
+    for _ in range(1 if kind == 0 else int(rng.integers(1, 5))):
+        if data:
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8)) if kind < 2 else int(rng.integers(1, 256))
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, the second of which the test may spoil."""
+    for step in (10, 20):
+        save_all(tmp_path / "run" / "checkpoints", step, identity={"seed": 0}, model=CONFIG.to_dict(), losses=[1.5])
+    Checkpoints(tmp_path / "run" / "checkpoints").keep_if_best("step-00000010", "val_loss", 1.0)
+    return tmp_path / "run"
+
+
+def refusal(function: Callable[[], object]) -> str:
+    """The line of its UserError, empty when it returns."""
+    try:
+        function()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+FILES = ["checksums.json", "index.json", "state.json", "model.safetensors", "rank-0000.t.bin", "rank-0001.t.bin"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_one_before_is_used_or_one_line_says_it(name: str, run: Path) -> None:
+    file = run / "checkpoints" / "step-00000020" / name
+    good, rng = file.read_bytes(), np.random.default_rng(FILES.index(name))
+    console, checkpoints = Console(run / "log.txt", True), Checkpoints(run / "checkpoints")
+    for _ in range(MUTATIONS):
+        mutate(file, rng)
+        if file.read_bytes() == good:
+            continue
+        # A resume never goes on from it, whatever was changed.
+        found, damaged = resume.find_checkpoint(checkpoints, FACTS, 99, ALONE, console)
+        assert found is not None
+        assert (found.name, damaged) == ("step-00000010", {"step-00000020"})
+        # Readers of weights and of tensors, which check less, end with a UserError, or with what was saved.
+        for read in (read_weights, read_tensors, read_steps):
+            said = refusal(lambda read=read: read(run, file.parent))
+            assert "\n" not in said
+            assert len(said) < 1000
+        file.write_bytes(good)
+        (run / "checkpoints" / "latest").write_text("step-00000020")
+
+
+def read_weights(run: Path, folder: Path) -> None:
+    for place in (run, folder):
+        _, state, extra = models.read_weights(place)
+        expected = tensors(extra["step"])["weights"]
+        assert all(np.array_equal(state[name].numpy(), array) for name, array in expected.items())
+
+
+def read_tensors(run: Path, folder: Path) -> None:
+    Fragments.open(folder).whole("weights")
+
+
+def read_steps(run: Path, folder: Path) -> None:
+    state = read_state(folder)
+    models.config_from_dict(state.model)
+    assert samples._newest_state(run) is not None
+
+
+def test_damaged_small_files_around_checkpoints(run: Path) -> None:
+    rng = np.random.default_rng(3)
+    checkpoints, console = Checkpoints(run / "checkpoints"), Console(run / "log.txt", True)
+    kept, latest = run / "checkpoints" / "kept.json", run / "checkpoints" / "latest"
+    for file in (kept, latest):
+        good = file.read_bytes()
+        for _ in range(MUTATIONS):
+            mutate(file, rng)
+            said = refusal(lambda: resume.find_checkpoint(checkpoints, FACTS, 99, ALONE, console))
+            if said:
+                assert file == kept
+                assert "mend it, or remove it" in said
+            else:
+                assert latest.read_text() == "step-00000020"
+            assert newest_whole(run / "checkpoints") == run / "checkpoints" / "step-00000020"
+            read_weights(run, run / "checkpoints" / "step-00000020")
+            file.write_bytes(good)
+
+    write_status(run, 0, "t", WriterStatus(error="no space left"))
+    status, failure = run / "status.json", run / "failures" / "rank-00000.json"
+    failure.parent.mkdir()
+    status.write_text('{"status": "stopped", "step": 9, "code": 75, "reason": "SIGTERM"}')
+    failure.write_text('{"rank": 0, "host": "a", "error": "gloo", "lost_others": true}')
+    assert read_failures(run)[0].lost_others
+    for file in (status, failure, run / "status-0000.t.json"):
+        good = file.read_bytes()
+        for _ in range(4 * MUTATIONS):
+            mutate(file, rng)
+            read_status(run, 0, "t")
+            read_run_status(run)
+            read_failures(run)
+            file.write_bytes(good)
+
+
+# -------------------------------------------------------------------- the pointer
+def test_a_pointer_that_a_kill_left_behind_is_mended(run: Path) -> None:
+    """By a run that starts, also a finished one, and by a reader; one that may not write just reads the newest."""
+    latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
+    latest.write_text("step-00000010")
+    resume.find_checkpoint(Checkpoints(latest.parent), FACTS, 20, ALONE, console)
+    assert latest.read_text() == "step-00000020"
+    assert "latest named another checkpoint, and now names step-00000020" in (run / "log.txt").read_text()
+
+    for left in ("step-00000010", "step-00000099"):
+        latest.write_text(left)
+        assert models.read_weights(run)[2] == {"step": 20}
+        assert latest.read_text() == "step-00000020"
+    latest.unlink()
+    assert models.read_weights(run)[2] == {"step": 20}
+
+    # Not whole: a file is missing.
+    (latest.parent / "step-00000020" / "rank-0001.t.bin").unlink()
+    assert models.read_weights(run)[2] == {"step": 10}
+    assert latest.read_text() == "step-00000010"
+
+
+def test_a_reader_without_the_right_to_write_reads_the_newest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latest = run / "checkpoints" / "latest"
+    latest.write_text("step-00000010")
+
+    def refuse(self: Path, *rest: object, **more: object) -> int:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert models.read_weights(run)[2] == {"step": 20}
+    assert latest.read_text() == "step-00000010"
+    assert sorted(path.name for path in latest.parent.iterdir())[:2] == ["kept.json", "latest"]
+
+
+# -------------------------------------------------------------------- settings of a run that is finished
+def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path) -> None:
+    console, checkpoints = Console(run / "log.txt", True), Checkpoints(run / "checkpoints")
+    now = {**resume._default_settings(), "excluded": "none", "evaluation_excluded": "none", "seed": 0}
+
+    def start(steps: int, **changed: object) -> None:
+        settings = {name.replace("__", "."): value for name, value in changed.items()}
+        assert settings.keys() <= {*now, "ranks"}
+        resume.find_checkpoint(checkpoints, {**now, **settings}, steps, ALONE, console)
+
+    start(20)
+    start(
+        20, track__uri="http://there", train__stop_after_minutes=9, ranks=4, engine__zero_stage=3, data__path="/moved"
+    )
+    start(40, train__length="40 steps", optimizer__lr=0.1)
+    with pytest.raises(
+        UserError, match=r"finished, and was another one: optimizer\.lr was 0\.001, is 0\.1\. Set it back"
+    ):
+        start(20, optimizer__lr=0.1, track__enabled=False)
+    with pytest.raises(UserError, match=r"engine\.precision was bf16, is fp32"):
+        start(20, engine__precision="fp32")
+    with pytest.raises(UserError, match=r"has 20 steps of training, more than train\.length = 15 steps asks for"):
+        start(15, train__length="15 steps")
+    for steps in (20, 40):
+        with pytest.raises(UserError, match=r"cannot be continued: init\.weights was None, is /nonexistent"):
+            start(steps, init__weights="/nonexistent")
