@@ -138,6 +138,8 @@ def save(job: Job, memory: int) -> None:
                 _retain(checkpoints, final, job.commit.retention)
             return
         path = checkpoints.begin(job.step, job.token)
+        if job.again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
+            return  # Rank 0's writer may be reading it.
         with _beating(path, job):
             part = _write_part(path, job, memory)
             if job.commit is not None:

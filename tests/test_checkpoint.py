@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -243,6 +244,20 @@ def test_rank_0_waits_for_all(tmp_path: Path) -> None:
     assert len(Checkpoints(tmp_path).unfinished()) == 1
     save(late, memory)
     thread.join(20)
+    assert newest_whole(tmp_path) == "step-00000010"
+
+
+def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    """Its writer was killed before it could say so, and rank 0's may be reading the part; or has committed it."""
+    part, memory = job(tmp_path, 10, 1, 2)
+    save(part, memory)
+    (file,) = Checkpoints(tmp_path).begin(10, "t").glob("rank-0001*")
+    before = file.stat().st_ino, file.stat().st_mtime_ns
+    save(replace(part, again=True), memory)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
+    save(*job(tmp_path, 10, 0, 2))
+    save(replace(part, again=True), memory)
+    assert names(tmp_path) == ["latest", "step-00000010"]
     assert newest_whole(tmp_path) == "step-00000010"
 
 
