@@ -233,7 +233,7 @@ class Stop:
         """
         assert self._store is not None
         gone: list[int] = []
-        speaks, line = True, ""
+        speaks, line, said = True, "", 2
         with contextlib.suppress(OSError):
             said = os.dup(2)
             self.folder.take_stderr()  # torch prints C++ frames when the store is gone.
