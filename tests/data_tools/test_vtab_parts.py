@@ -11,7 +11,7 @@ from PIL import Image
 from raw_images import encoded, noise
 from vtab_originals import example, tfrecord
 
-from data_tools.vtab import convert, labels
+from data_tools.vtab import arrays, convert, labels
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.examples import Example, crc32c, records
 from data_tools.vtab.split import choose, hashed_order, shard_key
@@ -42,6 +42,21 @@ def test_golden_splits() -> None:
         "/t/track/outdoor/sun_aophkoiosslinihb.jpg",
     ]
     assert hashed_order("train", sun[::-1]).tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "pool", "first"),
+    [
+        ("svhn", "train", [16399, 1680, 47917]),
+        ("dsprites", "train", [16399, 634903, 206287]),
+        ("smallnorb", "train", [16399, 1680, 17307]),
+        ("smallnorb", "test", [23018, 16932, 19084]),
+    ],
+)
+def test_golden_orders_of_numbered_images(dataset: str, pool: str, first: list[int]) -> None:
+    """The order of tensorflow_datasets, md5(name of the split + number), of as many images as were published."""
+    keys = arrays._numbers(DATASETS[dataset].counts[pool])
+    assert hashed_order(pool, keys)[:3].tolist() == first
 
 
 def test_pools_of_validation_have_an_order_of_their_own() -> None:
