@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.class_numbers import read_lines, read_names
-from data_tools.sources.listing import TABLE, label_lists
+from data_tools.sources.listing import TABLE, label_lists, printable
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
 
@@ -34,6 +34,27 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
             )
         listing = _choose(listing, kept, f"of at most min_images = {config.min_images:,} images")
     return listing
+
+
+def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
+    """Raises UserError for classes of other splits that `train` has no image of, unless settings choose the classes.
+
+    A layout that was misread makes such classes, and every score on them would be wrong.
+    """
+    # These settings say what becomes of such classes.
+    if "train" not in listing.splits or config.class_map or config.class_list:
+        return
+    trained = _count(listing, listing.splits.index("train")) > 0
+    for number, split in enumerate(listing.splits):
+        there = _count(listing, number) > 0
+        unknown = [name for name, is_new in zip(listing.classes, there & ~trained, strict=True) if is_new]
+        if unknown:
+            tiny = " (Tiny-ImageNet: layout=tiny_imagenet.)" if unknown == ["images"] else ""
+            raise UserError(
+                f"{listing.source}: 'train' has no image of {len(unknown):,} of the {int(there.sum()):,} classes of {split!r}, such "
+                f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes?{tiny} If they are, name the "
+                "classes to keep: class_list=FILE."
+            )
 
 
 def readable_names(classes: list[str], synset_names: str) -> list[str] | None:

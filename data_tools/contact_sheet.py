@@ -8,6 +8,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.sources import Reader
+from data_tools.sources.listing import printable
 from pipeline.data import rng
 from pipeline.data.decode import decode
 from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_parquet
@@ -41,7 +42,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     shards = dataset.shards()
     sheet = Image.new("RGB", (width, 2 * _MARGIN + _TITLE + rows * (tile_height + _GAP)), _PAPER)
     pen = ImageDraw.Draw(sheet)
-    pen.text((_MARGIN, _MARGIN), dataset.path.name, _INK, _font(24))
+    pen.text((_MARGIN, _MARGIN), printable(dataset.path.name), _INK, _font(24))
     about = f"{len(samples)} of {sum(dataset.info['samples'].values()):,} images, {len(classes)} of {dataset.num_classes:,} classes; the largest classes first"  # fmt: skip
     pen.text((_MARGIN, _MARGIN + 31), _cut(about, _font(14), width - 2 * _MARGIN), _GREY, _font(14))
     for number, sample in enumerate(samples):
@@ -52,7 +53,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         number_of = int(class_counts[sample["class"]])
         about = f"{number_of:,} image{'s' * (number_of > 1)} · {sample['width']}×{sample['height']}"
         below = top + _TILE + 3
-        pen.text((left, below), _cut(dataset.classes[sample["class"]], _font(15), _TILE), _INK, _font(15))
+        pen.text((left, below), _cut(printable(dataset.classes[sample["class"]]), _font(15), _TILE), _INK, _font(15))
         pen.text((left, below + _TEXT + 2), _cut(about, _font(12), _TILE), _GREY, _font(12))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")

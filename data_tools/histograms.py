@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from data_tools.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
+from data_tools.sources.listing import printable
 from pipeline.data.manifest import Dataset
 
 _MAX_NAMED = 20
@@ -30,7 +31,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     panels = figure.subplots(2, 3).ravel()
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
     total = sum(of.samples for of in counts.values())
-    title = f"{dataset.path.name}: {total:,} images of {dataset.num_classes:,} classes"
+    title = f"{printable(dataset.path.name)}: {total:,} images of {dataset.num_classes:,} classes"
     figure.suptitle(title, fontsize=15, parse_math=False)
     _classes(panels[0], counts, dataset.classes, colours)
     _histogram(panels[1], {split: of.short for split, of in counts.items()}, SIDES, colours)
@@ -54,6 +55,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
 
 def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], colours: Colours) -> None:
     if len(names) <= _MAX_NAMED:
+        names = [printable(name) for name in names]
         short = [name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…" for name in names]
         _bars(axes, {split: of.classes.tolist() for split, of in counts.items()}, short, colours)
         axes.set(title="Images of a class")

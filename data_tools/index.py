@@ -27,6 +27,7 @@ from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from data_tools.shard import SKIPPED, resolve, write_table
 from data_tools.sources.class_numbers import ClassNumbers
+from data_tools.sources.listing import printable
 from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
 from data_tools.write_shard import PARTS, Done
@@ -166,7 +167,7 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
                     raise ValueError(sample.fault)
                 ext, width, height = inspect(data, job.whole)
             except ValueError as error:
-                skipped.append((sample.key, f"{job.name}: {sample.name}", str(error)))
+                skipped.append((printable(sample.key), printable(f"{job.name}: {sample.name}"), str(error)))
                 continue
             for label in sample.labels:
                 numbers.name(label, f"{path}: {sample.name}")

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.sources import Reader
+from data_tools.sources.listing import printable
 from pipeline.data.decode import decode
 from pipeline.data.manifest import Dataset
 
@@ -45,7 +46,9 @@ def draw_pairs(pairs: Sequence[tuple[Picture, Picture]]) -> bytes:
             image = image.resize((max(round(image.width * scale), 1), max(round(image.height * scale), 1)))
             sheet.paste(image, (x + side * _SIDE + (_SIDE - image.width) // 2, y + (_SIDE - image.height) // 2))
         for line, picture in enumerate(reversed(pair)):
-            draw.text((x + 2, y + _SIDE + line * _LINE), _shortened(picture.caption, draw, font), "black", font)
+            draw.text(
+                (x + 2, y + _SIDE + line * _LINE), _shortened(printable(picture.caption), draw, font), "black", font
+            )
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
     return buffer.getvalue()

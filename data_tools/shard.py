@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools import cluster
-from data_tools.classes import apply_rules, readable_names, renamed, small_classes
+from data_tools.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
 from data_tools.copies import Copies, merge_copies
 from data_tools.driver import only_driver
 from data_tools.holdout import hash_keys, hold_out
@@ -27,6 +27,7 @@ from data_tools.progress import PROGRESS_FILE, Progress, data_size, duration
 from data_tools.source_table import SOURCE_TABLE, difference, save
 from data_tools.sources import Listing, list_source
 from data_tools.sources.archive import remove_unpacked
+from data_tools.sources.listing import Skipped, printable
 from data_tools.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
 from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
@@ -70,6 +71,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         _sweep(out)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
+        refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, held, listing)
@@ -111,7 +113,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if not (out / PARTS / PLAN).exists():
             (remove_tree if held else remove_unpacked)(out / STAGING)
         raise
-    _say_done(dataset, results, plan, time.monotonic() - started, verified=bool(known))
+    _say_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
     return dataset
 
 
@@ -155,9 +157,9 @@ def make_jobs(
 
 def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
     """Every shard's result, in the plan's order. Stops when too many images are bad."""
-    budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
     results: dict[int, Done] = {}
-    skipped: list[tuple[str, str, str]] = []
+    skipped = list(listing.skipped)
+    _check_budget(skipped, listing, config, 0)
     num_cpus = cluster.connect(config.num_tasks)
     jobs = make_jobs(listing, plan, config, out, known)
     progress = Progress(len(listing), len(plan.names), out, "sharded")
@@ -168,15 +170,22 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
             skipped += done.skipped
             first, last = plan.bounds[number]
             progress.add(last - first, done.shard.bytes, made=done.made or bool(known))
-            if len(skipped) > budget:
-                raise UserError(
-                    f"{len(skipped):,} of the {progress.images:,} images read so far are bad, more than the {budget:,} "
-                    f"that max_bad_share = {config.max_bad_share} allows of {len(listing):,}: "
-                    + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
-                    + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
-                    "sizes change, choose another out=... too."
-                )
+            _check_budget(skipped, listing, config, progress.images)
     return [results[number] for number in range(len(plan.names))]
+
+
+def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
+    """Raises UserError when too many images are bad. num_read: images read so far."""
+    budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
+    if len(skipped) > budget:
+        of = f"of the {num_read:,} images read so far are bad" if num_read else "items of the source cannot be used"
+        raise UserError(
+            f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
+            f"{len(listing):,}: "
+            + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+            + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+            "sizes change, choose another out=... too."
+        )
 
 
 def _finish(
@@ -195,7 +204,7 @@ def _finish(
             # Every image of it was bad, and readers need not learn of empty shards; or images that could not be read at
             # first were found to be copies, and fewer shards were needed.
             (out / name).unlink(missing_ok=True)
-    skipped = sorted(row for done in results for row in done.skipped)
+    skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     source = identity["source"]
     if copies is not None:
@@ -277,7 +286,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     return {
         "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {
-            "path": str(listing.source),
+            "path": printable(str(listing.source)),
             "samples": len(listing),
             "bytes": listing.num_bytes,
             "sha256": listing.digest(),
@@ -342,7 +351,9 @@ def _say_copies(copies: Copies) -> None:
     )
 
 
-def _say_done(dataset: Dataset, results: list[Done], plan: Plan, seconds: float, verified: bool) -> None:
+def _say_done(
+    dataset: Dataset, results: list[Done], listing: Listing, plan: Plan, seconds: float, verified: bool
+) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
     whole = len(results) - len(made)
     if verified:
@@ -353,7 +364,7 @@ def _say_done(dataset: Dataset, results: list[Done], plan: Plan, seconds: float,
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
-    num_skipped = sum(len(done.skipped) for done in results)
+    num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
     skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
         f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "

@@ -14,6 +14,7 @@ from data_tools.contact_sheet import draw_sheet
 from data_tools.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.histograms import draw_histograms
 from data_tools.progress import data_size, duration
+from data_tools.sources.listing import printable
 from pipeline.data.bucket import AnyPath, BucketPath
 from pipeline.data.manifest import Dataset, Shard, open_dataset, replacing
 from pipeline.data_config import StatsConfig
@@ -173,7 +174,9 @@ def _say(stats: dict[str, Any], out: AnyPath) -> None:
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
         print(f"  {name}: {of['samples']:,} images, {data_size(of['bytes'])} ({formats})")
-        empty = f"; {classes['empty']:,} without any: {', '.join(classes['first_empty'][:3])}" * bool(classes["empty"])
+        empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
+            classes["empty"]
+        )
         print(
             f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
             f"imbalance {classes['imbalance']:,.1f}{empty}"

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from data_tools.content import content_hash
-from data_tools.sources.archive import tar_members
+from data_tools.sources.archive import Member, tar_members
+from data_tools.sources.listing import printable
 from data_tools.sources.webdataset import NO_LABEL, TarSample, samples_of, split_name
 from pipeline.data.bucket import fetched, locate, to_path
 from pipeline.data.decode import DecodeError, inspect
@@ -90,7 +91,8 @@ class _Findings:
     def add(self, kind: str, detail: str, row: int = -1, key: str = "", is_unfit: bool | None = None) -> None:
         assert kind in SAMPLE_KINDS or kind in TAR_KINDS, kind
         unfit = kind in SAMPLE_KINDS if is_unfit is None else is_unfit
-        self.rows.append((kind, self.shard.split, self.shard.name, row, key, detail, unfit))
+        # Details may quote names in the tar, which may be anything.
+        self.rows.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
 
     def table(self) -> pa.Table:
         return findings_table(self.rows)
@@ -143,22 +145,24 @@ def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -
     return is_same
 
 
-def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, tuple[str, int]]:
-    """Name and size of every member, by the offset of its bytes; past a damaged header, from the next good one on."""
-    members: dict[int, tuple[str, int]] = {}
+def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, Member]:
+    """Every member, by the offset of its bytes; past a damaged header, from the next good one on."""
+    members: dict[int, Member] = {}
     names = set()
     position = 0
     while position < size or not size:
         try:
-            for name, is_folder, offset, length in tar_members(file, position, size):
-                position = offset + -(-length // _BLOCK) * _BLOCK
-                if is_folder:
+            for member in tar_members(file, position, size):
+                position = member.offset + -(-member.size // _BLOCK) * _BLOCK
+                if member.is_folder:
                     continue
                 # A tar that is the manifest's to the byte came with its names, if from others: it is not damaged.
-                if name in names and not is_whole:
-                    findings.add("duplicate", f"{name} is in the tar twice")
-                names.add(name)
-                members[offset] = name, length
+                if member.name in names and not is_whole:
+                    findings.add("duplicate", f"{member.name} is in the tar twice")
+                if member.fault and not is_whole:
+                    findings.add("structure", f"{member.name}: {member.fault}")
+                names.add(member.name)
+                members[member.offset] = member
             # A block of zeros over a header looks like the end.
             follows = _next_header(file, position, size)
             if follows < size:
@@ -192,7 +196,7 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
 
 
 def _check_rows(
-    file: BinaryIO, size: int, job: Job, members: dict[int, tuple[str, int]], is_whole: bool, findings: _Findings
+    file: BinaryIO, size: int, job: Job, members: dict[int, Member], is_whole: bool, findings: _Findings
 ) -> int:
     """Every row against the tar's bytes; how many images were decoded."""
     if job.rows is None:
@@ -226,7 +230,7 @@ def _check_rows(
         if hash_of(data) != digest:
             findings.add("content", f"its {column} is not the manifest's", row, key)
             continue
-        name, num_bytes = members.get(offset, ("", -1))
+        name, _, _, num_bytes, _ = members.get(offset, Member("", False, offset, -1))
         if split_name(name)[0] != key or num_bytes != length:
             there = f"{name} of {num_bytes:,} bytes" if name else "no member"
             findings.add("member", f"{there} at byte {offset:,}, where {length:,} bytes should be", row, key)
@@ -247,7 +251,7 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _samples(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Findings) -> dict[int, TarSample]:
+def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:
     """The samples that have a label in the tar, by the offset of their image."""
 
     def read(offset: int, length: int) -> bytes:
@@ -257,5 +261,5 @@ def _samples(file: BinaryIO, members: dict[int, tuple[str, int]], findings: _Fin
             findings.add("unreadable", str(error))
             return b""
 
-    samples = samples_of(((name, offset, length) for offset, (name, length) in members.items()), read)
+    samples = samples_of(members.values(), read)
     return {sample.offset: sample for sample in samples if sample.fault != NO_LABEL}

@@ -24,7 +24,17 @@ class ShardConfig:
     source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images, as one of the layouts")
     out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the new data set")
     layout: Literal[
-        "auto", "folder", "archive", "imagenet21k", "imagenet1k", "cifar", "parquet", "list", "webdataset"
+        "auto",
+        "folder",
+        "archive",
+        "flat",
+        "tiny_imagenet",
+        "imagenet21k",
+        "imagenet1k",
+        "cifar",
+        "parquet",
+        "list",
+        "webdataset",
     ] = setting("auto", "What source is; auto looks.")
     splits: dict[str, str] = setting(
         {"train": ""},

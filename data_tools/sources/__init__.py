@@ -5,12 +5,25 @@ the result is the same `Listing`, so the same images give the same shards whethe
 """
 
 import itertools
+import shlex
 import tarfile
+from collections.abc import Collection
 
 import pyarrow as pa
 
 from data_tools.progress import Progress
-from data_tools.sources import archive, cifar, folder, imagenet1k, imagenet21k, parquet, path_list, webdataset
+from data_tools.sources import (
+    archive,
+    cifar,
+    flat,
+    folder,
+    imagenet1k,
+    imagenet21k,
+    parquet,
+    path_list,
+    tiny_imagenet,
+    webdataset,
+)
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
 from pipeline.data.bucket import AnyPath
@@ -22,7 +35,7 @@ __all__ = ["Listing", "Reader", "list_source"]
 
 _ONE_SPLIT = {"train": ""}
 # Layouts that come in splits: what `splits` is where nothing is said.
-_OWN_SPLITS = {"cifar": cifar.SPLITS, "imagenet1k": imagenet1k.SPLITS}
+_OWN_SPLITS = {"cifar": cifar.SPLITS, "imagenet1k": imagenet1k.SPLITS, "tiny_imagenet": tiny_imagenet.SPLITS}
 # Layouts that know their samples; the others are class folders in some form.
 _WALKS = {
     "cifar": cifar.walk,
@@ -31,6 +44,8 @@ _WALKS = {
     "list": path_list.walk,
     "webdataset": webdataset.walk,
 }
+# Layouts that may be a compressed tar, which is unpacked first.
+_IN_TARS = ("auto", "archive", "imagenet21k", "cifar", "flat", "tiny_imagenet")
 _MEMBERS_TO_LOOK_AT = 16
 
 
@@ -44,8 +59,10 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
     """
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder.")
+    if not source.is_file() and not source.is_dir():
+        raise UserError(f"source = {source} is neither a regular file nor a folder.")
     plain = source
-    if config.layout in ("auto", "archive", "imagenet21k", "cifar") and source.is_file() and not _is_table(source):
+    if config.layout in _IN_TARS and source.is_file() and not _is_table(source):
         kind = archive.kind(source)
         plain = archive.unpack(source, kind, staging) if kind in archive.COMPRESSED else source
     with Progress(None, folder=staging.parent, done=LISTED) as progress:
@@ -54,6 +71,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             _check_form(source, layout)
             splits = _OWN_SPLITS.get(layout, config.splits) if config.splits == _ONE_SPLIT else config.splits
             collector = Collector(source, splits, by_folders=layout not in _WALKS, progress=progress)
+            collector.advice = _list_advice(source, config)
             if layout in _WALKS:
                 _WALKS[layout](plain, config, staging, collector)
             else:
@@ -64,6 +82,10 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
 
 
 def _walk_class_folders(source: AnyPath, layout: str, staging: AnyPath, collector: Collector) -> None:
+    if layout == "flat":
+        collector.rename = flat.renaming(collector)
+    elif layout == "tiny_imagenet":
+        collector.rename = tiny_imagenet.renaming(source, collector.splits)
     if source.is_dir() and layout == "imagenet21k":
         imagenet21k.walk_folder(source, staging, collector)
     elif source.is_dir():
@@ -91,32 +113,64 @@ def _look(source: AnyPath, config: ShardConfig) -> str:
         is_list = source.suffix != ".parquet" or config.path_column in open_parquet(source).schema_arrow.names
         return "list" if is_list else "parquet"
     if archive.kind(source) == "zip":
-        return "archive"
+        return _look_at_members([member.filename for member in archive.zip_members(source)], config.splits)
     if webdataset.is_shard(source):
         return "webdataset"
     with source.open("rb") as file:
         members = itertools.islice(archive.tar_members(file, 0, source.stat().st_size), _MEMBERS_TO_LOOK_AT)
-        if cifar.is_cifar({name.rpartition("/")[2] for name, *_ in members}):
-            return "cifar"
-    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else "archive"
+        names = [member.name for member in members]
+    if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
+        return "cifar"
+    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _look_at_members(names, config.splits)
+
+
+def _look_at_members(names: list[str], splits: dict[str, str]) -> str:
+    """The layout of an archive with members of these names."""
+    if any(f"/{name}".endswith(f"/{tiny_imagenet.ANNOTATIONS}") for name in names):
+        return "tiny_imagenet"
+    return "flat" if flat.are_flat(names, next(iter(splits.values()))) else "archive"
+
+
+def _list_advice(source: AnyPath, config: ShardConfig) -> str:
+    """The command for images without class folders."""
+    folder = source if source.is_dir() else source.parent
+    words = ["layout=list", f"source={folder / 'labels.csv'}", f"out={config.out}"]
+    unpacked = "" if source.is_dir() else f"unpack it into {folder}, "
+    return (
+        f"For images without class folders, {unpacked}write {folder / 'labels.csv'} with a first line path,label and a line "
+        f"for each image (1.jpg,cat), and run: python launch/shard.py {shlex.join(words)} . "
+    )
 
 
 def _look_into_folder(source: AnyPath, splits: dict[str, str]) -> str:
     names = {path.name for path in source.iterdir()}
-    if INFO in names:
+
+    def files(wanted: Collection[str]) -> set[str]:
+        """Those that are files: a class folder may have any name."""
+        return {name for name in names.intersection(wanted) if (source / name).is_file()}
+
+    if files({INFO}):
         return "webdataset"
-    if set(imagenet1k.SPLITS.values()) & names:
+    if files(imagenet1k.SPLITS.values()):
         return "imagenet1k"
-    if cifar.is_cifar(names):
+    if cifar.is_cifar(names) and cifar.is_cifar(files(cifar.FILES)):
         return "cifar"
-    if any(name.endswith(".parquet") for name in names) or any((source / "data").glob("*.parquet")):
+    if tiny_imagenet.is_tiny_imagenet(source):
+        return "tiny_imagenet"
+    tables = itertools.chain(
+        (source / name for name in names if name.endswith(".parquet")), (source / "data").glob("*.parquet")
+    )
+    if any(path.is_file() for path in tables):
         return "parquet"
     # `splits` may name folders, or the beginnings of file names.
-    for place in (source / next(iter(splits.values())), source):
-        tar: AnyPath | None = next((path for path in place.glob("*.tar")), None)
+    first = source / next(iter(splits.values()))
+    for place in (first, source):
+        tar: AnyPath | None = next((path for path in place.glob("*.tar") if path.is_file()), None)
         if tar is not None:
             return "webdataset" if webdataset.is_shard(tar) else "imagenet21k"
-    return "folder"
+    if first != source:
+        names = {path.name for path in first.iterdir()} if first.is_dir() else set()
+    return "flat" if flat.is_flat(first, names) else "folder"
 
 
 def _is_table(source: AnyPath) -> bool:

@@ -6,16 +6,18 @@ plain tar.
 
 import bz2
 import contextlib
+import errno
 import gzip
 import hashlib
 import lzma
 import shutil
+import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
@@ -25,10 +27,25 @@ from pipeline.errors import UserError
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
+# What zipfile raises for a damaged zip.
+ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
+              struct.error, zlib.error)  # fmt: skip
 # Ending of lists of a tar's members that are kept (imagenet21k.py).
 LIST = ".members"
 _BLOCK = 512
 _END = bytes(_BLOCK)
+# A long name or a pax header is some hundred bytes; a damaged size must not fill the memory.
+_MAX_HEADER_BYTES = 2**20
+
+
+class Member(NamedTuple):
+    """A member of a plain tar. offset, size: of its bytes in the file. fault: why it cannot be used, else ""."""
+
+    name: str
+    is_folder: bool
+    offset: int
+    size: int
+    fault: str = ""
 
 
 def kind(source: AnyPath) -> str:
@@ -83,40 +100,52 @@ def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
     container = collector.add_container(source)
     with source.open("rb") as file:
-        for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
-            if is_folder:
-                collector.folder(name)
+        for member in tar_members(file, 0, source.stat().st_size):
+            if member.is_folder:
+                collector.folder(member.name)
             else:
-                collector.file(name, container, offset, size)
+                collector.file(member.name, container, member.offset, member.size, fault=member.fault)
 
 
 def walk_zip(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a zip."""
-    try:
-        members = zipfile.ZipFile(source.open("rb")).infolist()
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
-    container = collector.add_container(source)
+    members = zip_members(source)
+    container, num_bytes = collector.add_container(source), source.stat().st_size
     for member in members:
         if member.is_dir():
             collector.folder(member.filename)
             continue
+        place = (member.header_offset, member.file_size, max(member.compress_size, 1))
+        fault = ""
         if member.flag_bits & 1:
-            raise UserError(f"{source}: {member.filename} is encrypted. Unpack it, and shard the folder.")
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise UserError(f"{source}: {member.filename} is packed by a rare method. Unpack it, and shard the folder.")
+            fault = "it is encrypted; unpack the zip, and shard the folder"
+        elif member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            fault = "it is packed by a rare method; unpack the zip, and shard the folder"
+        elif not (0 <= place[0] <= place[0] + place[2] <= num_bytes and place[1] < 2**63):
+            fault = "damaged zip member (it lies outside the zip)"
         # 0 means "not packed" in the table; an empty file is none the wiser for a read of one byte.
-        collector.file(member.filename, container, member.header_offset, member.file_size, max(member.compress_size, 1))
+        collector.file(member.filename, container, *place, fault=fault)
 
 
-def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, bool, int, int]]:
-    """(name, is a folder, offset of its bytes, size) of each member of the plain tar at file[start:end].
+def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
+    """The table of contents of a zip. Raises UserError for a damaged one."""
+    try:
+        with source.open("rb") as file, zipfile.ZipFile(file) as opened:
+            return opened.infolist()
+    except ZIP_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # The disk's; EINVAL is a damaged offset.
+        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+
+
+def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
+    """Each member of the plain tar at file[start:end].
 
     tarfile.TarFile takes a damaged header for the end and keeps every member in memory; hence this loop around its
     header parser. Links and devices are told as files called .link, which are no images. Raises tarfile.TarError for a
     damaged tar.
     """
-    position, long_name = start, ""
+    position, long_name, fault = start, "", ""
     pax: dict[str, str] = {}
     while position + _BLOCK <= end:
         file.seek(position)
@@ -128,28 +157,45 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, boo
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {position}") from None
         offset = position + _BLOCK
-        size = int(pax.get("size", header.size))
+        size = header.size
+        if "size" in pax:
+            if pax["size"].isascii() and pax["size"].isdigit() and len(pax["size"]) < 20:
+                size = int(pax["size"])
+            else:
+                fault = f"its pax header says size = {pax['size'][:40]!a}, which is no number"
         position = offset + -(-size // _BLOCK) * _BLOCK
         if size < 0 or offset + size > end:
             raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE) and size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a name or pax header of {size:,} bytes at byte {offset - _BLOCK}")
         if header.type == tarfile.GNUTYPE_LONGNAME:
             long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")
         elif header.type == tarfile.XHDTYPE:
-            pax = _pax_records(file.read(size))
+            try:
+                pax = _pax_records(file.read(size))
+            except ValueError as error:
+                pax, fault = {}, f"its pax header is damaged ({error})"
         elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
             name = pax.get("path") or long_name or header.name
             is_link = not (header.isdir() or header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE))
-            yield (f"{name}.link" if is_link else name), header.isdir(), offset, size
-            long_name, pax = "", {}
+            yield Member(f"{name}.link" if is_link else name, header.isdir(), offset, size, fault)
+            long_name, pax, fault = "", {}, ""
     raise tarfile.ReadError(f"cut off at byte {end}: it has no end mark")
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """Records are `<length> <name>=<value>\\n`, length counting itself."""
+    """Records are `<length> <name>=<value>\\n`, length counting itself. Raises ValueError for what is none."""
     records, position = {}, 0
-    while position < len(data) and data[position : position + 1].isdigit():
-        length = int(data[position : data.index(b" ", position)])
-        name, _, value = data[position : position + length - 1].partition(b" ")[2].partition(b"=")
-        records[name.decode()] = value.decode("utf-8", "surrogateescape")
+    while position < len(data) and data[position]:  # Zeros may follow the last one.
+        digits, _, rest = data[position : position + 20].partition(b" ")
+        if not digits.isdigit() or not rest:
+            raise ValueError(f"a record begins with {digits!r}, which is no length")
+        length = int(digits)
+        record = data[position : position + length]
+        name, is_record, value = record[len(digits) + 1 : -1].partition(b"=")
+        if len(record) != length or not is_record or record[-1:] != b"\n":
+            raise ValueError(f"a record of {length} bytes does not end where it should")
+        # Names and values in other encodings are kept as they are; whoever uses one sees what it is.
+        records[name.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
         position += length
     return records

@@ -6,6 +6,7 @@ is looked up. A pickle is a program; only the few calls that make up a NumPy arr
 
 import io
 import pickle
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_names
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, printable
 from data_tools.sources.reader import PIXELS
 from pipeline.data.bucket import AnyPath, walk_files
 from pipeline.data_config import ShardConfig
@@ -27,6 +28,7 @@ _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 _TRAIN = {*_BATCHES, *(f"{name}.bin" for name in _BATCHES), "train", "train.bin"}
 _TEST = {"test_batch", "test_batch.bin", "test", "test.bin"}
 _NAMES = {"batches.meta", "batches.meta.txt", "meta", "fine_label_names.txt"}
+FILES = _TRAIN | _TEST | _NAMES
 _OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
 
 
@@ -85,7 +87,9 @@ def _files(source: AnyPath) -> Iterator[_File]:
             yield _File(path.name, path, 0, size)
         return
     with source.open("rb") as file:
-        for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
+        for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
+            if fault:
+                raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A file of CIFAR holds thousands of images.
             if not is_folder:
                 yield _File(name.rpartition("/")[2], source, offset, size)
 

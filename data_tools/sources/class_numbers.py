@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.json_record import quoted
 
 # Without names a label tells how many classes there are; beyond this it is rather a mistake.
 _MOST_CLASSES = 2**20
@@ -24,7 +25,7 @@ class ClassNumbers:
                 f"there are {limit:,} class names" if self._names else "class names are not known (label_names=FILE)"
             )
             hint = " Images without a label (-1) belong in no split: leave them out." if label == -1 else ""
-            raise UserError(f"{where}: label {label} is out of range, {known}; labels begin at 0.{hint}")
+            raise UserError(f"{where}: label {quoted(label)} is out of range, {known}; labels begin at 0.{hint}")
         self._highest = max(self._highest, label)
         return self._names[label] if self._names else str(label)
 

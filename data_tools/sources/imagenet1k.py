@@ -4,7 +4,6 @@ The classes of the flat tar's images stand in a file of their own (val_labels); 
 several, or none, and is then left out as in its score. Nothing is extracted.
 """
 
-import json
 import re
 import tarfile
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 from data_tools.sources.archive import tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
 from data_tools.sources.imagenet21k import is_tar_of_tars, walk_tar
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath
 from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
@@ -63,11 +63,12 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
             "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat, or ReaL's real.json."
         )
     with path.open("rb") as file:
-        members = [
-            (name.rpartition("/")[2].partition(".")[0], name, offset, size)
-            for name, is_folder, offset, size in tar_members(file, 0, path.stat().st_size)
-            if not is_folder
-        ]
+        members = []
+        for name, is_folder, offset, size, fault in tar_members(file, 0, path.stat().st_size):
+            if fault or not is_utf8(name):
+                collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
+            elif not is_folder:
+                members.append((name.rpartition("/")[2].partition(".")[0], name, offset, size))
     members.sort()
     stems = [stem for stem, *_ in members]
     if config.val_labels.endswith(".json"):
@@ -91,11 +92,9 @@ def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dic
     if not label_names:
         raise UserError(f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line.")
     names = ClassNumbers(read_names(label_names, "label_names"))
-    try:
-        numbers = json.loads("\n".join(read_lines(val_labels, "val_labels")))
-    except ValueError as error:
-        raise UserError(f"val_labels = {val_labels} is no JSON: {error}.") from None
-    if not isinstance(numbers, list) or len(numbers) != len(stems):
+    text = "\n".join(read_lines(val_labels, "val_labels"))
+    numbers = json_record.parse(text, list[list[int]], f"val_labels = {val_labels}")
+    if len(numbers) != len(stems):
         raise UserError(f"val_labels = {val_labels} must be a list of {len(stems):,} lists, one for each image.")
     labels = {
         stem: [names.name(n, f"{val_labels}, {stem}") for n in row] for stem, row in zip(stems, numbers, strict=True)

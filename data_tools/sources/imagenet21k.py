@@ -8,13 +8,15 @@ import contextlib
 import gzip
 import json
 import tarfile
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.archive import LIST, staged_path, tar_members
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, printable
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath, BucketPath, name_inside, walk_files
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
@@ -34,16 +36,16 @@ class _ClassTar(NamedTuple):
     container: int
 
 
-# (name, offset of its bytes, size) of each file of a tar.
-_Members = list[tuple[str, int, int]]
+# (name, offset of its bytes, size, fault) of each file of a tar, see `archive.Member`.
+_Members = list[tuple[str, int, int, str]]
 
 
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar is itself a tar."""
     with source.open("rb") as file:
-        for name, is_folder, _, _ in tar_members(file, 0, source.stat().st_size):
-            if not is_folder:
-                return name.endswith(".tar")
+        for member in tar_members(file, 0, source.stat().st_size):
+            if not member.is_folder:
+                return member.name.endswith(".tar")
     return False
 
 
@@ -71,11 +73,13 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
-            for name, is_folder, offset, size in tar_members(file, 0, source.stat().st_size):
+            for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
+                if fault and name.endswith(".tar"):
+                    raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A whole class is more than one odd item.
                 if not is_folder and name.endswith(".tar"):
                     yield _ClassTar(inside + name, source, offset, offset + size, container)
                 elif not is_folder:
-                    collector.file(inside + name, container, offset, size)
+                    collector.file(inside + name, container, offset, size, fault=fault)
 
     _walk_classes(source, tars(), staging, collector)
 
@@ -90,8 +94,8 @@ def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, 
         folder = tar.name.removesuffix(".tar")
         collector.folder(folder)
         try:
-            for name, offset, size in listed.result():
-                collector.file(f"{folder}/{name}", tar.container, offset, size)
+            for name, offset, size, fault in listed.result():
+                collector.file(f"{folder}/{name}", tar.container, offset, size, fault=fault)
         except tarfile.TarError as error:
             damaged.append(f"{tar.name} ({error})")
 
@@ -121,14 +125,33 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
     kept = staged_path(tar.path, staging, f".{tar.start}{LIST}") if isinstance(tar.path, BucketPath) else None
     if kept is not None:
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(gzip.decompress(kept.read_bytes()))
+            if (members := _read_list(kept)) is not None:
+                return members
     with tar.path.open("rb") as file:
         members = [
-            (name, offset, size)
-            for name, is_folder, offset, size in tar_members(file, tar.start, tar.end)
-            if not is_folder
+            (member.name, member.offset, member.size, member.fault)
+            for member in tar_members(file, tar.start, tar.end)
+            if not member.is_folder
         ]
     if kept is not None:
         with replacing(kept) as file:
             file.write(gzip.compress(json.dumps(members).encode()))
     return members
+
+
+def _read_list(kept: AnyPath) -> _Members | None:
+    """A list that was kept; None for a damaged one, and one of an earlier version. Raises FileNotFoundError, StorageError."""
+    content = kept.read_bytes()
+    try:
+        rows = json_record.parse(gzip.decompress(content), list, str(kept))
+    except (UserError, EOFError, OSError, zlib.error):
+        return None
+    # Not by `json_record`, which would take minutes for 14 million rows.
+    is_whole = all(
+        type(row) is list
+        and len(row) == 4
+        and type(row[1]) is type(row[2]) is int
+        and type(row[0]) is type(row[3]) is str
+        for row in rows
+    )
+    return [tuple(row) for row in rows] if is_whole else None

@@ -33,12 +33,18 @@ TABLE = pa.schema(
 )
 # What is done meanwhile, see `Progress`.
 LISTED = "listed"
+# (key, where, reason) of an item that is left out; skipped.csv has these columns.
+Skipped = tuple[str, str, str]
+NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
+_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Listing:
     """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over.
+
+    skipped: items that belong to the data set and cannot be used; they count as bad images.
 
     root: the folder that names of files of their own are relative to. convert: what each image file goes through before
     it is written, a function of a module, so that tasks find it; None copies the bytes. about: what else dataset.json
@@ -55,6 +61,7 @@ class Listing:
     convert: Callable[[bytes], bytes] | None = None
     about: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, pa.Table] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -121,7 +128,9 @@ class Collector:
     below a split's folder is the class), and the collector tells images and their classes. A layout that knows its
     samples (by_folders=False) tells each by `sample`. classes: all class names in order, where the layout fixes one; else
     they are sorted. root: the folder that names of files of their own are relative to, if it is not the source. progress:
-    closed by `finish`. prefixes: one for each container, where a layout has keys that may come again from container to
+    closed by `finish`. rename: name of a file -> the name `<split's folder>/<class>/<name>` that it counts as, for a layout
+    whose files lie otherwise; raises ValueError for a file without a class. advice: what to do about a source without
+    class folders, for errors. prefixes: one for each container, where a layout has keys that may come again from container to
     container; when some do, the prefix becomes the first part of every key.
     """
 
@@ -134,6 +143,9 @@ class Collector:
     notes: list[str] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(None, done=LISTED))
+    rename: Callable[[str], str] | None = None
+    advice: str = ""
+    skipped: list[Skipped] = field(default_factory=list)
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
     # Numbers of the classes of _rows, one sample after another, and where each sample's end.
@@ -143,9 +155,10 @@ class Collector:
     # Number of images in each class folder, by split and class.
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
     _tops: dict[str, None] = field(default_factory=dict)
-    _no_images: int = 0
-    _outside: list[str] = field(default_factory=list)
-    _num_outside: int = 0
+    _no_images: "_Few" = field(default_factory=lambda: _Few())
+    _hidden: "_Few" = field(default_factory=lambda: _Few())
+    _outside: "_Few" = field(default_factory=lambda: _Few())
+    _absolute: "_Few" = field(default_factory=lambda: _Few())
     # Whether some image lies directly in its class folder.
     _flat: bool = False
 
@@ -165,41 +178,70 @@ class Collector:
         name = _clean(name)
         if name and not _hidden(name):
             self._tops.setdefault(name.split("/")[0])
-            split, inner = self._place(name)
-            if split is not None and inner and "/" not in inner and not self._holds_split(name):
+            split, inner = self.place(name)
+            is_class = split is not None and inner and "/" not in inner and not self._holds_split(name)
+            if is_class and self.rename is None:
+                assert split is not None
                 self._counts.setdefault((split, inner), 0)
 
-    def file(self, name: str, container: int, offset: int, size: int, packed: int = 0) -> None:
-        """A file was met: offset and size of its bytes in archive `container`, or -1 and 0 for a file of its own."""
+    def file(self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "") -> None:
+        """A file was met: offset and size of its bytes in archive `container`, or -1 and 0 for a file of its own.
+
+        fault: why it cannot be used; if it is an image, it is skipped.
+        """
         name = _clean(name)
         stem, dot, ext = name.rpartition(".")
-        if _hidden(name) or f".{ext.lower()}" not in EXTENSIONS or not dot:
-            self._no_images += 1
+        if _hidden(name):
+            self._hidden.add(name)
+            return
+        if f".{ext.lower()}" not in EXTENSIONS or not dot:
+            self._no_images.add(name)
             return
         self._tops.setdefault(name.split("/")[0])
-        split, inner = self._place(stem)
+        if self.rename is not None:
+            try:
+                stem = self.rename(name).rpartition(".")[0]
+            except ValueError as error:
+                self.skip(name, fault or str(error))
+                return
+        split, inner = self.place(stem)
         if split is None or "/" not in inner:
-            self._num_outside += 1
-            self._outside = self._outside or [name]
+            self._outside.add(name)
             return
         class_name, rest = inner.split("/", 1)
         self._flat = self._flat or "/" not in rest
         self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
-        self.sample(split, inner, (class_name,), name, container, offset, size, packed)
+        if fault:
+            self.skip(name, fault)
+        else:
+            self.sample(split, inner, (class_name,), name, container, offset, size, packed)
+
+    def skip(self, where: str, reason: str) -> None:
+        """Something was met that belongs to the data set and cannot be used: it counts as a bad image, and is named."""
+        self.skipped.append(("", printable(where), reason))
 
     def sample(
         self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0
     ) -> None:  # fmt: skip
-        """A sample was met: see TABLE. key: may have dots. classes: names of all its classes."""
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{self.source}: the file name {name!a} is not UTF-8. Rename it.") from None
+        """A sample was met: see TABLE. key: may have dots. classes: names of all its classes.
+
+        One whose name cannot stand in a tar is skipped; a leading slash of a key is removed, as tar does.
+        """
+        if not is_utf8(name):
+            self.skip(name, NOT_UTF8)
+            return
+        # webdataset ends a key at the first dot of the file name. (So a key has no "..", either.)
+        key = key.replace(".", "_")
+        if key.startswith("/"):
+            self._absolute.add(key)
+            key = key.lstrip("/")
+        if not key or "\0" in key:
+            self.skip(name, "its name has a NUL character" if key else "it has no name but an extension")
+            return
         for class_name in classes:
             self._labels.append(self._classes.setdefault(class_name, len(self._classes)))
         self._ends.append(len(self._labels))
-        # webdataset ends a key at the first dot of the file name.
-        self._rows.append((self._numbers[split], key.replace(".", "_"), name, container, offset, size, packed))
+        self._rows.append((self._numbers[split], key, name, container, offset, size, packed))
         if len(self._rows) == _BATCH:
             self._flush()
 
@@ -216,12 +258,17 @@ class Collector:
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
         for split, number in self._numbers.items():
             if not pc.any(pc.equal(table["split"], number)).as_py():
-                raise UserError(f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no images.")
+                raise UserError(
+                    f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no images{self._but_skipped()}."
+                )
         self._parts = []
         classes = self.classes or sorted(self._classes)
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
-        listing = Listing(self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [])
+        listing = Listing(
+            self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [],
+            skipped=sorted(self.skipped),
+        )  # fmt: skip
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
         table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
@@ -233,13 +280,20 @@ class Collector:
                 f"keys come again from tar to tar: each gets its tar's name first, as {table['key'][0].as_py()}"
             )
         self._check_keys(table)
-        if self._no_images:
-            notes.append(f"ignored {self._no_images:,} file{'s' * (self._no_images > 1)} that are no images")
-        if self._outside:
+        if self._no_images.count:
             notes.append(
-                f"ignored {self._num_outside:,} image{'s' * (self._num_outside > 1)} outside the class folders of "
-                f"splits = {self.splits}, such as {self._outside[0]}"
+                f"ignored {self._no_images.counted('file')} that are no images by their extension: {self._no_images}"
             )
+        if self._hidden.count:
+            notes.append(f"ignored {self._hidden.counted('hidden file')}: {self._hidden}")
+        if self._outside.count:
+            notes.append(
+                f"ignored {self._outside.counted('image')} outside the class folders of splits = {self.splits}: {self._outside}"
+            )
+        if self._absolute.count:
+            notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
+        if self.skipped:
+            notes.append(f"cannot use {len(self.skipped):,} of the items listed: {_reasons(self.skipped)}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare:
             notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
@@ -256,7 +310,7 @@ class Collector:
             self.progress.add(len(self._rows), pc.sum(columns[-2]).as_py())
             self._rows, self._labels, self._ends = [], [], [0]
 
-    def _place(self, name: str) -> tuple[str | None, str]:
+    def place(self, name: str) -> tuple[str | None, str]:
         """The split that a name belongs to, and the rest of the name below that split's folder."""
         for split, folder in self._folders:
             if not folder:
@@ -269,18 +323,21 @@ class Collector:
         return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
-        tops = ", ".join(list(self._tops)[:8]) or "nothing"
+        tops = ", ".join(printable(name) for name in list(self._tops)[:8]) or "nothing"
         for split, folder in self.splits.items():
             counts = {name: count for (of, name), count in self._counts.items() if of == split}
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
             if not any(counts.values()):
                 raise UserError(
-                    f"{where} has no class folders with images (split {split!r}). Images belong in <class>/<name>.jpg; "
-                    f"splits.{split}=FOLDER names the folder that holds the classes. At the top of source: {tops}."
+                    f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in "
+                    f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {self.advice}At the "
+                    f"top of source: {tops}."
                 )
             for name, count in counts.items():
                 if not count:
-                    raise UserError(f"{where}/{name} is a class folder without images. Fill it, or remove it.")
+                    raise UserError(
+                        f"{where}/{printable(name)} is a class folder without images. Fill it, or remove it."
+                    )
             if set(counts) <= {"train", "val", "valid", "validation", "test"}:
                 raise UserError(
                     f"{where}: the class folders are called {', '.join(sorted(counts))}, like splits. "
@@ -293,6 +350,9 @@ class Collector:
                     f"{where} holds the one folder {only!r}, which holds folders. If those are the classes, say so: "
                     f"splits.{split}={_clean(f'{folder}/{only}')}"
                 )
+
+    def _but_skipped(self) -> str:
+        return f"; {len(self.skipped):,} cannot be used: {_reasons(self.skipped)}" if self.skipped else ""
 
     def _with_prefixes(self, table: pa.Table) -> pa.Table:
         prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
@@ -312,6 +372,46 @@ class Collector:
                 f"{'tar/name up to its first dot' if self.prefixes else 'class/name without the extension'}, dots become "
                 "_. Rename or remove one."
             )
+
+
+@dataclass
+class _Few:
+    """Names of which only the first few are kept."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        self.count += 1
+        if len(self.first) < _NAMED:
+            self.first.append(printable(name))
+
+    def counted(self, noun: str) -> str:
+        return f"{self.count:,} {noun}{'s' * (self.count > 1)}"
+
+    def __str__(self) -> str:
+        return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name read with `surrogateescape` is UTF-8: only such names can stand in tables and manifests."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(name: str) -> str:
+    """A name as a message repeats it, on one line: control characters and bytes that are not UTF-8 are escaped."""
+    if name.isprintable():
+        return name
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
+def _reasons(skipped: list[Skipped]) -> str:
+    few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
+    return few + "; ..." * (len(skipped) > _NAMED)
 
 
 def _sorted(table: pa.Table) -> pa.Table:

@@ -9,7 +9,7 @@ import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
 from pipeline.data.bucket import AnyPath, BucketPath, locate, name_inside
 from pipeline.data.manifest import open_parquet
 from pipeline.data_config import ShardConfig
@@ -47,6 +47,13 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 if not name:
                     raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
                 names = labels.names(value, f"{path}, row {row}")
+                if isinstance(name, bytes):
+                    name = name.decode("utf-8", "surrogateescape")
+                if "\0" in name or not is_utf8(name):
+                    collector.skip(
+                        f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
+                    )
+                    continue
                 place = name if name.startswith("/") or "://" in name else inside + name
                 collector.sample(split, _key(name), names, place, -1, 0, sizes.of(locate(folder, name)))
     assert labels is not None
@@ -66,13 +73,15 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
             parse = pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
             with path.open("rb") as text, pacsv.open_csv(text, parse_options=parse) as reader:
                 check_columns(reader.schema.names, wanted, str(path))
-            convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
+            # Paths as bytes: one that is not UTF-8 must not spoil all others.
+            kinds = {config.label_column: pa.string(), config.path_column: pa.binary()}
+            convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     kind = table.schema.field(0).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):
         raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
     return table
 
@@ -103,7 +112,7 @@ class _Sizes:
         try:
             return path.stat().st_size
         except OSError:
-            return 0
+            return 0  # The job finds it unreadable, counts it and names it.
 
 
 def _key(name: str) -> str:

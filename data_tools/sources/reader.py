@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import struct
 import zlib
 from typing import BinaryIO
@@ -16,7 +17,7 @@ PIXELS = -1
 _MAX_BYTES = 2**30
 # Errors that are of one file's name, kind or rights. All others (EIO, ESTALE, EMFILE, ...) may pass, and say nothing of it.
 _OF_THE_FILE = {
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENXIO,
 }  # fmt: skip
 
 
@@ -64,7 +65,11 @@ class _LocalFile:
     """A file of this machine: without Path and file objects, which cost as much again as opening and reading it."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK: to open a FIFO would wait for a writer, for ever.
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.close(self._file)
+            raise ValueError("not a regular file")
 
     def read_at(self, offset: int, size: int) -> bytes:
         return os.pread(self._file, size, offset)

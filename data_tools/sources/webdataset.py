@@ -1,17 +1,18 @@
 """Shards in the form of the webdataset library, whoever wrote them: tars of `<key>.jpg` and `<key>.cls` or `<key>.json`."""
 
 import itertools
-import json
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from data_tools.sources.archive import tar_members
+from data_tools.sources.archive import Member, tar_members
 from data_tools.sources.class_numbers import ClassNumbers, read_names
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8, printable
 from data_tools.sources.split_files import split_files
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath
 from pipeline.data.decode import EXTENSIONS
 from pipeline.data.manifest import INFO, open_dataset
@@ -21,6 +22,8 @@ from pipeline.errors import UserError
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
 _MEMBERS_TO_LOOK_AT = 16
+# A .json may hold captions and boxes beside the labels, but no more than this.
+_MAX_LABEL_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         with path.open("rb") as file:
             for sample in whole_samples(file, path):
                 where = f"{name}: {sample.name}"
+                if sample.fault == NO_LABEL:
+                    faults.append(f"{printable(where)} ({sample.fault})")
+                    continue
                 if sample.fault:
-                    faults.append(f"{where} ({sample.fault})")
+                    collector.skip(where, sample.fault)
                     continue
                 names = [numbers.name(label, where) for label in sample.labels]
                 collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
@@ -69,41 +75,39 @@ def is_shard(path: AnyPath) -> bool:
     """Whether a tar holds labels among its first members."""
     with path.open("rb") as file:
         members = itertools.islice(tar_members(file, 0, path.stat().st_size), _MEMBERS_TO_LOOK_AT)
-        return any(split_name(name)[1] in ("cls", "json") for name, is_folder, *_ in members if not is_folder)
+        return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
 def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
     try:
-        yield from samples_of(_files(file, path.stat().st_size), partial(_read, file))
+        members = tar_members(file, 0, path.stat().st_size)
+        yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
     except tarfile.TarError as error:
         raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None
 
 
-def samples_of(members: Iterable[tuple[str, int, int]], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
-    """Every sample that has an image, of a tar's files (name, offset, size) in their order.
+def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
+    """Every sample that has an image, of a tar's files in their order.
 
     Files of one key that follow one another are a sample, as in webdataset; a .cls counts before a .json.
     read: bytes of the tar by offset and size.
     """
-    parts = ((*split_name(name), name, offset, size) for name, offset, size in members)
+    parts = ((*split_name(member.name), member) for member in members)
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
-        image: tuple[str, int, int] | None = None
+        image: Member | None = None
         labels, fault = [], NO_LABEL
-        for _, ext, name, offset, size in group:
+        for _, ext, member in group:
             if f".{ext}" in EXTENSIONS:
-                image = image or (name, offset, size)
+                image = image or member
             elif ext in ("cls", "json") and (fault or ext == "cls"):
                 try:
-                    labels, fault = _parse_labels(ext, read(offset, size)), ""
+                    labels, fault = _read_labels(ext, member, read), ""
                 except ValueError as error:
                     fault = f".{ext}: {error}"
         if image is not None:
-            yield TarSample(key, *image, labels, fault)
-
-
-def _files(file: BinaryIO, end: int) -> Iterator[tuple[str, int, int]]:
-    return ((name, offset, size) for name, is_folder, offset, size in tar_members(file, 0, end) if not is_folder)
+            fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
+            yield TarSample(key, image.name, image.offset, image.size, labels, fault)
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -118,9 +122,16 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, ext.lower()
 
 
-def _parse_labels(ext: str, data: bytes) -> list[int]:
+def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
     """Labels, ascending, each once. Raises ValueError when these are none."""
-    content: Any = int(data) if ext == "cls" else json.loads(data)
+    if member.fault or member.size > _MAX_LABEL_BYTES:
+        raise ValueError(member.fault or f"{member.size:,} bytes are too many for labels")
+    data = read(member.offset, member.size)
+    if ext == "cls":
+        if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):
+            raise ValueError(f"{data[:40]!r} is no whole number")
+        return [int(data)]
+    content: Any = json_record.parse(data, Any, "it")
     if isinstance(content, dict):
         content = next((content[key] for key in _LABEL_KEYS if key in content), None)
     labels = content if isinstance(content, list) else [content]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from data_tools.progress import Reading
 from data_tools.sources import Reader, archive
+from data_tools.sources.listing import printable
 from data_tools.vtab.datasets import DataSet, File
 from pipeline.data.bucket import AnyPath, name_inside, version, walk_files
 from pipeline.data.manifest import replacing
@@ -125,9 +126,11 @@ class Files:
             return
         plain = self._plain_tar(path)
         with plain.open("rb") as file:
-            for name, is_folder, offset, size in archive.tar_members(file, 0, plain.stat().st_size):
-                if not is_folder:
-                    yield Place(name.removeprefix("./"), str(plain), offset, size)
+            for member in archive.tar_members(file, 0, plain.stat().st_size):
+                if member.fault:
+                    raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
+                if not member.is_folder:
+                    yield Place(member.name.removeprefix("./"), str(plain), member.offset, member.size)
 
     def _plain_tar(self, path: AnyPath) -> AnyPath:
         kind = archive.kind(path)

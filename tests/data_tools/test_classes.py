@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from raw_images import jpeg, settings, write_folder
+from raw_images import jpeg, settings, write_folder, write_tar
 
-from data_tools.classes import apply_rules, readable_names, small_classes
+from data_tools.classes import apply_rules, readable_names, refuse_untrained, small_classes
 from data_tools.holdout import hold_out
 from data_tools.sources import Listing, list_source
 from pipeline.errors import UserError
@@ -22,7 +22,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ruled(source: Path, **others: object) -> Listing:
     config = settings(source, source.parent / "unused", **others)
-    return hold_out(apply_rules(list_source(source, config, source.parent / "staging"), config), config)
+    listing = apply_rules(list_source(source, config, source.parent / "staging"), config)
+    refuse_untrained(listing, config)
+    return hold_out(listing, config)
 
 
 def counts(listing: Listing, split: str = "train") -> dict[str, int]:
@@ -137,3 +139,20 @@ def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -
     for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
         with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
             shard.run(settings(source, tmp_path / "out", **{**others, **changed}))
+
+
+def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_path: Path) -> None:
+    """Validation images in a folder `images` would be 10,000 images of a new class; labels from 1 are off by one."""
+    files = {"train/cat/1.jpg": b"x", "train/dog/1.jpg": b"x", "val/images/1.jpg": b"x", "val/cat/2.jpg": b"x"}
+    splits = {"train": "train", "val": "val"}
+    said = "'train' has no image of 1 of the 2 classes of 'val', such as"
+    for source in (write_folder(files, tmp_path / "raw"), write_tar(files, tmp_path / "raw.tar")):
+        assert f"{said} 'images'" in refused(source, splits=splits)
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,0\nb.jpg,1\n")
+    (tmp_path / "val.csv").write_text("path,label\nc.jpg,1\nd.jpg,2\n")
+    lists = {"train": "train.csv", "val": "val.csv"}
+    assert f"{said} '2'" in refused(tmp_path, layout="list", splits=lists)
+    # Whoever chooses classes says that they are meant; a split of its own is nobody's evaluation.
+    names = text(tmp_path, "cat\ndog\nimages\n")
+    assert ruled(tmp_path / "raw", splits=splits, class_list=names).classes == ["cat", "dog", "images"]
+    assert ruled(tmp_path / "raw", splits={"val": "val"}).classes == ["cat", "images"]
