@@ -32,7 +32,7 @@ from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
 from data_tools.write_shard import PARTS, Done
 from pipeline.data.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
-from pipeline.data.decode import inspect
+from pipeline.data.decode import check_end, inspect
 from pipeline.data.manifest import (
     INFO,
     ROWS,
@@ -166,6 +166,8 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
                 if sample.fault:
                     raise ValueError(sample.fault)
                 ext, width, height = inspect(data, job.whole)
+                if not job.whole:
+                    check_end(data, ext)
             except ValueError as error:
                 skipped.append((printable(sample.key), printable(f"{job.name}: {sample.name}"), str(error)))
                 continue

@@ -18,7 +18,7 @@ from data_tools.images import shrink
 from data_tools.sources import Reader
 from data_tools.sources.reader import raise_if_lost
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
-from pipeline.data.decode import decode, inspect
+from pipeline.data.decode import check_end, decode, inspect
 from pipeline.data.manifest import ROWS, Shard, open_parquet, replacing
 from pipeline.data.patience import StorageError
 from pipeline.errors import UserError
@@ -245,6 +245,8 @@ def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
         return data, "jpg", width, height
     if job.whole:
         decode(data)
+    else:
+        check_end(data, ext)
     return data, ext, width, height
 
 

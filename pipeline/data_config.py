@@ -73,7 +73,8 @@ class ShardConfig:
     )
     jpeg_quality: int = setting(95, "Of re-encoded images (only with resize_short).")
     inspect: Literal["decode", "header"] = setting(
-        "decode", "Whether images are decoded whole or only their header is read."
+        "decode",
+        "Whether images are decoded whole, or only their header is read and the end marker of a JPEG or PNG looked for.",
     )
     max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.")
     num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
@@ -145,7 +146,8 @@ class IndexConfig:
     splits: dict[str, str] = setting({"train": ""}, "Split name -> how the names of its tars begin ('' is all).")
     label_names: str = setting("", "File of class names, one a line, by label; without, classes are called by number.")
     inspect: Literal["decode", "header"] = setting(
-        "decode", "Whether images are decoded whole or only their header is read."
+        "decode",
+        "Whether images are decoded whole, or only their header is read and the end marker of a JPEG or PNG looked for.",
     )
     max_bad_share: float = setting(0.001, "Share of unreadable samples above which no manifest is written.")
     num_tasks: int = setting(0, "Tars read at the same time; 0 is one per CPU of the cluster.")

@@ -32,6 +32,8 @@ _EXIF_ORIENTATION = 0x0112
 # Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
 _UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
+# End of image; and the last chunk of a PNG, its name and checksum.
+_JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Where EXIF is looked for when a JPEG's segments are not in order.
 _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
@@ -77,7 +79,8 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
 def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
     """(file extension by content, width, height) of an image as it is stored, before any EXIF rotation.
 
-    whole: decode all of it, so that a cut or damaged file is found; else only the header is read. Raises DecodeError.
+    whole: decode all of it, so that a cut or damaged file is found; else only the header is read (see `check_end`).
+    Raises DecodeError.
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
@@ -85,6 +88,22 @@ def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
     if whole:
         decode(data)
     return ext, width, height
+
+
+def check_end(data: bytes, ext: str) -> None:
+    """Look for the mark at the end of a JPEG or PNG, and at the length of a WebP: a cut file is found without decoding.
+
+    What stands after the mark (padding, a second picture) does not matter. Raises DecodeError.
+    """
+    if ext == "jpg":
+        # Not in the segments before the scan, where EXIF may hold a whole thumbnail.
+        is_whole = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
+    elif ext == "png":
+        is_whole = data.rfind(_PNG_END) >= 0
+    else:
+        is_whole = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
+    if not is_whole:
+        raise DecodeError("cut off: it has no end" if ext == "webp" else "cut off: it has no end marker")
 
 
 def _format(data: bytes) -> str:
@@ -107,6 +126,14 @@ def _may_have_exif(data: bytes) -> bool:
             return True
         at += 2 + int.from_bytes(data[at + 2 : at + 4])
     return data.find(_EXIF, 0, _EXIF_SEARCH_BYTES) >= 0
+
+
+def _start_of_scan(data: bytes) -> int:
+    """Where the first scan of a JPEG begins, or the place where its segments are no longer in order."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and data[at + 1 : at + 2] != _START_OF_SCAN:
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return at
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:

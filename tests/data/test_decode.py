@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.data.decode import DecodeError, decode, inspect
+from pipeline.data.decode import DecodeError, check_end, decode, inspect
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that a turned picture is told from every other turn.
@@ -203,3 +203,30 @@ def test_what_is_no_whole_image_is_refused(name: str, encode: Encode) -> None:
     assert str(error.value)
     assert "\n" not in str(error.value)
     assert " at 0x" not in str(error.value)
+
+
+@pytest.mark.parametrize(("format", "ext"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["plain", "progressive"])
+def test_a_cut_file_has_no_end(format: str, ext: str, options: dict, encode: Encode) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    data = encode(pixels, format, **options)
+    for whole in (data, data + bytes(100), data + data):
+        check_end(whole, ext)
+    for cut in (1, 3, 20, len(data) // 2, len(data) - 12):
+        with pytest.raises(DecodeError, match="cut off: it has no end"):
+            check_end(data[:-cut], ext)
+    for other in ("GIF", "BMP", "TIFF"):
+        check_end(encode(pixels, other), other.lower())
+
+
+def test_the_end_of_a_thumbnail_is_not_that_of_the_picture(encode: Encode) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    thumbnail = encode(pixels[:8, :8], "JPEG")
+    segment = b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 8) + b"Exif\0\0" + thumbnail
+    data = encode(pixels, "JPEG")
+    data = data[:2] + segment + data[2:]
+    check_end(data, "jpg")
+    for cut in (2, 500, len(data) - len(segment) - 30):
+        assert b"\xff\xd9" in data[:-cut]
+        with pytest.raises(DecodeError, match="no end marker"):
+            check_end(data[:-cut], "jpg")

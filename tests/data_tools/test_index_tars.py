@@ -9,7 +9,7 @@ import pytest
 from raw_images import contents, jpeg, write_tar
 
 from data_tools import shard, verify
-from data_tools.index import run
+from data_tools.index import IndexJob, index_tar, run
 from pipeline import command
 from pipeline.data.manifest import Dataset, open_dataset
 from pipeline.data.storage import ShardReader
@@ -112,6 +112,13 @@ def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> N
     assert "skipped 2 bad samples (see skipped.csv)" in capfd.readouterr().out
     assert len(dataset.split("train")) == 1
     assert np.array_equal(open_dataset(dataset.path).split("train").label_values, [0])
+
+
+def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
+    source = write_tar({"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2)[:-9], "2.cls": b"0"}, tmp_path / "a.tar")
+    for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
+        done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / f"{whole}.parquet"), whole, 1))
+        assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", reason)])
 
 
 def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> None:

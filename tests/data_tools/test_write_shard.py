@@ -3,11 +3,12 @@
 import hashlib
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from raw_images import jpeg, write_folder
+from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.cluster import LostError
 from data_tools.copies import HashJob, hash_samples
@@ -87,3 +88,15 @@ def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: Job, tmp_pat
             task()
     assert [path.name for path in (tmp_path / "out").rglob("*")] == [PARTS]
     assert not (tmp_path / "hashes").exists()
+
+
+def test_a_cut_image_is_skipped_by_its_header_alone_too(job: Job, tmp_path: Path) -> None:
+    cut = encoded(noise(5), "PNG")[:-5]
+    for number, data in ((1, jpeg(1)[:-30]), (2, cut)):
+        (tmp_path / f"raw/cat/{number}.jpg").write_bytes(data)
+        job.rows["size"][number] = len(data)
+    done = write_shard(replace(job, whole=False))
+    assert [(key, reason) for key, _, reason in done.skipped] == [
+        ("cat/1", "cut off: it has no end marker"), ("cat/2", "cut off: it has no end marker")
+    ]  # fmt: skip
+    assert done.shard.samples == 1
