@@ -18,7 +18,6 @@ import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from data_tools import cluster
 from data_tools.classes import renamed
@@ -30,7 +29,7 @@ from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.listing import printable
 from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
-from data_tools.write_shard import PARTS, Done
+from data_tools.write_shard import PARTS, Done, load_part, write_part
 from pipeline.data.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
 from pipeline.data.decode import check_end, inspect
 from pipeline.data.manifest import (
@@ -42,10 +41,8 @@ from pipeline.data.manifest import (
     Shard,
     open_dataset,
     open_parquet,
-    replacing,
     write_dataset,
 )
-from pipeline.data.patience import StorageError
 from pipeline.data_config import IndexConfig
 from pipeline.errors import UserError
 
@@ -65,6 +62,15 @@ class IndexJob:
     part: str
     whole: bool
     num_classes: int
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the metadata of a part file says. seen: which tar it is of, and for which job."""
+
+    seen: dict[str, Any]
+    shard: Shard
+    skipped: list[tuple[str, str, str]]
 
 
 def run(config: IndexConfig) -> Dataset:
@@ -143,9 +149,7 @@ def index_tar(job: IndexJob) -> Done:
     columns, skipped, sha256 = _scan(job, path)
     shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
     about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped})
-    with replacing(part) as file:
-        table = pa.Table.from_pydict(columns, ROWS)
-        pq.write_table(table.replace_schema_metadata({"part": about}), file)
+    write_part(part, pa.Table.from_pydict(columns, ROWS), about)
     return Done(shard, skipped, made=True)
 
 
@@ -267,18 +271,10 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
 
 def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
     """What a part file says, if it is whole and of the tar as it is now. Raises StorageError."""
-    try:
-        schema = open_parquet(path).schema_arrow
-        if schema.names != ROWS.names:  # Of an earlier version.
-            return None
-        about = json.loads(schema.metadata[b"part"])
-    except StorageError:
-        raise
-    except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
+    about = load_part(path, _About)
+    if about is None or about.seen != seen:
         return None
-    if about["seen"] != seen:
-        return None
-    return Done(Shard(**about["shard"]), [tuple(row) for row in about["skipped"]], made=False)
+    return Done(about.shard, about.skipped, made=False)
 
 
 def _sweep(out: AnyPath) -> None:

@@ -29,6 +29,7 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable
 from data_tools.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, replacing, write_dataset
 from pipeline.data.patience import StorageError
@@ -52,6 +53,24 @@ class Plan:
     names: list[str]
     splits: list[str]
     bounds: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _HeldSource:
+    """What a data set was made of, as `_identity` has it."""
+
+    path: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Settings and source of a data set in a folder, finished or not."""
+
+    settings: dict[str, Any]
+    source: _HeldSource
 
 
 def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
@@ -265,13 +284,20 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _held(out: AnyPath) -> dict[str, Any] | None:
-    """Settings and source of what the folder holds, finished or not. Raises UserError for files of others."""
+def _held(out: AnyPath) -> _Held | None:
+    """What the folder holds, if anything. Raises UserError for files of others, and for a damaged record of a job."""
     if (out / INFO).exists():
         info = open_dataset(out).info
-        return {"settings": info["settings"], "source": info["source"]}
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
-        return json.loads((out / PARTS / PLAN).read_text())
+        if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
+            raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
+        return json_record.convert(info, _Held, str(out / INFO))
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        plan = (out / PARTS / PLAN).read_bytes()
+        try:
+            return json_record.parse(plan, _Held, str(out / PARTS / PLAN))
+        except UserError as error:
+            # Without it, shards made with other settings could not be told from ours.
+            raise UserError(f"{error} Remove {out}, or choose another out=...") from None
     # A job that was killed while it listed leaves its progress, and no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
     if strangers := sorted(name for name in names if not name.startswith(".")):
@@ -295,24 +321,24 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: dict[str, Any] | None) -> None:
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: _Held | None) -> None:
     if not held:
         return
     others = []
-    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held["settings"]}:
-        old, new = held["settings"].get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held.settings}:
+        old, new = held.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
         if old != new:
             others.append(f"{name} = {old}, not {new}")
     if others:
         raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: dict[str, Any] | None, listing: Listing) -> None:
-    if held and held["source"]["sha256"] != identity["source"]["sha256"]:
-        old, new = held["source"], identity["source"]
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: _Held | None, listing: Listing) -> None:
+    if held and held.source.sha256 != identity["source"]["sha256"]:
+        old, new = held.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {old['samples']:,} images ({old['bytes']:,} bytes) of {old['path']}; {new['path']} has "
+            f"{out} was made of {old.samples:,} images ({old.bytes:,} bytes) of {old.path}; {new['path']} has "
             f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
         )
 

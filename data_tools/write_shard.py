@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 import cv2
 import pyarrow as pa
@@ -17,6 +17,7 @@ from data_tools.content import content_hash
 from data_tools.images import shrink
 from data_tools.sources import Reader
 from data_tools.sources.reader import raise_if_lost
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.decode import check_end, decode, inspect
 from pipeline.data.manifest import ROWS, Shard, open_parquet, replacing
@@ -29,6 +30,15 @@ PARTS = ".parts"
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
 # What `Reader.read` wants.
 _PLACE = ("path", "offset", "size", "packed")
+_CHECKSUM = b"part_xxh128"
+
+
+class _OfShard(Protocol):
+    @property
+    def shard(self) -> Shard: ...
+
+
+T = TypeVar("T", bound=_OfShard)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,16 @@ class Done:
     rows: str = ""
 
 
+@dataclass(frozen=True)
+class _About:
+    """What the metadata of a part file says; those of an earlier version have no etag or rows."""
+
+    shard: Shard
+    skipped: list[tuple[str, str, str]]
+    etag: str = ""
+    rows: str = ""
+
+
 def write_shard(job: Job) -> Done:
     """Write a shard and its part file (its rows of the manifest), unless both are there and whole.
 
@@ -84,6 +104,7 @@ def write_shard(job: Job) -> Done:
         part.exists()
         and (found := read_part(part))
         and found.rows == rows
+        and (found.shard.name, found.shard.split) == (job.name, job.split)
         and _is_whole(out, found.shard, found.etag)
         and not _can_read_any(found.skipped, job)
     ):
@@ -97,8 +118,7 @@ def write_shard(job: Job) -> Done:
     table = pa.Table.from_pydict(columns, ROWS)
     etag = _etag(out / job.name)
     about = json.dumps({"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows})
-    with replacing(part) as file:
-        pq.write_table(table.replace_schema_metadata({"part": about}), file)
+    write_part(part, table, about)
     return Done(shard, skipped, made=True, etag=etag, rows=rows)
 
 
@@ -107,19 +127,45 @@ def part_path(out: AnyPath, shard_name: str) -> AnyPath:
     return out / PARTS / shard_name.replace(".tar", ".parquet")
 
 
-def read_part(path: AnyPath) -> Done | None:
-    """What a part file says, without its rows; None when it is damaged. Raises StorageError."""
+def write_part(path: AnyPath, table: pa.Table, about: str) -> None:
+    """Keep what a task found: rows (schema ROWS), and JSON about them, with a checksum: a killed job reads them again."""
+    metadata = {b"part": about.encode(), _CHECKSUM: _checksum(table, about.encode())}
+    with replacing(path) as file:
+        pq.write_table(table.replace_schema_metadata(metadata), file)
+
+
+def load_part(path: AnyPath, kind: type[T]) -> T | None:
+    """The JSON of a part file, as `kind`; None when it, or a row, is damaged or of an earlier version. Raises StorageError."""
     try:
-        schema = open_parquet(path).schema_arrow
-        if schema.names != ROWS.names:  # Of an earlier version.
+        table = open_parquet(path).read()
+        if table.schema.names != ROWS.names:
             return None
-        about = json.loads(schema.metadata[b"part"])
+        metadata = table.schema.metadata or {}
+        if _checksum(table, metadata[b"part"]) != metadata[_CHECKSUM]:
+            return None
+        about: T = json_record.parse(metadata[b"part"], kind, str(path))
     except StorageError:
         raise  # Out of reach, which says nothing of the part.
-    except (pa.ArrowInvalid, ValueError, KeyError, TypeError):
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk's; what Arrow raises for damaged data has no number.
         return None
-    skipped = [tuple(row) for row in about["skipped"]]
-    return Done(Shard(**about["shard"]), skipped, False, about.get("etag", ""), about.get("rows", ""))
+    return about if about.shard.samples == len(table) else None
+
+
+def _checksum(table: pa.Table, about: bytes) -> bytes:
+    """Of all that a part file holds. (Parquet's own are of its pages alone, not of its footer.)"""
+    with pa.BufferOutputStream() as content:
+        with pa.ipc.new_stream(content, ROWS) as stream:
+            if len(table):
+                stream.write_table(table.replace_schema_metadata(None).cast(ROWS).combine_chunks())
+        return content_hash(about + content.getvalue().to_pybytes())
+
+
+def read_part(path: AnyPath) -> Done | None:
+    """What a part file says, without its rows; None when it is damaged. Raises StorageError."""
+    about = load_part(path, _About)
+    return Done(about.shard, about.skipped, False, about.etag, about.rows) if about else None
 
 
 def _slow_header(name: str, size: int) -> bytes:

@@ -4,7 +4,7 @@ An image in a Parquet file has no place of its own, and shards want samples in m
 one file of bare images for each Parquet file. (Reading a row group of 100 images for each one of them would be dearer.)
 """
 
-import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import open_parquet, replacing
 from pipeline.data_config import ShardConfig
@@ -37,8 +38,10 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             check_columns(
                 schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)
             )
-            field = schema.field(config.label_column)
-            labels = labels or LabelColumn(field, str(path), given or _class_label_names(schema, config.label_column))
+            if labels is None:
+                where = f"{path}, its metadata `huggingface`"
+                known = given or _class_label_names(schema, config.label_column, where)
+                labels = LabelColumn(schema.field(config.label_column), str(path), known)
             images, sizes = _unpack(path, file, config.image_column, staging)
             container, offset, row = collector.add_container(images), 0, 0
             for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[config.label_column]):
@@ -57,16 +60,39 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.classes = labels.classes()
 
 
-def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
-    """Names of the classes that a number in `column` stands for, as Hugging Face's `datasets` keeps them in a schema."""
-    try:
-        feature: Any = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
-    except (TypeError, KeyError, ValueError):
+@dataclass(frozen=True)
+class _Info:
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _HuggingFace:
+    """The metadata of a schema, as far as it matters here."""
+
+    info: _Info | None = None
+
+
+def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
+    """Names of the classes that a number in `column` stands for, as Hugging Face's `datasets` keeps them in a schema.
+
+    Raises UserError for metadata that is there and makes no sense: numbers would silently take the place of names.
+    """
+    metadata = (schema.metadata or {}).get(b"huggingface")
+    if metadata is None:
         return []
+    info = json_record.parse(metadata, _HuggingFace, where).info
+    feature: Any = info.features.get(column) if info else None
     # Of lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or once [{"names": ...}].
     if isinstance(feature, list):
-        feature = feature[0]
-    return (feature.get("feature") or feature).get("names", [])
+        feature = feature[0] if feature else None
+    if isinstance(feature, dict):
+        feature = feature.get("feature") or feature
+    if not isinstance(feature, dict) or feature.get("names") is None:
+        return []
+    names = json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
+    if len(set(names)) != len(names):
+        raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
+    return names
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:

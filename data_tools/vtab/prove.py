@@ -15,6 +15,7 @@ from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.original import Pool
 from data_tools.vtab.split import choose, shard_key
+from pipeline import json_record
 from pipeline.data.bucket import remove_tree
 from pipeline.data.manifest import INFO, Dataset, open_dataset
 from pipeline.data_config import VtabPrepareConfig
@@ -56,7 +57,7 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     """What speaks against the data set's splits, in words."""
-    about = dataset.info["source"].get("vtab")
+    about = _about(dataset)
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
@@ -89,6 +90,21 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
         found, _ = _rows(dataset, split)
         yield from _differences(split, expected, found)
     yield from _wrong_union(dataset)
+
+
+def _about(dataset: Dataset) -> dict[str, Any] | None:
+    """What `prepare.py` wrote into dataset.json about the task; None for another data set. Raises UserError."""
+    where = str(dataset.path / INFO)
+    source = json_record.convert(dataset.info.get("source"), dict[str, Any], where, "source")
+    if source.get("vtab") is None:
+        return None
+    about = json_record.convert(source["vtab"], dict[str, Any], where, "source.vtab")
+    kinds: dict[str, Any] = {"task": str, "from": str, "published": bool, "notes": list[str]}
+    if about.get("from") != "lists":
+        kinds["keys_sha256"] = str
+    for name, kind in kinds.items():
+        json_record.convert(about.get(name), kind, where, f"source.vtab.{name}")
+    return about
 
 
 def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:
@@ -131,7 +147,8 @@ def _wrong_union(dataset: Dataset) -> Iterator[str]:
 
 def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
     """Compare with the files that it was made of, if they are there; what was done, in words."""
-    about = dataset.info["source"]["vtab"]
+    about = _about(dataset)
+    assert about is not None, "a data set without problems has it"
     try:
         origin = find_origin(task, config)
     except MissingError:

@@ -5,10 +5,10 @@ hash, so each is checked against the key that it should have; of versions that k
 Images stay where they are, and are read by offset.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from data_tools.vtab.examples import Example, records
 from data_tools.vtab.files import Files, MissingError, Place, sources_of
 from data_tools.vtab.original import Original, Pool
 from data_tools.vtab.split import hashed_order
+from pipeline import json_record
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
@@ -64,6 +65,13 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
     return Original(_class_names(task, names), pools, notes)
 
 
+@dataclass(frozen=True)
+class _DatasetInfo:
+    """dataset_info.json, as far as it matters here. Numbers in it are text, as in JSON of protocol buffers."""
+
+    splits: list[dict[str, Any]]
+
+
 @dataclass
 class _Content:
     """The samples of some files."""
@@ -106,11 +114,19 @@ def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
 
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """(file, number of its records) of a pool, in order."""
+    where = f"{folder}/dataset_info.json"
     try:
-        splits = json.loads((folder / "dataset_info.json").read_text())["splits"]
-        counts = [int(count) for split in splits if split["name"] == pool for count in split["shardLengths"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/dataset_info.json cannot be read ({error}).") from None
+        info = json_record.parse((folder / "dataset_info.json").read_bytes(), _DatasetInfo, where)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror or error}).") from None
+    counts: list[int] = []
+    for number, split in enumerate(info.splits):
+        if split.get("name") == pool:
+            place = f"splits[{number}].shardLengths"
+            lengths: list[int | str] = json_record.convert(split.get("shardLengths"), list[int | str], where, place)
+            if wrong := [length for length in lengths if not re.fullmatch(r"\d{1,12}", str(length))]:
+                raise UserError(f"{where}: {place} has {json_record.quoted(wrong[0])}, which is no number of records.")
+            counts += map(int, lengths)
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")
     total = len(counts)

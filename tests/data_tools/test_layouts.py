@@ -241,7 +241,12 @@ def test_imagenet1k_with_the_labels_of_real(tmp_path: Path) -> None:
     assert "label_names=FILE names the wnids" in refused(source, **flat)
     real.write_text("[[3], [], [1]]")
     assert "label 3 is out of range" in refused(source, label_names=str(names), **flat)
-    for text, said in (("[[1]]", "must be a list of 3 lists"), ("[", "is not valid JSON")):
+    for text, said in (
+        ("[[1]]", "must be a list of 3 lists"),
+        ("[", "is not valid JSON"),
+        ("[[1], 2, [1]]", f"val_labels = {real}: [1] = 2 must be a list of whole number."),
+        ('[[1], ["2"], [1]]', "[1][0] = '2' must be a whole number"),
+    ):
         real.write_text(text)
         assert said in refused(source, label_names=str(names), **flat)
 
@@ -433,6 +438,37 @@ def test_bad_parquet(tmp_path: Path) -> None:
     names = _text("plane\ncar\nplane\n")(tmp_path)
     hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
     assert "names 'plane' 2 times" in refused(path, label_names=str(names))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("{", "its metadata `huggingface` is not valid JSON"),
+        ("[]", "the content = [] must be a mapping."),
+        ('{"info": 3}', "info = 3 must be a mapping"),
+        ('{"info": {"features": [1]}}', "features = [1] must be a mapping."),
+        ('{"info": {"features": {"label": {"names": "abc"}}}}', "info.features.label.names = 'abc' must be a list of text."),
+        ('{"info": {"features": {"label": {"names": ["a", 2]}}}}', "names[1] = 2 must be text."),
+        ('{"info": {"features": {"label": [{"names": ["a", "a"]}]}}}', "has a name twice"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_hugging_face_metadata_that_makes_no_sense(metadata: str, said: str, tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": metadata}), path)
+    line = refused(path)
+    assert said in line
+    assert line.startswith(f"{path}, its metadata `huggingface`")
+    names = _text("\n".join(NAMES))(tmp_path)
+    assert listed(path, label_names=str(names)).classes == NAMES
+
+
+@pytest.mark.parametrize("features", [{}, {"label": None}, {"label": []}, {"label": 3}, {"label": {"dtype": "int64"}}])
+def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
+    for metadata in ({"info": {"features": features}}, {"info": None}, {}):
+        pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(metadata)}), path)
+        assert listed(path).classes == ["0", "1", "2"]
 
 
 # --- Lists ------------------------------------------------------------------------------------------------------------

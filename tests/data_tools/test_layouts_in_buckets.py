@@ -1,5 +1,6 @@
 """Sources in a bucket: the same samples as on a disk, class tars side by side, and faults that are not the source's."""
 
+import gzip
 import json
 import re
 import threading
@@ -118,6 +119,14 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
     assert read == list(cut)
     assert samples(listing) == expected
     assert _listing_of_tars(server, there, out)[1] == []
+
+    # A list that was damaged since is made again.
+    kept = sorted(path for path, _ in walk_files(out))
+    for path, content in zip(kept, (b"?", gzip.compress(b'[["x", 1]]'), gzip.compress(b"[" * 99_999)), strict=False):
+        path.write_bytes(content)
+    listing, read = _listing_of_tars(server, there, out)
+    assert len(read) == min(3, len(kept))
+    assert samples(listing) == expected
 
     # As long as it was, but another.
     write_tar({"0.jpg": jpeg(1), "2.jpg": jpeg(11)}, source / "n0.tar")

@@ -156,6 +156,24 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
     assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (b"{", "is not valid JSON (Expecting property name"),
+        (b"[" * 100_000, "is not valid JSON (it is nested too deeply)"),
+        (b"{}", "plan.json: settings is missing."),
+        (b'{"settings": {}, "source": 3}', "plan.json: source = 3 must be a mapping."),
+        (b'{"settings": {}, "source": {"path": "x", "samples": "2"}}', "plan.json: source.samples = '2' must be a whole number."),
+    ],
+)  # fmt: skip
+def test_a_damaged_plan_of_a_killed_job_is_named(plan: bytes, said: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    source = write_folder(GOOD, tmp_path / "raw")
+    out = write_folder({".parts/plan.json": plan}, tmp_path / "out")
+    line = refusal(monkeypatch, capfd, f"source={source}", f"out={out}")
+    assert said in line
+    assert f"Remove {out}, or choose another out=..." in line
+
+
 def test_the_command_itself_refuses_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "launch/shard.py", f"source={tmp_path}/nowhere", f"out={tmp_path}/out"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -252,6 +252,15 @@ def test_tfds_out_of_order_or_damaged_is_refused(vtab_tasks: tuple[Path, Truth],
     first.write_bytes(b"")
     assert "has 0 records, but dataset_info.json says 20" in refused(config)
     info = json.loads((folder / "dataset_info.json").read_text())
+    for content_of_info, said in (
+        (b"{", "dataset_info.json is not valid JSON"),
+        (b"[1]", "dataset_info.json: the content = [1] must be a mapping."),
+        (b'{"splits": [{"name": "train", "shardLengths": 5}]}', "splits[0].shardLengths = 5 must be a list of"),
+        (b'{"splits": [{"name": "train", "shardLengths": ["x"]}]}', "has 'x', which is no number of records"),
+        (b'{"splits": [{"name": "train"}]}', "splits[0].shardLengths = None must be a list"),
+    ):
+        (folder / "dataset_info.json").write_bytes(content_of_info)
+        assert said in refused(config)
     info["splits"][0]["shardLengths"] = ["40", "20"]
     (folder / "dataset_info.json").write_text(json.dumps(info))
     first.write_bytes(second.read_bytes())

@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from raw_images import encoded, jpeg, noise, write_folder
 
 from data_tools.cluster import LostError
 from data_tools.copies import HashJob, hash_samples
 from data_tools.sources import list_source
-from data_tools.write_shard import PARTS, Job, _Tar, write_shard
+from data_tools.write_shard import PARTS, Job, _Tar, read_part, write_part, write_shard
+from pipeline.data.manifest import ROWS
 from pipeline.data_config import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
@@ -100,3 +102,35 @@ def test_a_cut_image_is_skipped_by_its_header_alone_too(job: Job, tmp_path: Path
         ("cat/1", "cut off: it has no end marker"), ("cat/2", "cut off: it has no end marker")
     ]  # fmt: skip
     assert done.shard.samples == 1
+
+
+def test_a_damaged_part_is_made_again(job: Job, tmp_path: Path) -> None:
+    """Whatever bit of it is flipped: a label or a checksum that changed would enter the manifest unseen."""
+    whole = write_shard(job)
+    part = tmp_path / "out" / PARTS / "train-000000.parquet"
+    data = part.read_bytes()
+    rows = pq.read_table(part).replace_schema_metadata(None).cast(ROWS)
+    places = np.random.default_rng(0).choice(len(data) * 8, 250, replace=False)
+    assert not write_shard(job).made
+    num_made = 0
+    for place in places.tolist():
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        part.write_bytes(flipped)
+        done = write_shard(job)
+        assert done == replace(whole, made=done.made)
+        assert pq.read_table(part).replace_schema_metadata(None).cast(ROWS) == rows  # As the manifest takes them.
+        num_made += done.made
+    assert num_made > 100
+
+
+@pytest.mark.parametrize(
+    "about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}', b"[" * 50_000]
+)
+def test_a_part_that_says_something_else_is_none(about: bytes, job: Job, tmp_path: Path) -> None:
+    write_shard(job)
+    part = tmp_path / "out" / PARTS / "train-000000.parquet"
+    table = pq.read_table(part)
+    write_part(part, table, about.decode())
+    assert read_part(part) is None
+    assert write_shard(job).made
