@@ -14,6 +14,7 @@ Turn raw images into a data set: tars that webdataset reads, and a manifest that
 
 source is one of these layouts; layout=auto tells them apart:
   folder       class folders: cat/1.jpg, dog/2.jpg            archive      a .tar, .tar.gz, .tgz or .zip of class folders
+  flat         one folder of n01440764_tench.JPEG             tiny_imagenet  Tiny-ImageNet, its folder or zip
   imagenet21k  <wnid>.tar files, in a folder or one big tar   imagenet1k   ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
   cifar        CIFAR-10 or -100, python or binary             parquet      files with a column of images (Hugging Face)
   list         CSV or Parquet of paths and labels             webdataset   shards of others, to be mixed and cut anew

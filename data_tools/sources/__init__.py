@@ -76,7 +76,9 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
                 _WALKS[layout](plain, config, staging, collector)
             else:
                 _walk_class_folders(plain, layout, staging, collector)
-        except (tarfile.TarError, pa.ArrowInvalid) as error:
+        except (tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # The disk's; what Arrow raises for damaged data has no number.
             raise UserError(f"{source} is damaged ({' '.join(str(error).split())}). Fetch it again.") from None
         return collector.finish()
 

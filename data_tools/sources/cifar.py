@@ -6,6 +6,7 @@ is looked up. A pickle is a program; only the few calls that make up a NumPy arr
 
 import io
 import pickle
+import pickletools
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,7 +106,10 @@ def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[s
             return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
     for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
         if name in files:
-            return files[name].read().decode().split()
+            try:
+                return files[name].read().decode().split()
+            except UnicodeDecodeError:
+                raise UserError(f"{files[name]} is no text in UTF-8. Fetch it again.") from None
     return []
 
 
@@ -172,10 +176,19 @@ class _Unpickler(pickle.Unpickler):
         return _CALLS[f"{module}.{name}"]
 
 
+def _refuse_large_memo(data: bytes) -> None:
+    """Raises ValueError for a pickle that would fill the memory: a flipped bit of a number that it says."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and not 0 <= (argument or 0) < len(data):
+            raise ValueError(f"{opcode.name} {argument}")
+
+
 def _unpickle(file: _File) -> dict[str, Any]:
+    data = file.read()
     try:
+        _refuse_large_memo(data)
         # The originals are of Python 2, whose text is bytes here.
-        content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
+        content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # A damaged pickle raises anything.
         raise UserError(f"{file} is no pickle of CIFAR's ({' '.join(str(error).split())}). Fetch it again.") from None
     if not isinstance(content, dict):

@@ -78,7 +78,9 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk's; what Arrow raises for damaged data has no number.
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     kind = table.schema.field(0).type
     if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):

@@ -4,10 +4,10 @@ Only the images that are asked for are read, block by block, so that memory does
 """
 
 import contextlib
+import errno
 import gzip
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import IO
 
@@ -71,11 +71,25 @@ def _of_mat(path: AnyPath) -> Pixels:
 
 def mat(path: AnyPath, name: str) -> np.ndarray:
     """An array of a MATLAB file. Raises UserError for a damaged file, and one without the array."""
+    with _damage_named(str(path)), path.open("rb") as file:
+        arrays = loadmat(file, variable_names=[name])
+        if name not in arrays:
+            raise ValueError(f"it has no array {name}")
+        return arrays[name]
+
+
+@contextlib.contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    """Make a UserError of whatever a reader of NumPy's, MATLAB's or HDF5's files raises for a damaged one."""
     try:
-        with path.open("rb") as file:
-            return loadmat(file, variable_names=[name])[name]
-    except (ValueError, KeyError, TypeError, OSError, zlib.error) as error:
-        raise UserError(f"{path} is damaged, or has no {name} ({error}). Fetch it again.") from None
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # They raise anything.
+        # The disk's have a number; EINVAL is a damaged offset.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise UserError(f"{what} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
 
 
 def patch_camelyon(files: Files, task: Task) -> Original:
@@ -114,11 +128,8 @@ def dsprites(files: Files, task: Task) -> Original:
 
 @contextlib.contextmanager
 def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
-    try:
-        with path.open("rb") as file, h5py.File(file, "r") as opened:
-            yield opened
-    except (OSError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+    with _damage_named(str(path)), path.open("rb") as file, h5py.File(file, "r") as opened:
+        yield opened
 
 
 def _of_hdf5(path: AnyPath, name: str) -> Pixels:
@@ -136,21 +147,24 @@ def _of_hdf5(path: AnyPath, name: str) -> Pixels:
 
 
 def _npz(path: AnyPath, name: str) -> np.ndarray:
-    try:
-        with path.open("rb") as file, np.load(file) as arrays:
-            return arrays[name]
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+    with _damage_named(str(path)), path.open("rb") as file, np.load(file) as arrays:
+        return arrays[name]
 
 
 def _of_npz(path: AnyPath, name: str) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
-        with path.open("rb") as file, zipfile.ZipFile(file) as arrays, arrays.open(f"{name}.npy") as array:
+        with (
+            _damage_named(str(path)),
+            path.open("rb") as file,
+            zipfile.ZipFile(file) as arrays,
+            arrays.open(f"{name}.npy") as array,
+        ):
             # Not np.load, which holds all of it: 3 GB.
             version = np.lib.format.read_magic(array)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = header(array)
-            assert not is_fortran
+            if is_fortran:
+                raise ValueError("its columns come before its rows")
             yield from _in_turn(array, shape, dtype, rows, str(path))
 
     return read
@@ -189,13 +203,8 @@ def _norb(files: Files, name: str) -> Iterator[tuple[IO[bytes], str]]:
     if place is None:
         raise files.missing(f"{name}.gz")
     path = files.folder / place.name
-    try:
-        with path.open("rb") as raw:
-            yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
-    except UserError:
-        raise
-    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+    with _damage_named(str(path)), path.open("rb") as raw:
+        yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
 
 
 def _norb_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -212,6 +221,8 @@ def _in_turn(
 ) -> Iterator[np.ndarray]:
     """Some rows, ascending, of an array that can only be read from its start."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if row_bytes <= 0:
+        raise ValueError(f"shape {shape}")
     per_block = max(_BLOCK_BYTES // row_bytes, 1)
     for start in range(0, int(rows[-1]) + 1, per_block):
         data = file.read(min(per_block, shape[0] - start) * row_bytes)

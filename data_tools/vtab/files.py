@@ -1,5 +1,6 @@
 """The files of a source data set: those in its folder, and those in its archives, which stay packed."""
 
+import errno
 import functools
 import hashlib
 import tarfile
@@ -57,7 +58,11 @@ class Files:
             try:
                 for place in self._members(path):
                     self._places.setdefault(place.name, place)
-            except (tarfile.TarError, zipfile.BadZipFile) as error:
+            except UserError:
+                raise
+            except (tarfile.TarError, *archive.ZIP_ERRORS) as error:
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                    raise  # The disk's; EINVAL is a damaged offset.
                 raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
         for name, (_, size) in self._own.items():
             self._places.setdefault(name, Place(name, "", 0, size))

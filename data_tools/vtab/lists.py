@@ -62,7 +62,11 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
 
 def _read(path: AnyPath) -> list[tuple[str, int]]:
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8.") from None
+    for number, line in enumerate(lines, start=1):
         name, _, label = line.strip().rpartition(" ")
         if not name or not label.isdecimal():
             raise UserError(f"{path}, line {number}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")

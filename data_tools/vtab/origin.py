@@ -1,5 +1,6 @@
 """Where a task's images come from: the published files, a prepared copy of tensorflow_datasets, or lists."""
 
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -32,6 +33,18 @@ _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "dsprites": arrays.dsprites,
     "smallnorb": arrays.smallnorb,
 }
+
+# What readers of text and tables raise where these are not what was published.
+_NOT_AS_PUBLISHED = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    csv.Error,
+)
 
 Kind = Literal["originals", "tfds", "lists"]
 
@@ -95,7 +108,7 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
             original = _READERS[dataset.name](files, task)
         except UserError:
             raise
-        except (ValueError, KeyError, IndexError) as error:  # Of text and tables that are not what was published.
+        except _NOT_AS_PUBLISHED as error:
             raise UserError(f"{origin.folder}: its files are not as they were published ({error!r}).") from error
         if published and files.unchecked:
             notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")

@@ -94,7 +94,7 @@ class _Content:
                     first, end = example.span("image")
                     self.keys.append(self.key_of(example, self.names))
                     self.labels.append(self.label_of(example))
-                except (KeyError, ValueError) as error:
+                except (KeyError, ValueError, IndexError, OverflowError) as error:
                     raise UserError(f"{path}: {where} has not what it should have ({error}).") from None
                 self.places.append(Place(where, str(path), offset + first, end - first))
         return len(self.keys) - before
@@ -153,7 +153,10 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
 
 def _label_names(folder: AnyPath) -> list[str]:
     path = folder / "label.labels.txt"
-    return path.read_text().split("\n")[:-1] if path.is_file() else []
+    try:
+        return path.read_text().split("\n")[:-1] if path.is_file() else []
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8. Prepare the data set again.") from None
 
 
 def _class_names(task: Task, names: list[str]) -> list[str]:
