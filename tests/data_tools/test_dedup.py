@@ -270,7 +270,8 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
 def test_damage_stops_the_job_with_its_name(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     train, tests = copy(sets[0], tmp_path), sets[1]
     files = {f"x/{i}.jpg": jpeg(picture(i)) for i in range(5)}
-    files["x/broken.jpg"] = files["x/0.jpg"][:1500]
+    # Cut, but with an end: only decoding finds it.
+    files["x/broken.jpg"] = files["x/0.jpg"][:1500] + b"\xff\xd9"
     source = write_folder(files, tmp_path / "raw")
     broken = shard.run(settings(source, tmp_path / "broken", inspect="header", max_bad_share=1))
     with pytest.raises(UserError, match=r"1 of the 6 images of broken:train cannot be decoded.*: x/broken"):
