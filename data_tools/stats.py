@@ -5,6 +5,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.data.bucket import AnyPath, BucketPath
 from pipeline.data.manifest import Dataset, Shard, open_dataset, replacing
 from pipeline.data_config import StatsConfig
 from pipeline.errors import UserError
+from pipeline.outputs import try_output
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -34,6 +36,8 @@ def run(config: StatsConfig) -> dict[str, Any]:
             f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
         )
     dataset = open_dataset(cluster.shared_path("data", config.data))
+    if isinstance(out, Path):
+        try_output("out", out)
     counts, mixes = count(dataset)
     stats: dict[str, Any] = {
         "name": dataset.path.name,

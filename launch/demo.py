@@ -13,6 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pipeline.process import guard
+
+guard(__name__)
+
 from data_tools.demo import make_digits, make_shapes
 from pipeline import schema
 from pipeline.command import main
@@ -24,7 +28,9 @@ from pipeline.weights_config import ScoreConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    out: str = setting("runs/demo", "Folder for everything the demo makes; an earlier demo there is replaced.")
+    out: str = setting(
+        "runs/demo", "Folder for everything the demo makes; an earlier demo there is replaced.", output="folder"
+    )
     num_per_class: int = setting(400, "Generated pictures of each shape.")
     finetune_epochs: int = setting(0, "Epochs of fine-tuning; 0 is as configs/demo/finetune.yaml says.")
     ranks: int = setting(2, "DeepSpeed ranks.")

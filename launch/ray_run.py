@@ -7,6 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.process import guard
+
+guard(__name__)
+
 from data_tools import cluster
 from pipeline import schema
 from pipeline.command import mistakes_in_one_line

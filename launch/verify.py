@@ -5,6 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pipeline.process import guard
+
+guard(__name__)
+
 from pipeline.command import main
 from pipeline.data_config import VerifyConfig
 

@@ -9,6 +9,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.process import guard
+
+guard(__name__)
+
 from pipeline.command import main
 from pipeline.transfer_config import VtabConfig
 

@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +10,25 @@ from typing import Any, TypeVar, get_type_hints
 
 from pipeline import schema
 from pipeline.errors import CrashError, UserError
+from pipeline.outputs import try_outputs
+from pipeline.process import interruptible, rank, say_interrupted, silence_broken_output
 
 T = TypeVar("T")
+
+# What the system refuses because of a path that the user chose -> how it is said.
+_WRONG_PATH = {
+    errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
+    errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
+    errno.EEXIST: "something else is there already. Choose another path",
+    errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
+    errno.ELOOP: "its links lead in a circle. Choose another path",
+    errno.EROFS: "the file system is read-only. Choose another folder for the output",
+    errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
+    errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
+    errno.ENFILE: "too many files are open on this machine",
+}
+# The shell's code for a process that ended because the reader of its output had gone.
+_SIGPIPE_CODE = 141
 
 
 def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "") -> None:
@@ -25,7 +41,11 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
     Exits with 2 after one line for a mistake of the user, with 130 after one for Ctrl-C, 0 when `function` returns.
     """
     with mistakes_in_one_line():
-        function(read_settings(cls, sys.argv[1:], about, subject, flag))
+        settings = read_settings(cls, sys.argv[1:], about, subject, flag)
+        if rank() == 0:
+            try_outputs(settings)
+        function(settings)
+        sys.stdout.flush()  # Here, where a reader that has gone is no traceback.
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "", flag: str = "") -> T:
@@ -54,18 +74,18 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subje
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """Turn a UserError, a full disk or a forbidden folder inside the block into one line and exit code 2; Ctrl-C into 130.
+    """Turn a UserError, and what the system refuses about a path, into one line and exit code 2; Ctrl-C into 130.
 
     A CrashError becomes one line and exit code 1.
     """
     try:
+        interruptible()
         yield
     except KeyboardInterrupt:  # Not of a run, which has its own way to stop: pipeline/stop.py.
-        if os.environ.get("RANK", "0") == "0":
-            print("stopped: the same command goes on", file=sys.stderr, flush=True)
+        say_interrupted()
         sys.exit(130)
     except CrashError as error:  # Every rank meets it.
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
     except (UserError, OSError) as error:
@@ -77,14 +97,17 @@ def mistakes_in_one_line() -> Iterator[None]:
             )
         elif isinstance(error, PermissionError) and error.filename:
             line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
+        elif error.errno == errno.EPIPE and error.filename is None and silence_broken_output():
+            sys.exit(_SIGPIPE_CODE)
+        elif error.errno in _WRONG_PATH and error.filename:
+            line = f"{error.filename}: {_WRONG_PATH[error.errno]}."
         else:
             raise
         # Every rank meets the same mistake, and rank 0 says so; a disk or a sample may be wrong on one rank alone.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0":
+        if rank() == 0:
             print(f"error: {line}", file=sys.stderr, flush=True)
         elif isinstance(error, OSError) or error.on_one_rank:
-            print(f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
+            print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -56,7 +56,9 @@ class ModelConfig:
 class DataConfig:
     path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     cache: str = setting(
-        "", "Folder on a local disk that keeps shards of a bucket, shared by a node's ranks; empty is none."
+        "",
+        "Folder on a local disk that keeps shards of a bucket, shared by a node's ranks; empty is none.",
+        output="folder",
     )
     cache_gb: float = setting(200.0, "Gigabytes that data.cache may take; the least recently read shards go first.")
     retry_minutes: float = setting(10.0, "How long a failing request to a bucket is tried again before the run stops.")
@@ -258,7 +260,9 @@ class CheckpointConfig:
     keep_every: Length = _length("0 steps", "Between checkpoints that stay for good, beside the newest; 0 is none.")
     best: str = setting("", "Metric of the evaluation (val_top1, val_loss) whose best checkpoint stays; empty is none.")
     folder: str = setting(
-        "", "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints."
+        "",
+        "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
+        output="folder",
     )
 
 
@@ -320,8 +324,8 @@ class LaunchConfig:
 class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
-    name: str = setting(REQUIRED, "Name of the run; its folder is <out>/<name>")
-    out: str = setting("runs", "Folder that holds all runs.")
+    name: str = setting(REQUIRED, "Name of the run; its folder is <out>/<name>", output="folder", within="out")
+    out: str = setting("runs", "Folder that holds all runs.", output="folder")
     seed: int = setting(0, "All randomness follows from it.")
     model: ModelConfig = setting(ModelConfig, "")
     data: DataConfig = setting(DataConfig, "")

@@ -1,12 +1,12 @@
 """What a person sees of a run: plain lines (also in log.txt), and a progress bar on a terminal."""
 
-import os
-import select
 import sys
 import time
 from pathlib import Path
 
 from tqdm import tqdm
+
+from pipeline.process import silence_broken_output
 
 
 class Console:
@@ -27,7 +27,8 @@ class Console:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         except OSError:
-            _silence_broken_output()
+            # A launcher that was killed reads no more; that must not end the run, which may be about to commit.
+            silence_broken_output()
         with open(self.log, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
@@ -42,17 +43,6 @@ class Console:
     def close_bar(self) -> None:
         if self.bar:
             self.bar.close()
-
-
-def _silence_broken_output() -> None:
-    """A launcher that was killed reads no more; that must not end the run, which may be about to commit."""
-    for descriptor in (1, 2):
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        if any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0)):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
 
 
 def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:

@@ -22,7 +22,7 @@ class ShardConfig:
     """A sharding job: raw images -> tars and manifest."""
 
     source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images, as one of the layouts")
-    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the new data set")
+    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the new data set", output="folder")
     layout: Literal[
         "auto",
         "folder",
@@ -118,7 +118,7 @@ class VtabPrepareConfig:
     lists: str = setting(
         "", "Folder of vtab-1k as train800.txt, ..., for tasks in neither; their splits cannot be proved."
     )
-    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the tasks' data sets")
+    out: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of the tasks' data sets", output="folder")
     tasks: list[str] = setting(list, "Names of tasks; empty is all whose files are there.")
     published: bool = setting(
         True, "Whether files must have the published sizes and checksums, and pools the published numbers of images."
@@ -126,6 +126,10 @@ class VtabPrepareConfig:
     prove: bool = setting(False, "Write nothing: compute the splits of the data sets in out again, and compare.")
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
     num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that are not tried: --prove only reads."""
+        return ("out",) if self.prove else ()
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -142,7 +146,7 @@ class IndexConfig:
     """A manifest for webdataset shards that stay where they are."""
 
     source: str = setting(REQUIRED, "Folder or URL of tars, or one tar, of <key>.jpg and <key>.cls or <key>.json")
-    out: str = setting("", "Folder or URL of the manifest; empty is the folder of the tars.")
+    out: str = setting("", "Folder or URL of the manifest; empty is the folder of the tars.", output="folder")
     splits: dict[str, str] = setting({"train": ""}, "Split name -> how the names of its tars begin ('' is all).")
     label_names: str = setting("", "File of class names, one a line, by label; without, classes are called by number.")
     inspect: Literal["decode", "header"] = setting(
@@ -166,7 +170,7 @@ class VerifyConfig:
     """A check of a data set on disk, to the last byte."""
 
     data: str = setting(REQUIRED, "Folder or URL of a data set (shards and manifest, made by launch/shard.py)")
-    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.")
+    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder")
     decode_share: float = setting(
         1.0, "Share of the images that are decoded, by a hash of the key; those of the last run's list always are."
     )
@@ -185,7 +189,7 @@ class StatsConfig:
     """What is in a data set, counted and drawn."""
 
     data: str = setting(REQUIRED, "Folder or URL of a data set (shards and manifest, made by launch/shard.py)")
-    out: str = setting("", "Folder of stats.json, tables and pictures; empty is <data>/stats.")
+    out: str = setting("", "Folder of stats.json, tables and pictures; empty is <data>/stats.", output="folder")
     sheet: int = setting(60, "Images on the contact sheet; 0 is no sheet, and reads no shard.")
     mlflow: str = setting("", "MLflow tracking URI that the numbers and pictures are sent to; empty sends nothing.")
 
@@ -211,7 +215,9 @@ class BenchConfig:
     )
     rounds: int = setting(3, "Times that everything is measured, in turns; medians are printed.")
     folder: str = setting(
-        "", "Where the images are written, and removed at the end; empty is the system's for such files."
+        "",
+        "Where the images are written, and removed at the end; empty is the system's for such files.",
+        output="folder",
     )
 
     def check(self) -> None:

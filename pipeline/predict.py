@@ -39,8 +39,6 @@ def run(config: PredictConfig) -> pa.Table:
     Raises UserError for a user's mistake, before anything is written.
     """
     out = Path(config.out) if config.out else None
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"out = {out}: there is no folder {out.parent}.")
     subject = load_subject(config)
     if not subject.model.config.num_classes:
         raise UserError(f"{config.weights} has no head, so it knows no classes.")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.outputs import Output
 
 T = TypeVar("T")
 
@@ -45,9 +46,16 @@ class _Yaml(yaml.SafeLoader):
 REQUIRED = dataclasses.MISSING
 
 
-def setting(default: Any, doc: str) -> Any:
-    """A documented dataclass field. default: a value, REQUIRED, or a settings class (a nested section)."""
-    metadata = {"doc": doc}
+def setting(
+    default: Any, doc: str, most: float | None = None, output: Output | None = None, within: str | None = None
+) -> Any:
+    """A documented dataclass field.
+
+    default: a value, REQUIRED, or a settings class (a nested section). most: the largest number that is accepted, of a list
+    for each of its numbers. output: the setting is a path that the command writes (`outputs.py`). within: another
+    field, the folder that it lies in.
+    """
+    metadata = {"doc": doc, "most": most, "output": output, "within": within}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, (type, dict, list)):

@@ -14,7 +14,7 @@ class VtabReportConfig:
         REQUIRED, "Folders of sweeps of launch/vtab.py; the first is reported, beside the others"
     )
     names: list[str] = setting(list, "What the report calls them, as many; empty is the folders' names.")
-    out: str = setting("", "Folder of the report; empty is <first sweep>/report.")
+    out: str = setting("", "Folder of the report; empty is <first sweep>/report.", output="folder")
     mlflow: str = setting("", "MLflow tracking URI that the numbers and files are sent to; empty sends nothing.")
 
     def check(self) -> None:
@@ -33,7 +33,7 @@ class CompareConfig:
 
     runs: list[str] = setting(REQUIRED, "Run folders, as [runs/vit,runs/resnet]; of the same data and settings")
     split: str = setting("", "Split that they are scored on; empty is the first run's data.eval_split.")
-    out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.")
+    out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.", output="folder")
     batch: int = setting(64, "Images per forward pass.")
     threads: int = setting(2, "Decoding threads.")
 
@@ -47,7 +47,9 @@ class CompareConfig:
 class GridConfig:
     """A fine-tuning protocol: learning rates tried on a part of the training data, the best used on all, several times."""
 
-    name: str = setting(REQUIRED, "What the result is called; all runs are in <out>/<name>")
+    name: str = setting(
+        REQUIRED, "What the result is called; all runs are in <out>/<name>", output="folder", within="out"
+    )
     run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
     settings: list[str] = setting(list, "Settings of the run that win over its file, as [init.weights=runs/vit_l16].")
     lr: list[float] = setting(REQUIRED, "Values of optimizer.lr that are tried, as [0.001,0.003,0.01,0.03]")
@@ -60,7 +62,7 @@ class GridConfig:
         "Data sets that final weights are scored on besides, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
     )
     launcher: str = setting("", "What starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
-    out: str = setting("runs", "Folder that holds all runs.")
+    out: str = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = setting("", "MLflow tracking URI that the table is sent to; empty sends nothing.")
 
     def check(self) -> None:

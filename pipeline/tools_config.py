@@ -1,19 +1,11 @@
 """The settings of what surrounds a run: its plan, its hosts, its restarts, its order, the speed of its step."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pipeline.config import Precision, RunConfig
 from pipeline.errors import UserError
 from pipeline.schema import REQUIRED, setting
-
-
-def _check_folder_of(**files: str) -> None:
-    """Before the work, whose result would have no place."""
-    for name, file in files.items():
-        if file and not Path(file).parent.is_dir():
-            raise UserError(f"{name} = {file}: there is no folder {Path(file).parent}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +20,11 @@ class PlanConfig(RunConfig):
     price: float = setting(0.0, "Of one GPU for an hour, in any currency; 0 leaves cost out.")
     save_rate: float = setting(1.0, "Gigabytes a second, all ranks together, that reach the checkpoints' disk.")
     copy_rate: float = setting(10.0, "Gigabytes a second from a GPU to its host's memory.")
-    json: str = setting("", "File for all figures as JSON, '-' prints them instead of the table.")
+    json: str = setting("", "File for all figures as JSON, '-' prints them instead of the table.", output="file")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that are not tried: those of the run, which a plan does not start."""
+        return ("name", "out", "data", "checkpoint")
 
     def check(self) -> None:
         """Refuse what cannot work: the run, as training would, and the assumptions. Raises UserError."""
@@ -45,7 +41,6 @@ class PlanConfig(RunConfig):
                 raise UserError(f"{name} = {rate} must be greater than 0.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
-        _check_folder_of(json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +53,10 @@ class SamplesConfig:
     rank: int = setting(0, "With step: the rank whose share is listed, from 0.")
     sample: str = setting("", "Key of a sample of the training split: when is it seen?")
     data: str = setting("", "Folder of the data set, where it is not the one that the run names.")
-    csv: str = setting("", "File to write the table into; empty prints it.")
-    sheet: str = setting("", "With step: PNG file for the pictures as they are cropped and flipped for the model.")
+    csv: str = setting("", "File to write the table into; empty prints it.", output="file")
+    sheet: str = setting(
+        "", "With step: PNG file for the pictures as they are cropped and flipped for the model.", output="file"
+    )
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -71,7 +68,6 @@ class SamplesConfig:
             raise UserError(f"rank = {self.rank} must be at least 0 and below ranks = {self.ranks}.")
         if self.sheet and not self.step:
             raise UserError("sheet=... shows the samples of a step: set step=...")
-        _check_folder_of(csv=self.csv, sheet=self.sheet)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,9 @@ class VtabConfig:
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of others (docs/weights.md)")
     data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
-    out: str = setting("", "Folder of cells and results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...")
+    out: str = setting(
+        "", "Folder of cells and results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...", output="folder"
+    )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",
         "All weights are trained; or, cheap, the features of the weights as they are: ridge regression, nearest neighbours.",
@@ -110,6 +112,10 @@ class VtabConfig:
     gpu_share: float = setting(1.0, "Of a GPU for each cell, on a cluster with GPUs: 0.25 runs four on one.")
     num_tasks: int = setting(0, "Cells at the same time; 0 is as many as there is room for.")
     plan: bool = setting(False, "Only list the cells and what they cost.")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that are not tried: --plan only prints."""
+        return ("out",) if self.plan else ()
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""

@@ -58,7 +58,9 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
     out: str = setting(
-        "", "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file."
+        "",
+        "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
+        output="folder",
     )
     classify: bool = setting(True, "Score the weights' own head; false when it is of other classes: features only.")
     match_classes: bool = setting(True, "Refuse data whose class names are not those that the weights were trained on.")
@@ -82,7 +84,9 @@ class ExportConfig:
         REQUIRED,
         "safetensors: ours; timm, huggingface: folders that they load; npz: vision_transformer's, BiT's; big_vision's",
     )
-    out: str = setting(REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder")
+    out: str = setting(
+        REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
+    )
     image_size: int = setting(0, "Side in pixels of the images that it will read; 0 is the weights' own.")
     kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
         "zoom", "With image_size: how positions are resampled; the official code's, Hugging Face's, timm's."
@@ -124,7 +128,9 @@ class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
     top: int = setting(5, "How many classes of each image are told, the most likely first.")
-    out: str = setting("", "File for the whole table, .csv or .parquet; empty prints its beginning only.")
+    out: str = setting(
+        "", "File for the whole table, .csv or .parquet; empty prints its beginning only.", output="file"
+    )
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -147,7 +153,9 @@ class ExplainConfig(LookConfig):
     num_averaged: int = setting(128, "Images that the attention distance is the mean of (the paper's is of 128).")
     num_predicted: int = setting(1000, "Images among which the sheet of predictions looks for the worst mistakes.")
     seed: int = setting(0, "Which images are chosen; a smaller choice lies in a larger one.")
-    out: str = setting("", "Folder of the drawings; empty is <run>/explain, or runs/explain/... for a file.")
+    out: str = setting(
+        "", "Folder of the drawings; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
+    )
     mlflow: str = setting("", "MLflow tracking URI that the numbers and pictures are sent to; empty sends nothing.")
 
     def check(self) -> None:

@@ -105,12 +105,49 @@ def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EISDIR, "this is a folder"),
+        (errno.ENOTDIR, "a file is where a folder is needed"),
+        (errno.EEXIST, "something else is there already"),
+        (errno.ENAMETOOLONG, "the name is too long"),
+        (errno.ELOOP, "its links lead in a circle"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EMFILE, "too many files are open"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(
+    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
+    assert printed.startswith(f"error: /data/x: {said}")
+    assert printed.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
+    """As `launch/samples.py ... | head` ends; also when the last lines are still in the buffer."""
+    for lines in (1, 100_000):
+        script = (
+            "import sys; sys.argv = ['x.py', 'source=a', 'out=b']; from pipeline.command import main; "
+            "from pipeline.data_config import ShardConfig; "
+            f"main(ShardConfig, lambda config: [print('line') for _ in range({lines})], '')"
+        )
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+@pytest.mark.parametrize(
     "error",
     [
         KeyError("ours"),
         ValueError("ours"),
         FileNotFoundError(2, "ours", "x"),
         OSError(errno.EIO, "ours"),
+        OSError(errno.EISDIR, "ours"),
         PermissionError(1, "ours"),
     ],
 )

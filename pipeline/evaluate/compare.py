@@ -15,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import render, report
+from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.suite_config import CompareConfig
 from pipeline.weights_config import ScoreConfig
@@ -53,6 +54,7 @@ def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
             )
     data, split = runs[0].settings["data.path"], config.split or runs[0].settings["data.eval_split"]
     folder = Path(config.out) if config.out else Path("runs") / "compare" / "-".join(names)
+    try_output("out", folder)
     scores = {}
     for run in runs:
         print(f"{run.name}:")

@@ -20,6 +20,7 @@ from pipeline.evaluate.features import Features, extract
 from pipeline.evaluate.figure import draw_confusion
 from pipeline.evaluate.probe import choose, probe
 from pipeline.evaluate.subject import Subject, check_seen, load_subject, output_folder
+from pipeline.outputs import try_output
 from pipeline.weights_config import ScoreConfig
 
 _NUM_CONFUSED = 10
@@ -40,6 +41,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if config.classify:
         _check_classes(config, subject.model.config.num_classes, subject.extra.get("classes"), dataset)
     folder = _folder(config)
+    try_output("out", folder)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
 

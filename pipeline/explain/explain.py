@@ -27,6 +27,7 @@ from pipeline.explain.attention import distances, join, look
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.outputs import try_output
 from pipeline.predict import open_images, predict_all
 from pipeline.weights_config import DRAWINGS, ExplainConfig
 
@@ -56,6 +57,7 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     subject = load_subject(config)
     wanted = _wanted(config, subject)
     folder = output_folder(config.out, config.weights, "explain")
+    try_output("out", folder)
     of_weights = {name: subject.extra.get(name) for name in ("run", "step")}
     found = Found({}, {}, {"weights": config.weights, **of_weights, "model": subject.model.config.to_dict()})
     _look_at_weights(subject, wanted, found)

@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import schema
 from pipeline.data.manifest import replacing
 from pipeline.evaluate.intervals import OVER_SEEDS
+from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.suite_config import VtabReportConfig
 from pipeline.track import send_report
@@ -27,6 +28,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     table = columns(sweeps, config.names)
     first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
     folder = Path(config.out) if config.out else first / "report"
+    try_output("out", folder)
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))

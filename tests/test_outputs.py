@@ -1,0 +1,205 @@
+"""Output paths: what is wrong with one is said before any work, and trying one leaves nothing behind."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import (
+    config,
+    data_config,
+    schema,
+    suite_config,
+    tools_config,
+    transfer_config,
+    weights_config,
+)
+from pipeline.command import main
+from pipeline.errors import UserError
+from pipeline.outputs import Output, try_output, try_outputs
+
+ROOT = Path(__file__).parents[1]
+RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
+WEIGHTS = ["weights=w", "images=i"]
+SWEEP = ["weights=w", "--config", str(ROOT / "configs/vtab/vit_paper.yaml")]
+LONG = "n" * 300
+
+
+def load(cls: type, *settings: str) -> Any:
+    if "--config" in settings:
+        at = settings.index("--config")
+        return schema.load(cls, settings[at + 1], [*settings[:at], *settings[at + 2 :]])
+    return schema.load(cls, None, settings)
+
+
+def problem(cls: type, *settings: str) -> str:
+    with pytest.raises(UserError) as error:
+        try_outputs(load(cls, *settings))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    return str(error.value)
+
+
+def everything_in(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("file", "/file is a file, not a folder"),
+        ("file/x", "/file is a file, not a folder"),
+        ("file/x/y", "/file is a file, not a folder"),
+        (LONG, "the name is too long"),
+        (f"new/{LONG}/x", "the name is too long"),
+        ("nowhere", "nothing can be created there"),
+        ("nowhere/x", "nothing can be created there"),
+        ("circle", "its links lead in a circle"),
+        ("/proc/x", "nothing can be created there"),
+        ("/proc/x/y", "nothing can be created there"),
+        ("/sys/x", ""),
+    ],
+)
+def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
+    before = everything_in(place)
+    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path for the output\.$"):
+        try_output("out", place / path)
+    assert everything_in(place) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "output"),
+    [
+        ("folder.csv", "it is a folder, not a file", "file"),
+        ("/tmp", "it is a folder, not a file", "file"),
+        ("file/x.csv", "/file is a file, not a folder", "file"),
+        ("missing/x.csv", "there is no folder .*/missing", "file"),
+        (LONG, "the name is too long", "file"),
+        ("n" * 250, "the name is too long", "file"),  # That of the unfinished file is longer than its own.
+        ("/proc/x.csv", "nothing can be created there", "file"),
+        ("nowhere/x.csv", "nothing can be created there", "file"),
+        ("folder", "this folder exists already", "new"),
+        ("file/x.npz", "/file is a file, not a folder", "new"),
+    ],
+)
+def test_files_that_cannot_be(path: str, said: str, output: Output, place: Path) -> None:
+    before = everything_in(place)
+    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path"):
+        try_output("out", place / path, output)
+    assert everything_in(place) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [
+        ("folder", "folder"),
+        ("new/deep/er", "folder"),
+        ("file", "file"),
+        ("folder/x.csv", "file"),
+        ("n" * 230, "file"),
+        ("/dev/stdout", "file"),
+        ("new/deep/x.npz", "new"),
+    ],
+)
+def test_what_can_be_written_is_not_touched(path: str, output: Output, place: Path) -> None:
+    before = everything_in(place)
+    modified = place.stat().st_mtime_ns
+    try_output("out", place / path, output)
+    assert everything_in(place) == before
+    assert (place / "file").read_text() == "x"
+    assert place.stat().st_mtime_ns == modified or not hasattr(os, "O_TMPFILE")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_forbidden_folder(place: Path) -> None:
+    (place / "folder").chmod(0o500)
+    with pytest.raises(UserError, match="permission denied"):
+        try_output("out", place / "folder" / "x")
+
+
+def test_every_command_tries_its_outputs(place: Path) -> None:
+    file = place / "file"
+    assert problem(config.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is a file")
+    assert problem(config.RunConfig, *RUN, f"name={LONG}").startswith("name = 'runs/nnn")
+    assert "checkpoint.folder" in problem(config.RunConfig, *RUN, f"checkpoint.folder={file}/x")
+    assert "data.cache" in problem(config.RunConfig, *RUN, f"data.cache={file}/x")
+    assert "there is no folder /nowhere" in problem(tools_config.PlanConfig, *RUN, "json=/nowhere/plan.json")
+    for name in ("csv", "sheet"):
+        assert f"{name} = /nowhere/x: there is" in problem(
+            tools_config.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x"
+        )
+    for cls, settings in (
+        (data_config.ShardConfig, ["source=s"]),
+        (data_config.VtabPrepareConfig, ["lists=l"]),
+        (data_config.IndexConfig, ["source=s"]),
+        (data_config.VerifyConfig, ["data=d"]),
+        (data_config.StatsConfig, ["data=d"]),
+        (weights_config.ScoreConfig, ["weights=w", "data=d"]),
+        (weights_config.ExplainConfig, ["weights=w"]),
+        (transfer_config.VtabConfig, SWEEP),
+        (suite_config.VtabReportConfig, ["sweeps=s"]),
+        (suite_config.CompareConfig, ["runs=[a,b]"]),
+        (suite_config.GridConfig, ["name=n", "run=r", "lr=1"]),
+    ):
+        assert "is a file, not a folder" in problem(cls, *settings, f"out={file}/x"), cls
+    assert "is a folder, not a file" in problem(weights_config.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
+    assert "exists already" in problem(weights_config.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
+
+
+def test_every_output_is_declared() -> None:
+    """A new setting of these names would else be tried when the work is done."""
+    modules = (config, data_config, weights_config, tools_config, transfer_config, suite_config)
+    classes = [cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)]
+    fields = [(cls.__name__, f.name, f.metadata.get("output")) for cls in classes for f in dataclasses.fields(cls)]
+    declared = {name for _, name, output in fields if output}
+    assert declared == {"out", "name", "csv", "sheet", "json", "folder", "cache"}
+    undeclared = [(cls, name) for cls, name, output in fields if name in declared - {"name"} and not output]
+    assert undeclared == [("StatsConfig", "sheet")]  # A number of images.
+
+
+def test_what_is_not_written_is_not_tried(place: Path) -> None:
+    file = place / "file"
+    try_outputs(load(tools_config.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))
+    try_outputs(load(data_config.VtabPrepareConfig, "prove=true", f"out={file}"))
+    try_outputs(load(transfer_config.VtabConfig, *SWEEP, "plan=true", f"out={file}"))
+    try_outputs(load(config.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))
+    try_outputs(load(data_config.ShardConfig, "source=s", "out=gs://bucket/x"))
+    assert not (place / "new").exists()
+
+
+def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["x.py", "source=s", f"out={place}/file"])
+    monkeypatch.setenv("RANK", "1")
+    main(data_config.ShardConfig, seen.append, "About.")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        main(data_config.ShardConfig, seen.append, "About.")
+    assert len(seen) == 1
+
+
+def test_a_run_says_it_before_any_import(place: Path) -> None:
+    """Without torch, and so without what takes seconds."""
+    script = (
+        "import runpy, sys; sys.modules['torch'] = None; "
+        f"sys.argv = ['pretrain.py', *{RUN}, 'out={place}/file/x']; "
+        f"runpy.run_path({str(ROOT / 'launch/pretrain.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is a file, not a folder.")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,103 @@
+"""The first half second of a command: closed streams, and Ctrl-C during the imports."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = sorted((ROOT / "launch").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_every_command_is_guarded_before_it_imports_anything(path: Path) -> None:
+    imports = re.findall(r"^(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
+    ours = [name for name in imports if name.split(".")[0] in ("pipeline", "data_tools")]
+    assert ours[0] == "pipeline.process"
+    assert re.search(r"^guard\(__name__\)$", path.read_text(), re.MULTILINE)
+    assert not [
+        name for name in imports if name.split(".")[0] not in (*sys.stdlib_module_names, "pipeline", "data_tools")
+    ]
+
+
+def interrupt(script: str, when: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a script in Python, send SIGINT once it prints `when`; (exit code, what it said besides)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == when
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out + err
+
+
+IMPORTING = (
+    "from pipeline.process import guard; guard('__main__'); print('ready', flush=True); import time; time.sleep(20)"
+)
+
+
+def test_ctrl_c_during_the_imports_is_one_line() -> None:
+    assert interrupt(IMPORTING, "ready") == (130, "stopped: the same command goes on\n")
+    assert interrupt(IMPORTING, "ready", {"RANK": "3"}) == (130, "")
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    script = "import signal; signal.signal(2, signal.SIG_IGN); " + IMPORTING.replace("sleep(20)", "sleep(1)")
+    assert interrupt(script, "ready") == (0, "")
+
+
+def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
+    script = (
+        "import sys, time; from pipeline.process import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
+        "from pipeline.command import main; from pipeline.data_config import ShardConfig\n"
+        "def work(config):\n"
+        "    try: print('ready', flush=True); time.sleep(20)\n"
+        "    finally: print('tidied up')\n"
+        "main(ShardConfig, work, '')"
+    )
+    assert interrupt(script, "ready") == (130, "tidied up\nstopped: the same command goes on\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed: str, tmp_path: Path) -> None:
+    """What is opened next does not get their numbers, and printing is no error."""
+    script = (
+        "import os, sys; from pipeline.process import guard; guard('__main__'); "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); print('said', file=sys.stderr); "
+        "sys.stdout.flush(); sys.stdin.read(0); file.write(str(file.fileno())); file.close()"
+    )
+    done = subprocess.run(
+        f"{sys.executable} -c \"$SCRIPT\" {closed}", shell=True, cwd=ROOT, env={**os.environ, "SCRIPT": script},
+        capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+def test_a_command_with_closed_streams() -> None:
+    command = f"{sys.executable} {ROOT}/launch/shard.py --config nowhere.yaml"
+    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: nowhere.yaml: no such config file. Shipped ones are in configs/.\n",
+    )
+    assert subprocess.run(f"{command} >&- 2>&-", shell=True, timeout=30).returncode == 2
+
+
+@pytest.mark.parametrize("module", ["argparse", "pipeline.config"])
+def test_a_real_command_that_is_interrupted_early(module: str) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "launch" / "pretrain.py"), "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:  # One for each module that has been imported.
+        if line.split("|")[-1].strip() == module:
+            process.send_signal(signal.SIGINT)
+            break
+    said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]
+    assert (process.wait(20), said) == (130, ["stopped: the same command goes on"])
