@@ -9,11 +9,18 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.length import ImageSize, Length, Limit
+from pipeline.json_record import quoted
+from pipeline.length import MAX_SIDE, ImageSize, Length, Limit
 from pipeline.schema import REQUIRED, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
+# Upper ends of ranges, far beyond what is sensible: what is above is a slip, and would overflow or take for ever.
+MAX_SEED = 2**63 - 1
+MAX_WIDTH = 2**16
+MAX_BATCH = 2**24
+MAX_THREADS = 4096
+MINUTES_OF_A_YEAR = 366 * 24 * 60
 TrainLoss = Literal["softmax", "sigmoid", "masked_mean_color", "masked_small_patch", "masked_pixels"]
 
 
@@ -31,11 +38,15 @@ class ModelConfig:
     image_size: ImageSize = setting(
         ImageSize(224, 224), "Pixels of the images the model sees: the side of a square, or height x width, as 224x384."
     )
-    width: int | None = setting(None, "Overrides the variant's width D; of a ResNet, the channels of its root.")
-    depth: int | None = setting(None, "Overrides the variant's number of blocks.")
-    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.")
-    num_heads: int | None = setting(None, "Overrides the variant's number of heads.")
-    patch_stride: int | None = setting(None, "Pixels from patch to patch; less than the patch side, and they overlap.")
+    width: int | None = setting(
+        None, "Overrides the variant's width D; of a ResNet, the channels of its root.", most=MAX_WIDTH
+    )
+    depth: int | None = setting(None, "Overrides the variant's number of blocks.", most=10_000)
+    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.", most=8 * MAX_WIDTH)
+    num_heads: int | None = setting(None, "Overrides the variant's number of heads.", most=10_000)
+    patch_stride: int | None = setting(
+        None, "Pixels from patch to patch; less than the patch side, and they overlap.", most=MAX_SIDE
+    )
     positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
         "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
     )
@@ -61,7 +72,9 @@ class DataConfig:
         output="folder",
     )
     cache_gb: float = setting(200.0, "Gigabytes that data.cache may take; the least recently read shards go first.")
-    retry_minutes: float = setting(10.0, "How long a failing request to a bucket is tried again before the run stops.")
+    retry_minutes: float = setting(
+        10.0, "How long a failing request to a bucket is tried again before the run stops.", most=MINUTES_OF_A_YEAR
+    )
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
     exclude: str = setting("all", "Lists of samples to leave out (exclude/*.parquet): all, none, or names with commas.")
@@ -74,10 +87,12 @@ class DataConfig:
         "Share of the training samples that are held out at random and evaluated on, as 'dev', in place of eval_split: to "
         "choose settings by. 0 is none.",
     )
-    streams: int = setting(16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.")
+    streams: int = setting(
+        16, "Equal streams an epoch is cut into; divides train.global_batch. More mix better.", most=1_000_000
+    )
     window: int = setting(4096, "Samples of a stream that are shuffled together.")
-    threads: int = setting(2, "Decoding threads of each rank.")
-    prefetch: int = setting(4, "Micro-batches that are decoded ahead.")
+    threads: int = setting(2, "Decoding threads of each rank.", most=MAX_THREADS)
+    prefetch: int = setting(4, "Micro-batches that are decoded ahead.", most=10_000)
     max_bad_share: float = setting(0.001, "Share of undecodable images above which the run stops.")
 
     @property
@@ -98,7 +113,9 @@ class AugmentConfig:
     aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.")
     aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.")
     resize_to: int = setting(
-        0, "resize_crop, resize_small_crop: short side before the crop; 0 is 7/6 of model.image_size (448 for 384)."
+        0,
+        "resize_crop, resize_small_crop: short side before the crop; 0 is 7/6 of model.image_size (448 for 384).",
+        most=MAX_SIDE,
     )
     flip: bool = setting(True, "Random horizontal flip, p = 0.5.")
     resize_filter: Literal["linear", "antialias", "bilinear"] = setting(
@@ -109,7 +126,9 @@ class AugmentConfig:
     color_jitter: float = setting(
         0.0, "Brightness, contrast and saturation, each times a random 1 - color_jitter to 1 + color_jitter."
     )
-    randaugment_layers: int = setting(0, "RandAugment's n: random operations one after another (2 in the recipes).")
+    randaugment_layers: int = setting(
+        0, "RandAugment's n: random operations one after another (2 in the recipes).", most=100
+    )
     randaugment_magnitude: float = setting(10.0, "RandAugment's m: strength of the operations, 0 to 20.")
     randaugment_contrast: Literal["mean", "pixel_count"] = setting(
         "mean",
@@ -122,7 +141,9 @@ class AugmentConfig:
         0.0, "Pairs swap a box, its area from Beta(cutmix, cutmix); with mixup too, each step takes one of the two."
     )
     eval_resize: int = setting(
-        0, "Evaluation: short side, or square, before the central crop; 0 is 8/7 of image_size (256 for 224)."
+        0,
+        "Evaluation: short side, or square, before the central crop; 0 is 8/7 of image_size (256 for 224).",
+        most=MAX_SIDE,
     )
     eval_crop: Literal["center", "resize", "resize_center"] = setting(
         "center",
@@ -134,8 +155,8 @@ class AugmentConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'")
-    global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.")
-    micro_batch: int = setting(64, "Samples per forward pass of one rank; accumulation is worked out.")
+    global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.", most=MAX_BATCH)
+    micro_batch: int = setting(64, "Samples per forward pass of one rank; accumulation is worked out.", most=MAX_BATCH)
     loss: TrainLoss = setting(
         "sigmoid",
         "Of classes: cross-entropy over softmax, or summed over sigmoids. Or masked patch prediction, without labels: of "
@@ -145,7 +166,9 @@ class TrainConfig:
     log_every: int = setting(50, "Steps between log lines.")
     max_skipped_steps: int = setting(20, "Steps skipped for a non-finite gradient before the run stops.")
     stop_after_minutes: float = setting(
-        0.0, "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none."
+        0.0,
+        "Wall-clock limit of each start, commit included: it leaves in time with exit code 75; 0 is none.",
+        most=MINUTES_OF_A_YEAR,
     )
 
     @property
@@ -159,7 +182,7 @@ class OptimizerConfig:
     name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
     lr: float = setting(1e-3, "Peak learning rate.")
     lr_batch: int = setting(
-        0, "Batch that lr is for: it is scaled by train.global_batch / lr_batch; 0 takes it as it is."
+        0, "Batch that lr is for: it is scaled by train.global_batch / lr_batch; 0 takes it as it is.", most=MAX_BATCH
     )
     beta1: float = setting(0.9, "Adam: decay of the first moment.")
     beta2: float = setting(0.999, "Adam: decay of the second moment.")
@@ -196,13 +219,15 @@ class EngineConfig:
     compile: bool = setting(False, "torch.compile the model: minutes at the start, for speed on a GPU.")
     activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
     peak_tflops: float = setting(0.0, "Peak of one device, for MFU; 0 looks it up, or measures it on unknown devices.")
-    timeout_minutes: float = setting(10.0, "How long a collective may wait for a rank before the run fails.")
+    timeout_minutes: float = setting(
+        10.0, "How long a collective may wait for a rank before the run fails.", most=MINUTES_OF_A_YEAR
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     every: Length = _length("5%", "Between evaluations during training; one is always made at the end.")
-    batch: int = setting(64, "Images per forward pass of one rank.")
+    batch: int = setting(64, "Images per forward pass of one rank.", most=MAX_BATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +238,7 @@ class ProbeConfig:
     shots: list[int] = setting(
         [5], "Few-shot linear accuracy of the features, with so many images of each class, as [1,5,10,25]; 0 is none."
     )
-    shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.")
+    shots_seeds: int = setting(3, "Choices of these images, seeds 0, 1, ...; the mean is the score.", most=1_000)
     l2: list[float] = setting(
         [1024.0], "Strengths of the few-shot ridge regression (2^10 is big_vision's); each is told."
     )
@@ -236,7 +261,7 @@ class ProbeConfig:
         if self.shots_seeds < 1:
             raise UserError(f"{prefix}shots_seeds = {self.shots_seeds} must be at least 1.")
         if any(self.shots) and (not self.l2 or min(self.l2) <= 0):
-            raise UserError(f"{prefix}l2 = {self.l2} must be numbers greater than 0.")
+            raise UserError(f"{prefix}l2 = {quoted(self.l2)} must be numbers greater than 0.")
         if self.temperature <= 0:
             raise UserError(f"{prefix}temperature = {self.temperature} must be greater than 0.")
         if self.probes and self.train_split == split:
@@ -274,11 +299,12 @@ class HealthConfig:
         "its backward pass); or go back to the checkpoint before it and leave out the data up to where it was noticed.",
     )
     spike_sigma: float = setting(6.0, "Standard deviations above the mean of the last losses that make a spike.")
-    spike_window: int = setting(128, "How many steps' losses a loss is held against.")
+    spike_window: int = setting(128, "How many steps' losses a loss is held against.", most=1_000_000)
     max_rollbacks: int = setting(3, "With on_spike=rollback: how often, before the run stops.")
     hang_minutes: float = setting(
         5.0,
         "A run that stands still so long says which rank, host and line of code it waits for, and ends; 0 is never.",
+        most=MINUTES_OF_A_YEAR,
     )
     straggler_ratio: float = setting(
         1.5, "A rank whose data and forward passes take so many times the median rank's is named; 0 names none."
@@ -290,7 +316,7 @@ class ProfileConfig:
     trace_step: int = setting(
         0, "Record a torch.profiler trace from this step on (rank 0), into the run and MLflow; 0 is none."
     )
-    trace_steps: int = setting(3, "How many steps the trace covers.")
+    trace_steps: int = setting(3, "How many steps the trace covers.", most=100_000)
     communication: bool = setting(
         False, "Time collectives, too; each then waits for its end, which costs their overlap."
     )
@@ -326,7 +352,7 @@ class RunConfig:
 
     name: str = setting(REQUIRED, "Name of the run; its folder is <out>/<name>", output="folder", within="out")
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
-    seed: int = setting(0, "All randomness follows from it.")
+    seed: int = setting(0, "All randomness follows from it.", most=MAX_SEED)
     model: ModelConfig = setting(ModelConfig, "")
     data: DataConfig = setting(DataConfig, "")
     augment: AugmentConfig = setting(AugmentConfig, "")
@@ -377,8 +403,6 @@ class RunConfig:
         for name, value in below_one.items():
             if not 0 <= value < 1:
                 raise UserError(f"{name} = {value} must be at least 0 and below 1.")
-        if self.seed >= 2**63:
-            raise UserError(f"seed = {self.seed} must be below 2**63.")
         if 0 < self.train.stop_after_minutes <= 0.5:
             raise UserError(
                 f"train.stop_after_minutes = {self.train.stop_after_minutes:g} leaves nothing to train: 30 s of it are for "
@@ -393,7 +417,7 @@ class RunConfig:
             if not 0 <= value <= 1:
                 raise UserError(f"{name} = {value} must be between 0 and 1.")
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name = {self.name!r} must be a plain folder name.")
+            raise UserError(f"name = {quoted(self.name)} must be a plain folder name.")
         if not 0 < self.augment.area_min <= self.augment.area_max <= 1:
             raise UserError(
                 f"augment.area_min = {self.augment.area_min} and augment.area_max = {self.augment.area_max} "
@@ -428,7 +452,7 @@ class RunConfig:
         if (self.model.name is None) == (self.init.weights is None):
             raise UserError(
                 "set model.name for a new model, or init.weights to go on from weights, which bring their architecture: "
-                f"now model.name = {self.model.name}, init.weights = {self.init.weights}."
+                f"now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
         if self.init.weights is not None:
             # What starts from weights may change its size and how it is regularised; the rest would be ignored.
@@ -448,7 +472,7 @@ class RunConfig:
             )
         metrics = [f"{self.data.evaluated_split}_{name}" for name in names]
         if self.checkpoint.best and self.checkpoint.best not in metrics:
-            raise UserError(f"checkpoint.best = {self.checkpoint.best!r} must be one of {', '.join(metrics)}.")
+            raise UserError(f"checkpoint.best = {quoted(self.checkpoint.best)} must be one of {', '.join(metrics)}.")
         if self.probe.every.amount and self.train.masked:
             raise UserError(
                 f"probe.every is set, and train.loss = {self.train.loss} trains a model that reads corrupted images. Probe "
@@ -470,7 +494,7 @@ class RunConfig:
         drops = self.schedule.drops
         if (self.schedule.decay == "drops") != bool(drops) or not all(0 < drop < 1 for drop in drops):
             raise UserError(
-                f"schedule.decay = {self.schedule.decay} with schedule.drops = {drops}: decay=drops needs shares of the "
+                f"schedule.decay = {self.schedule.decay} with schedule.drops = {quoted(drops)}: decay=drops needs shares of the "
                 "run between 0 and 1, as schedule.drops=[0.3,0.6,0.9], and no other decay takes any."
             )
         if self.train.label_smoothing and self.train.loss != "softmax":

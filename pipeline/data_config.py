@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.config import MAX_BATCH, MAX_SEED, MAX_THREADS
 from pipeline.errors import UserError
+from pipeline.json_record import quoted
+from pipeline.length import MAX_SIDE
 from pipeline.schema import REQUIRED, setting
 
 
 def _check_split_names(splits: dict[str, str]) -> None:
     if not splits or any(not re.fullmatch(r"[a-z0-9_]+", name) for name in splits):
-        raise UserError(f"splits = {splits} must name at least one split, in lower-case letters and digits.")
+        raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters and digits.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,11 @@ class ShardConfig:
     merge_copies: bool = setting(
         False, "Samples of equal bytes become one, with the labels of all; reads every byte of source once more."
     )
-    seed: int = setting(0, "Mixes samples across classes.")
+    seed: int = setting(0, "Mixes samples across classes.", most=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
-    resize_short: int = setting(0, "Resize images whose short side is larger to this; 0 copies the bytes.")
+    resize_short: int = setting(
+        0, "Resize images whose short side is larger to this; 0 copies the bytes.", most=MAX_SIDE
+    )
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area is what evaluation does with full-size images; antialias is Pillow's bilinear, in less "
@@ -77,7 +82,7 @@ class ShardConfig:
         "Whether images are decoded whole, or only their header is read and the end marker of a JPEG or PNG looked for.",
     )
     max_bad_share: float = setting(0.001, "Share of unreadable images above which the job stops.")
-    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.", most=1_000_000)
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -125,7 +130,7 @@ class VtabPrepareConfig:
     )
     prove: bool = setting(False, "Write nothing: compute the splits of the data sets in out again, and compare.")
     samples_per_shard: int = setting(4096, "Samples in each tar, but for a split's last.")
-    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: int = setting(0, "Shards written at the same time; 0 is one per CPU of the cluster.", most=1_000_000)
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that are not tried: --prove only reads."""
@@ -154,7 +159,7 @@ class IndexConfig:
         "Whether images are decoded whole, or only their header is read and the end marker of a JPEG or PNG looked for.",
     )
     max_bad_share: float = setting(0.001, "Share of unreadable samples above which no manifest is written.")
-    num_tasks: int = setting(0, "Tars read at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: int = setting(0, "Tars read at the same time; 0 is one per CPU of the cluster.", most=1_000_000)
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -174,7 +179,7 @@ class VerifyConfig:
     decode_share: float = setting(
         1.0, "Share of the images that are decoded, by a hash of the key; those of the last run's list always are."
     )
-    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.", most=1_000_000)
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
@@ -208,10 +213,10 @@ class BenchConfig:
     )
     source: str = setting(REQUIRED, "Folder or tar of JPEGs")
     images: int = setting(4000, "Number of images; those of the source are repeated.")
-    batch: int = setting(64, "Images of a batch.")
-    image_size: int = setting(224, "Side in pixels of a view.")
+    batch: int = setting(64, "Images of a batch.", most=MAX_BATCH)
+    image_size: int = setting(224, "Side in pixels of a view.", most=MAX_SIDE)
     max_threads: int = setting(
-        16, "data: our loader is measured with one thread per core and twice, four times ... that."
+        16, "data: our loader is measured with one thread per core and twice, four times ... that.", most=MAX_THREADS
     )
     rounds: int = setting(3, "Times that everything is measured, in turns; medians are printed.")
     folder: str = setting(
@@ -230,7 +235,7 @@ class BenchConfig:
         if self.what == "augment" and self.batch % 2:
             raise UserError(f"batch = {self.batch} must be even: images are mixed in pairs.")
         if self.folder and not Path(self.folder).is_dir():
-            raise UserError(f"folder = {self.folder}: there is no such folder.")
+            raise UserError(f"folder = {quoted(self.folder)}: there is no such folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +252,7 @@ class DedupConfig:
         "Pairs up to this are copies: 1 - agreement of all small parts, so 0 is equal. docs/data.md has the errors.",
     )
     max_bad_share: float = setting(0.001, "Share of images that cannot be decoded above which the job stops.")
-    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: int = setting(0, "Shards read at the same time; 0 is one per CPU of the cluster.", most=1_000_000)
     dry_run: bool = setting(False, "Report and picture sheet only: no image is marked.")
 
     def check(self) -> None:

@@ -8,6 +8,10 @@ from typing import Literal, NamedTuple
 
 from pipeline.errors import UserError
 
+# Upper ends of ranges, far beyond what is sensible: what is above is a slip, and would overflow or take for ever.
+MAX_SIDE = 16_384
+_MOST = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
+
 
 @dataclass(frozen=True)
 class Length:
@@ -21,7 +25,7 @@ class Length:
         if isinstance(value, Length):
             return value
         match = re.fullmatch(
-            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", str(value)
+            r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%)\s*", _text(value)
         )
         if not match:
             raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
@@ -29,6 +33,8 @@ class Length:
         amount = float(match[1])
         if not math.isfinite(amount):
             raise ValueError("that is no finite number.")
+        if amount > _MOST[unit]:
+            raise ValueError(f"a length is at most {_MOST[unit]:,.0f}{'%' if unit == '%' else f' {unit}'}.")
         return cls(amount, unit)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -64,10 +70,13 @@ class ImageSize(NamedTuple):
     def parse(cls, value: object) -> "ImageSize":
         if isinstance(value, tuple):
             return cls(*value)
-        match = re.fullmatch(r"\s*([0-9]+)(?:\s*x\s*([0-9]+))?\s*", str(value))
+        match = re.fullmatch(r"\s*([0-9]+)(?:\s*x\s*([0-9]+))?\s*", _text(value))
         if not match:
             raise ValueError("write the side of a square, as 224, or height x width, as 224x384.")
-        return cls(int(match[1]), int(match[2] or match[1]))
+        sides = (match[1], match[2] or match[1])
+        if max(map(int, sides)) > MAX_SIDE:
+            raise ValueError(f"a side has at most {MAX_SIDE:,} pixels.")
+        return cls(int(sides[0]), int(sides[1]))
 
     def __str__(self) -> str:
         return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"
@@ -84,9 +93,11 @@ class Limit:
     def parse(cls, value: object) -> "Limit":
         if isinstance(value, Limit):
             return value
-        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", str(value))
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", _text(value))
         if not match or (match[2] == "%" and float(match[1]) > 100):
             raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
+        if float(match[1]) > _MOST["samples"]:
+            raise ValueError(f"there are at most {_MOST['samples']:,.0f} samples.")
         return cls(float(match[1]), "%" if match[2] == "%" else "samples")
 
     def __str__(self) -> str:
@@ -97,3 +108,9 @@ class Limit:
         """Of so many samples, to the nearest."""
         exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
         return math.floor(exact + Fraction(1, 2))
+
+
+def _text(value: object) -> str:
+    """What is read of a setting: patterns take a time that grows with the square of the digits."""
+    text = str(value)
+    return text if len(text) <= 100 else ""

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from pipeline.config import MAX_BATCH, MAX_SEED, MAX_THREADS
 from pipeline.errors import UserError
+from pipeline.json_record import quoted
 from pipeline.schema import REQUIRED, setting
 
 
@@ -34,13 +36,15 @@ class CompareConfig:
     runs: list[str] = setting(REQUIRED, "Run folders, as [runs/vit,runs/resnet]; of the same data and settings")
     split: str = setting("", "Split that they are scored on; empty is the first run's data.eval_split.")
     out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.", output="folder")
-    batch: int = setting(64, "Images per forward pass.")
-    threads: int = setting(2, "Decoding threads.")
+    batch: int = setting(64, "Images per forward pass.", most=MAX_BATCH)
+    threads: int = setting(2, "Decoding threads.", most=MAX_THREADS)
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
         if len(self.runs) < 2 or len(set(self.runs)) < len(self.runs):
-            raise UserError(f"runs = {self.runs} must be two or more different runs: runs=[runs/vit,runs/resnet]")
+            raise UserError(
+                f"runs = {quoted(self.runs)} must be two or more different runs: runs=[runs/vit,runs/resnet]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class GridConfig:
     lr: list[float] = setting(REQUIRED, "Values of optimizer.lr that are tried, as [0.001,0.003,0.01,0.03]")
     dev_share: float = setting(0.1, "Share of the training split that they are tried on (data.dev_share).")
     seeds: list[int] = setting(
-        [0, 1, 2], "Of the final runs, on all of the training split; the first is also the trials'."
+        [0, 1, 2], "Of the final runs, on all of the training split; the first is also the trials'.", most=MAX_SEED
     )
     also: list[str] = setting(
         list,
@@ -68,11 +72,11 @@ class GridConfig:
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name = {self.name!r} must be a plain folder name.")
+            raise UserError(f"name = {quoted(self.name)} must be a plain folder name.")
         lists: dict[str, list[float] | list[int]] = {"lr": self.lr, "seeds": self.seeds}
         for name, values in lists.items():
             if not values or len(set(values)) < len(values):
-                raise UserError(f"{name} = {values} must be at least one, and all different.")
+                raise UserError(f"{name} = {quoted(values)} must be at least one, and all different.")
         if not 0 < self.dev_share < 1:
             raise UserError(f"dev_share = {self.dev_share} must be above 0 and below 1.")
         taken = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")

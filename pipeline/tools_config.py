@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config import Precision, RunConfig
+from pipeline.config import MAX_BATCH, MAX_THREADS, Precision, RunConfig
 from pipeline.errors import UserError
+from pipeline.length import MAX_SIDE
 from pipeline.schema import REQUIRED, setting
 
 
@@ -13,8 +14,10 @@ class PlanConfig(RunConfig):
     """A run, and what is assumed of the cluster that it is planned for."""
 
     cluster: str = setting("", "Nodes x GPUs x kind, as 8x8xH100-80GB; empty plans one rank on no GPU in particular.")
-    samples: int = setting(0, "Training samples of an epoch, while the data set is not there; 0 asks the data set.")
-    classes: int = setting(0, "Classes, while the data set is not there; 0 asks the data set.")
+    samples: int = setting(
+        0, "Training samples of an epoch, while the data set is not there; 0 asks the data set.", most=1e15
+    )
+    classes: int = setting(0, "Classes, while the data set is not there; 0 asks the data set.", most=10_000_000)
     variant: str = setting("", "Architecture of init.weights that are not there yet, as 'ViT-L/16'.")
     mfu: float = setting(0.4, "Assumed share of the GPUs' peak, without recomputing activations (0 to 1).")
     price: float = setting(0.0, "Of one GPU for an hour, in any currency; 0 leaves cost out.")
@@ -48,7 +51,7 @@ class SamplesConfig:
     """A look at the order of a run: which samples were in a step, or when a sample was seen."""
 
     run: str = setting(REQUIRED, "Run folder, or the YAML file of one that has not begun")
-    step: int = setting(0, "Optimizer step, from 1, as log lines count them: which samples are in it?")
+    step: int = setting(0, "Optimizer step, from 1, as log lines count them: which samples are in it?", most=1e15)
     ranks: int = setting(1, "Number of ranks whose shares of a batch are told apart; 1 is the whole batch.")
     rank: int = setting(0, "With step: the rank whose share is listed, from 0.")
     sample: str = setting("", "Key of a sample of the training split: when is it seen?")
@@ -85,7 +88,9 @@ class SuperviseConfig:
     """Restarts of a run."""
 
     restarts: int = setting(10, "Restarts in a row that commit nothing new, after which it gives up.")
-    pause_seconds: float = setting(10.0, "Before a restart; doubled after each that commits nothing, up to 10 minutes.")
+    pause_seconds: float = setting(
+        10.0, "Before a restart; doubled after each that commits nothing, up to 10 minutes.", most=1_000_000
+    )
     host_failures: int = setting(2, "Failures of a host of the hostfile after which the run goes on without it.")
 
     def check(self) -> None:
@@ -102,18 +107,18 @@ class TrainBenchConfig:
     """A measurement of the training step beside a bare PyTorch loop."""
 
     model: str = setting("ViT-S/16", "Name of the model.")
-    image_size: int = setting(224, "Side of the images in pixels.")
-    batch: int = setting(64, "Images of a step; 64 is a run's own micro-batch.")
+    image_size: int = setting(224, "Side of the images in pixels.", most=MAX_SIDE)
+    batch: int = setting(64, "Images of a step; 64 is a run's own micro-batch.", most=MAX_BATCH)
     precision: Precision = setting("fp32", "Of weights and activations; the bare loop has no fp32 copy beside bf16.")
     zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage of the pipeline's step.")
     steps: int = setting(1, "Steps of each in a round.")
     rounds: int = setting(5, "Rounds; the median counts.")
-    threads: int = setting(0, "Threads on a CPU; 0 is torch's choice.")
+    threads: int = setting(0, "Threads on a CPU; 0 is torch's choice.", most=MAX_THREADS)
     peak_tflops: float = setting(0.0, "Peak of the device, for MFU; 0 looks it up, or measures it on unknown devices.")
     data: str = setting(
         "", "Data set to train on in a short real run, instead of noise beside a bare loop: MFU, waiting, checkpoints."
     )
-    decoders: int = setting(2, "With data: decoding threads.")
+    decoders: int = setting(2, "With data: decoding threads.", most=MAX_THREADS)
 
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""

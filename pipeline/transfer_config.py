@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config import AugmentConfig, Precision, ScheduleConfig
+from pipeline.config import MAX_BATCH, MAX_SEED, MAX_THREADS, AugmentConfig, Precision, ScheduleConfig
 from pipeline.errors import UserError
-from pipeline.length import Length
+from pipeline.json_record import quoted
+from pipeline.length import MAX_SIDE, Length
 from pipeline.schema import REQUIRED, setting
 
 
@@ -19,18 +20,18 @@ class ProtocolConfig:
     """How a model is adapted to a task and scored. Lists are tried, each with each, on train800 and val200."""
 
     name: str = setting(REQUIRED, "What results call it, as vit_paper: lower-case letters, digits and _")
-    image_size: int = setting(REQUIRED, "Side in pixels of the square images the model sees")
+    image_size: int = setting(REQUIRED, "Side in pixels of the square images the model sees", most=MAX_SIDE)
     small_image_size: int = setting(
-        0, "The same for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size."
+        0, "The same for tasks whose images have fewer than 96 x 96 pixels (BiT); 0 is image_size.", most=MAX_SIDE
     )
-    small_resize_to: int = setting(0, "Of these tasks: augment.resize_to.")
+    small_resize_to: int = setting(0, "Of these tasks: augment.resize_to.", most=MAX_SIDE)
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
         "What the model reads: [-1, 1], as our weights and those that were folded to it (docs/weights.md); or less ImageNet's "
         "mean, over its deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "")
-    batch: int = setting(REQUIRED, "Samples of an optimizer step")
+    batch: int = setting(REQUIRED, "Samples of an optimizer step", most=MAX_BATCH)
     length: list[Length] = setting(REQUIRED, "Lengths tried, as [2500 steps, 10000 steps]")
     optimizer: Literal["sgd", "adam"] = setting("sgd", "SGD with momentum, or Adam with decoupled weight decay.")
     lr: list[float] = setting(REQUIRED, "Peak learning rates tried, as [0.1, 0.01]")
@@ -48,12 +49,12 @@ class ProtocolConfig:
     def check(self) -> None:
         """Refuse what cannot work. Raises UserError."""
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
-            raise UserError(f"protocol.name = {self.name!r} must be of lower-case letters, digits and _.")
+            raise UserError(f"protocol.name = {quoted(self.name)} must be of lower-case letters, digits and _.")
         tried: dict[str, Sequence[float]] = {"lr": self.lr, "length": [length.amount for length in self.length], "l2": self.l2, "neighbours": self.neighbours,
                  "image_size": [self.image_size], "batch": [self.batch], "temperature": [self.temperature]}  # fmt: skip
         for name, values in tried.items():
             if not values or min(values) <= 0:
-                raise UserError(f"protocol.{name} must be greater than 0, and there must be one: {values}.")
+                raise UserError(f"protocol.{name} must be greater than 0, and there must be one: {quoted(values)}.")
         not_negative = {"weight_decay": min(self.weight_decay, default=-1.0), "clip": self.clip, "small_image_size": self.small_image_size,
                         "small_resize_to": self.small_resize_to}  # fmt: skip
         for name, value in not_negative.items():
@@ -74,7 +75,7 @@ class ProtocolConfig:
         drops = self.schedule.drops
         if (self.schedule.decay == "drops") != bool(drops) or not all(0 < drop < 1 for drop in drops):
             raise UserError(
-                f"protocol.schedule.decay = {self.schedule.decay} with drops = {drops}: decay=drops needs shares of the run "
+                f"protocol.schedule.decay = {self.schedule.decay} with drops = {quoted(drops)}: decay=drops needs shares of the run "
                 "between 0 and 1, as [0.3,0.6,0.9], and no other decay takes any."
             )
         if self.batch % 2 and (self.augment.mixup or self.augment.cutmix):
@@ -98,6 +99,7 @@ class VtabConfig:
     seeds: list[int] = setting(
         [0],
         "Of order and augmentation: a score for each. Settings are chosen with the first; linear and knn need none.",
+        most=MAX_SEED,
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     pretrained_on: str = setting(
@@ -106,11 +108,14 @@ class VtabConfig:
     micro_batch: int = setting(
         64,
         "Images per forward pass; a batch's gradient is summed over these. Dropout is drawn for each, so a sweep keeps to one.",
+        most=MAX_BATCH,
     )
     precision: Precision = setting("fp32", "Of the arithmetic; bf16 is autocast on GPUs, and weights stay fp32.")
-    threads: int = setting(2, "Decoding threads of a cell; on a CPU, its computing threads and CPUs too.")
+    threads: int = setting(
+        2, "Decoding threads of a cell; on a CPU, its computing threads and CPUs too.", most=MAX_THREADS
+    )
     gpu_share: float = setting(1.0, "Of a GPU for each cell, on a cluster with GPUs: 0.25 runs four on one.")
-    num_tasks: int = setting(0, "Cells at the same time; 0 is as many as there is room for.")
+    num_tasks: int = setting(0, "Cells at the same time; 0 is as many as there is room for.", most=1_000_000)
     plan: bool = setting(False, "Only list the cells and what they cost.")
 
     def not_written(self) -> tuple[str, ...]:
@@ -123,8 +128,8 @@ class VtabConfig:
         for name in ("micro_batch", "threads"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1.")
-        if not self.seeds or min(self.seeds) < 0 or max(self.seeds) >= 2**63 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"seeds = {self.seeds} must be different numbers of 0 and more.")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"seeds = {quoted(self.seeds)} must be different numbers of 0 and more.")
         if not 0 < self.gpu_share <= 1:
             raise UserError(f"gpu_share = {self.gpu_share} must be above 0 and at most 1.")
         if self.num_tasks < 0:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pipeline.config import Precision, ProbeConfig
+from pipeline.config import MAX_BATCH, MAX_SEED, MAX_THREADS, Precision, ProbeConfig
 from pipeline.errors import UserError
+from pipeline.json_record import quoted
+from pipeline.length import MAX_SIDE
 from pipeline.schema import REQUIRED, setting
 
 _IMAGES = "image files, folders, tars of samples (* and ? stand for any), or one data set, a folder or URL"
@@ -19,9 +21,11 @@ class WeightsConfig:
     """Weights that look at images, and how: what evaluating, predicting and explaining have in common."""
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of others (docs/weights.md)")
-    image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.")
+    image_size: int = setting(0, "Side in pixels of the images the model sees; 0 is the weights' own.", most=MAX_SIDE)
     eval_resize: int = setting(
-        0, "Short side, or square, before the central crop; 0 is as the weights say, else 8/7 of image_size."
+        0,
+        "Short side, or square, before the central crop; 0 is as the weights say, else 8/7 of image_size.",
+        most=MAX_SIDE,
     )
     eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
         "auto",
@@ -35,8 +39,8 @@ class WeightsConfig:
     loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto", "Loss of the weights, and so what probabilities are; auto is the weights' own, else softmax."
     )
-    batch: int = setting(64, "Images per forward pass.")
-    threads: int = setting(2, "Decoding threads.")
+    batch: int = setting(64, "Images per forward pass.", most=MAX_BATCH)
+    threads: int = setting(2, "Decoding threads.", most=MAX_THREADS)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model computes; auto is a GPU if there is one.")
     precision: Precision = setting("fp32", "Of weights and activations; bf16 is for GPUs.")
 
@@ -87,7 +91,9 @@ class ExportConfig:
     out: str = setting(
         REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
     )
-    image_size: int = setting(0, "Side in pixels of the images that it will read; 0 is the weights' own.")
+    image_size: int = setting(
+        0, "Side in pixels of the images that it will read; 0 is the weights' own.", most=MAX_SIDE
+    )
     kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
         "zoom", "With image_size: how positions are resampled; the official code's, Hugging Face's, timm's."
     )
@@ -106,7 +112,7 @@ class ExportConfig:
             "torch_export": ".pt2",
         }
         if not self.out.endswith(suffixes.get(self.format, "")):
-            raise UserError(f"out = {self.out} of format = {self.format} must end in {suffixes[self.format]}.")
+            raise UserError(f"out = {quoted(self.out)} of format = {self.format} must end in {suffixes[self.format]}.")
         if self.image_size < 0:
             raise UserError(f"image_size = {self.image_size} must not be negative.")
         if not 0 <= self.tolerance < 1:
@@ -138,7 +144,7 @@ class PredictConfig(LookConfig):
         if self.top < 1:
             raise UserError(f"top = {self.top} must be at least 1.")
         if self.out and not self.out.endswith((".csv", ".parquet")):
-            raise UserError(f"out = {self.out} must end with .csv or .parquet.")
+            raise UserError(f"out = {quoted(self.out)} must end with .csv or .parquet.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +158,7 @@ class ExplainConfig(LookConfig):
     num_drawn: int = setting(6, "Images that are drawn, chosen at random.")
     num_averaged: int = setting(128, "Images that the attention distance is the mean of (the paper's is of 128).")
     num_predicted: int = setting(1000, "Images among which the sheet of predictions looks for the worst mistakes.")
-    seed: int = setting(0, "Which images are chosen; a smaller choice lies in a larger one.")
+    seed: int = setting(0, "Which images are chosen; a smaller choice lies in a larger one.", most=MAX_SEED)
     out: str = setting(
         "", "Folder of the drawings; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
     )
@@ -168,4 +174,4 @@ class ExplainConfig(LookConfig):
             raise UserError(f"seed = {self.seed} must not be negative.")
         for name, value in {"layer": self.layer, "head": self.head}.items():
             if value not in ("all", "mean") and not (value.isascii() and value.isdigit() and int(value) > 0):
-                raise UserError(f"{name} = {value} must be a number from 1, all, or mean.")
+                raise UserError(f"{name} = {quoted(value)} must be a number from 1, all, or mean.")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from pipeline.errors import UserError
+from pipeline.json_record import quoted
 
 Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]
@@ -306,13 +307,17 @@ def configure(
 
 def parse_name(name: str) -> tuple[Variant, int]:
     """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side may be given. Raises UserError for an unknown name."""
-    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d*)", name)
+    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)
     if match is None or match[1] not in VARIANTS:
-        patch = re.search(r"(?<=/)\d+$", name)
+        patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
         known = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
         known += [f"Axial-{plain}" for plain in known if "-B/" in plain] + [*HYBRIDS, *_RESNETS]
-        raise UserError(f'model: "{name}" is no model that we know{_did_you_mean(name, known)}')
+        raise UserError(f"model: {_quoted(name)} is no model that we know{_did_you_mean(name, known)}")
     return VARIANTS[match[1]], int(match[2])
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name.isprintable() and len(name) < 100 else quoted(name)
 
 
 def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
@@ -337,9 +342,9 @@ def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
 
 
 def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
-    match = re.fullmatch(r"BiT-R(\d+)x([1-9]\d*)", name)
+    match = re.fullmatch(r"BiT-R(\d{1,5})x([1-9]\d{0,2})", name, re.ASCII)
     if match is None or int(match[1]) not in RESNET_UNITS:
-        raise UserError(f'model: "{name}" is no model that we know{_did_you_mean(name, _RESNETS)}')
+        raise UserError(f"model: {_quoted(name)} is no model that we know{_did_you_mean(name, _RESNETS)}")
     return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
 
 
