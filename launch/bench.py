@@ -11,6 +11,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
+from pipeline.config import DataConfig
 from pipeline.data_config import BenchConfig
 from pipeline.tools_config import TrainBenchConfig
 
@@ -27,7 +28,12 @@ def bench(config: BenchConfig) -> None:
 
 
 def bench_train(config: TrainBenchConfig) -> None:
-    from pipeline.bench import run
+    if config.data:
+        from pipeline.data.manifest import open_dataset
+        from pipeline.data.subset import run_splits
+
+        run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
+    from pipeline.bench import run  # Late: imports DeepSpeed.
 
     run(config)
 

@@ -11,14 +11,12 @@ guard(__name__)
 
 from pipeline.command import main
 from pipeline.config import RunConfig
-from pipeline.stop import Stop
 
 
 def pretrain(config: RunConfig) -> None:
-    stop = Stop(config)  # Before the imports, which take seconds.
-    from pipeline.train import run  # Late: --help and mistakes in the settings need no DeepSpeed.
+    from pipeline.start import run  # Late: --help and mistakes in the settings need no pyarrow.
 
-    run(config, stop)
+    run(config)
 
 
 if __name__ == "__main__":

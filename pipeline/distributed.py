@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import UserError
+from pipeline.errors import OneRankError, UserError
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ def from_environment() -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise OneRankError(
+                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {torch.cuda.device_count()} GPUs for this process. "
+                "Start as many ranks as there are GPUs (deepspeed --num_gpus; CUDA_VISIBLE_DEVICES hides others)."
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     return Ranks(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]), device)

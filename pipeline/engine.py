@@ -29,6 +29,7 @@ from pipeline.distributed import Ranks
 from pipeline.ema import Ema
 from pipeline.errors import Stopped
 from pipeline.fragments import EMA, Fragments, Range
+from pipeline.launcher import busy_port
 from pipeline.masking import Masking
 from pipeline.plan import Plan
 from pipeline.profile import StepClock
@@ -87,8 +88,13 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
     if torch.distributed.is_initialized():
         return
     deepspeed_logger.setLevel("WARNING")
-    with _quiet():
-        deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    try:
+        with _quiet():
+            deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):  # It was free when the run started.
+            raise busy_port() from None
+        raise
     if torch.distributed.get_backend() == "gloo":
         # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
         atexit.register(torch.distributed.destroy_process_group)

@@ -57,14 +57,17 @@ def reduce_bucket(num_parameters: int) -> int:
     return min(REDUCE_BUCKET, num_parameters)
 
 
-def refuse_too_large(config: RunConfig, plan: Plan, model: Config, gpu_memory: int) -> None:
-    """Raise UserError when a rank needs more than `gpu_memory` bytes at its fullest moment, with the way out."""
+def refuse_too_large(config: RunConfig, plan: Plan, model: Config, limit: int, of: str = "its GPU") -> None:
+    """Raise UserError when a rank needs more than `limit` bytes at its fullest moment, with the way out.
+
+    of: what has so many, as the error says it.
+    """
     peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
-    if peak.total <= gpu_memory:
+    if peak.total <= limit:
         return
     raise UserError(
-        f"a rank needs {_described(peak, plan)}, and its GPU has {gpu_memory / 2**30:.1f}. "
-        + _way_out(config, plan, model, gpu_memory)
+        f"a rank needs {_described(peak, plan)}, and {of} has {limit / 2**30:.1f}. "
+        + _way_out(config, plan, model, limit)
     )
 
 

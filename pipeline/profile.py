@@ -1,5 +1,7 @@
 """Speed and memory of a run, as its log line shows them: images/s, MFU, where the time goes, peak memory; and a trace."""
 
+import contextlib
+import os
 import re
 import resource
 import sys
@@ -62,6 +64,15 @@ def device_memory(device: torch.device) -> int | None:
     there = torch.cuda.get_device_properties(device).total_memory
     gpu = find_gpu(torch.cuda.get_device_name(device))
     return min(there, gpu.memory) if gpu else there
+
+
+def host_memory() -> int:
+    """Bytes of memory and swap that each rank of this host may take; of a container, its limit."""
+    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total = sum(int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+    with contextlib.suppress(OSError, ValueError):  # No container, or "max".
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // max(1, int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:

@@ -24,49 +24,47 @@ from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_stat
 from pipeline.checkpoint_writer import Commit, Retention
 from pipeline.config import RunConfig
 from pipeline.console import Console, progress_line
-from pipeline.data.cache import Storage
 from pipeline.data.loader import Batch, Loader, train_requests, train_view
-from pipeline.data.manifest import Dataset, open_dataset
+from pipeline.data.manifest import Dataset
 from pipeline.data.mix import draw_mixing
 from pipeline.data.order import SampleOrder, batch_of_step, leave_out
-from pipeline.data.subset import run_splits
 from pipeline.distributed import from_environment
 from pipeline.engine import Engine, start_ranks
 from pipeline.errors import DivergedError, Stopped, UserError
 from pipeline.evaluate.classify import Scores, predict, score
 from pipeline.evaluate.masked import MaskedScores, score_masked
-from pipeline.evaluate.probe import named, open_run_probe
+from pipeline.evaluate.probe import named
 from pipeline.fragments import Fragments
 from pipeline.health import LossWatch, SlowRanks, Watchdog
 from pipeline.masking import Masking
 from pipeline.memory import refuse_too_large
 from pipeline.model import MaskedViT, Model
-from pipeline.plan import Plan, make_plan
-from pipeline.profile import Meter, StepClock, Trace, device_memory, peak_flops
+from pipeline.plan import Plan, new_model_config
+from pipeline.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.rehearsal import rehearse, room_for_training
 from pipeline.run_folder import write_atomically
 from pipeline.saver import Saver
 from pipeline.schedule import learning_rate, peak_rate
+from pipeline.start import Prepared, prepare
 from pipeline.stop import Stop
 from pipeline.track import Tracker
 
 
-def run(config: RunConfig, stop: Stop | None = None) -> None:
+def run(config: RunConfig) -> None:
+    """As `start.run`, in a process that has imported everything."""
+    with Stop(config) as stop:
+        train(config, stop, prepare(config))
+
+
+def train(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
     """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake.
 
-    stop: made before the imports, if the command did. A run that is stopped ends the process with exit code 75.
+    A run that is stopped ends the process with exit code 75.
     """
-    with stop or Stop(config) as stop:
-        _run(config, stop)
-
-
-def _run(config: RunConfig, stop: Stop) -> None:
     # ------------------------------------------------------------------ what will happen, before anything does
     ranks = from_environment()
-    dataset = open_dataset(config.data.path, Storage.of(config.data))
-    split, evaluation = run_splits(dataset, config.data, config.seed)
-    run_probe = open_run_probe(config, dataset)
-    plan = make_plan(config, len(split), ranks.world_size)
+    dataset, split, evaluation = prepared.dataset, prepared.split, prepared.evaluation
+    run_probe, plan = prepared.run_probe, prepared.plan
     facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path
     in_use = stop.folder.lock() if ranks.is_main else None
@@ -82,10 +80,14 @@ def _run(config: RunConfig, stop: Stop) -> None:
     resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
+    gpu_memory = device_memory(ranks.device)
+    if config.model.name:  # Before it is built, which takes long if it is too large.
+        least = min(ranks.gather(gpu_memory or host_memory()))
+        new = new_model_config(config.model, dataset.num_classes, config.train.masked)
+        refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint(checkpoints, facts, plan.steps, ranks, console)
     model = resume.initial_model(config, dataset, resumed, console)
-    gpu_memory = device_memory(ranks.device)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing

@@ -100,6 +100,15 @@ def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabyte
     assert profile.device_memory(CPU) is None
 
 
+def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = profile.host_memory()
+    assert 2**28 < alone < 2**50
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert profile.host_memory() == alone // 4
+
+
 def test_memory_is_in_bytes() -> None:
     assert 2**26 < peak_memory(CPU) < 2**36
 

@@ -5,7 +5,6 @@ The recipe itself is the settings: SGD with momentum 0.9, cosine decay, no weigh
 
 from pipeline.config import RunConfig
 from pipeline.errors import UserError
-from pipeline.stop import Stop
 
 
 def run(config: RunConfig) -> None:
@@ -15,7 +14,6 @@ def run(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
-    stop = Stop(config)  # Before the import, which takes seconds.
-    from pipeline import train  # Late: a mistake in the settings needs no DeepSpeed.
+    from pipeline import start  # Late: a mistake in the settings needs no pyarrow.
 
-    train.run(config, stop)
+    start.run(config)

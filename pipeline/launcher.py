@@ -1,0 +1,54 @@
+"""What a launcher (deepspeed, torchrun, Ray, Slurm) tells a rank in its environment, checked. Standard library only."""
+
+import os
+import socket
+
+from pipeline.errors import UserError
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_MOST_RANKS, _MOST_PORTS = 10_000_000, 65_535
+
+
+def check_environment() -> int:
+    """The number of ranks, 1 without a launcher. Raises UserError for variables that are wrong or missing."""
+    numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}
+    if "RANK" not in numbers:
+        return 1
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
+            "torchrun) sets all of them; for a run of one rank, unset RANK."
+        )
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise UserError(f"RANK = {numbers['RANK']} must be below WORLD_SIZE = {numbers['WORLD_SIZE']}.")
+    return numbers["WORLD_SIZE"]
+
+
+def refuse_busy_port() -> None:
+    """Raise UserError on rank 0 when another process listens on MASTER_PORT, where the ranks are to meet."""
+    port = os.environ.get("MASTER_PORT")
+    # torchrun's agent listens there itself, for the ranks.
+    if port is None or os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(port)))
+        except PermissionError:
+            raise UserError(f"MASTER_PORT = {port} is kept for the system here. Use one above 1023.") from None
+        except OSError:
+            raise busy_port() from None
+
+
+def busy_port() -> UserError:
+    return UserError(
+        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another: "
+        "deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
+    )
+
+
+def _number(name: str) -> int:
+    text, most = os.environ[name], _MOST_PORTS if name == "MASTER_PORT" else _MOST_RANKS
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
+        raise UserError(f"{name} = {text[:200]!r} in the environment must be a whole number from 0 to {most:,}.")
+    return int(text)
