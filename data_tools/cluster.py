@@ -36,6 +36,8 @@ _SECONDS_TO_TIDY_UP = 30.0
 # How long the other ranks may take to leave after one has failed.
 _SECONDS_TO_LEAVE = 30.0
 _LOOK_SECONDS = 0.5
+# For the head node to accept a connection.
+_SECONDS_TO_ANSWER = 5.0
 _LAST_LINES = 50
 _PR_SET_PDEATHSIG = 1
 
@@ -65,8 +67,10 @@ def connect(num_cpus: int = 0) -> int:
     num_cpus: of a cluster started here; 0 is all there are.
     """
     _prepare_environment()
+    _refuse_unreachable(os.environ.get("RAY_ADDRESS", ""))
     import ray
 
+    _shorten_messages()
     if not ray.is_initialized():
         options: dict[str, Any] = {}
         if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
@@ -77,8 +81,50 @@ def connect(num_cpus: int = 0) -> int:
             # "local": else Ray would join what `ray start` has left on this machine, and refuse the other options.
             options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
                        "object_store_memory": 256 * 2**20}  # fmt: skip
-        ray.init(logging_level="ERROR", log_to_driver=False, **options)
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False, **options)
+        except (ConnectionError, TimeoutError, RuntimeError) as error:
+            if not os.environ.get("RAY_ADDRESS"):
+                raise
+            raise _no_cluster(os.environ["RAY_ADDRESS"], _first_line(error)) from None
     return int(ray.cluster_resources().get("CPU", 1))
+
+
+def _shorten_messages() -> None:
+    """Let Ray print one line of what it has to say of a node that died, not its log: 60 lines that no user can act on.
+
+    Replaces a private function of Ray's; where another version has none of the name, all is printed.
+    """
+    from ray._private import worker
+
+    plain = getattr(worker, "print_to_stdstream", None)
+    if plain is None or getattr(plain, "is_short", False):
+        return
+
+    def print_short(data: dict[str, Any], *rest: Any, **more: Any) -> None:
+        lines = [str(line).strip().partition("\n")[0][:200] for line in data.get("lines", [])]
+        plain({**data, "lines": lines}, *rest, **more)
+
+    print_short.is_short = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_short
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raise UserError when nothing answers at RAY_ADDRESS: Ray itself would print warnings for a minute and more."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" or "local", which Ray looks up itself.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_ANSWER).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, reason: str) -> UserError:
+    return UserError(
+        f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the address of "
+        "its head node, or unset RAY_ADDRESS to use this machine alone."
+    )
 
 
 def room(num_cpus: int, gpu_share: float) -> tuple[int, float]:
@@ -158,6 +204,9 @@ def run_tasks(
                 continue
             launch()
             yield task.number, result
+    except ray.exceptions.RayError as error:  # Not of a task: the cluster itself is gone.
+        flying.clear()
+        raise _node_lost(error) from None
     finally:
         # By an exception in the task, so that it removes what it has half-written; those that do not hear it are killed.
         for reference in flying:
@@ -212,11 +261,15 @@ def _result(reference: Any) -> Any:
     except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
         raise LostError(_first_line(error)) from None
     except errors.RayError as error:
-        raise UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.") from None
+        raise _node_lost(error) from None
+
+
+def _node_lost(error: Exception) -> UserError:
+    return UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.")
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _in_one_line(error: Exception) -> str:

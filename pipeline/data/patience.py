@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.errors import OneRankError
+from pipeline.process import rank
 
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+# A storage that has not answered yet is named after so long. The client's own retries make one request take half a minute.
+_SECONDS_TO_SAY = 2.0
 # What pyarrow's messages say of errors that waiting does not mend -> what to tell, and the way out.
 _HOPELESS = {
     r"NO_SUCH_BUCKET|bucket does not exist|^Bucket .* not found": "no such bucket. Check its name (and the endpoint)",
@@ -38,6 +42,7 @@ class Patience:
 
     seconds: float = 600.0
     retries: int = 0
+    has_answered: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple:
@@ -48,11 +53,37 @@ class Patience:
 
         Raises StorageError when it is hopeless or has taken too long, FileNotFoundError for an object that is not there.
         """
+        if self.has_answered:
+            return self._trying(path, action)
+        # Only before the first answer: later on a run has its own lines that count retries.
+        notice = threading.Timer(_SECONDS_TO_SAY, self._say_waiting, [path])
+        notice.daemon = True
+        notice.start()
+        try:
+            return self._trying(path, action)
+        finally:
+            notice.cancel()
+
+    def _say_waiting(self, path: object) -> None:
+        if rank() == 0:
+            print(
+                f"waiting for {path}: no answer yet; its requests are repeated for at most {self.seconds / 60:.3g} minutes "
+                "(data.retry_minutes)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _trying(self, path: object, action: Callable[[], T]) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
         while True:
             try:
-                return action()
-            except (FileNotFoundError, StorageError):
+                answer = action()
+                self.has_answered = True
+                return answer
+            except FileNotFoundError:
+                self.has_answered = True
+                raise
+            except StorageError:
                 raise
             except OSError as error:
                 reason = " ".join(str(error).split())
