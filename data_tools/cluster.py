@@ -10,6 +10,7 @@ import math
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -87,7 +88,37 @@ def connect(num_cpus: int = 0) -> int:
             if not os.environ.get("RAY_ADDRESS"):
                 raise
             raise _no_cluster(os.environ["RAY_ADDRESS"], _first_line(error)) from None
+        if options.get("address") == "local":
+            threading.Thread(target=_watch_node, name="Ray's node", daemon=True).start()
     return int(ray.cluster_resources().get("CPU", 1))
+
+
+def _watch_node() -> None:
+    """End this process, in one line, when the Ray node that it started on this machine dies.
+
+    Ray's library would end it: it calls exit(1) as soon as it cannot reach the node's memory, and says nothing. A node ends with
+    either of its agents. Relies on names inside of Ray; where another version has other names, nothing is watched.
+    """
+    import psutil
+    import ray
+
+    try:
+        (raylet,) = ray._private.worker._global_node.all_processes["raylet"]
+        family = [psutil.Process(raylet.process.pid)]
+        names = {child: " ".join(child.cmdline()) for child in family[0].children()}
+        # Their arguments name the agents, too.
+        family += [child for child, name in names.items() if "agent" in name.lower() and "default_worker" not in name]
+        ends = [os.pidfd_open(process.pid) for process in family]
+    except (AttributeError, KeyError, ValueError, OSError, psutil.Error):
+        return
+    ended, _, _ = select.select(ends, [], [])
+    if not ray.is_initialized():
+        return  # Shut down by us.
+    what = "node" if ends[0] in ended else "node agent"
+    lost = f"Ray's {what} on this machine died (killed, or out of memory: use fewer tasks at a time, num_tasks=...)."
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {lost} Run the same command again to go on.\n".encode())
+    os._exit(2)
 
 
 def _shorten_messages() -> None:

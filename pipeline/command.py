@@ -97,6 +97,8 @@ def mistakes_in_one_line() -> Iterator[None]:
             )
         elif isinstance(error, PermissionError) and error.filename:
             line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
+        elif isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+            line = "There is no folder for temporary files. Set TMPDIR to one that exists and can be written."
         elif error.errno == errno.EPIPE and error.filename is None and silence_broken_output():
             sys.exit(_SIGPIPE_CODE)
         elif error.errno in _WRONG_PATH and error.filename:

@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,18 @@ def test_a_path_that_the_system_refuses_is_one_line(
     printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
     assert printed.startswith(f"error: /data/x: {said}")
     assert printed.count("\n") == 1
+
+
+def test_no_folder_for_temporary_files_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    with pytest.raises(FileNotFoundError) as error:
+        tempfile.gettempdir()
+    assert ending(error.value, monkeypatch, capsys).startswith(
+        "error: There is no folder for temporary files. Set TMPDIR"
+    )
 
 
 def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
