@@ -15,6 +15,7 @@ from data_tools import cluster
 from pipeline import schema
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import RunConfig
+from pipeline.outputs import try_outputs
 
 ABOUT = """
 Run a training command on a Ray cluster: one rank on each GPU, or on CPUs where there is none.
@@ -35,6 +36,7 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     settings = schema.load(RunConfig, config, overrides)
     for name, path in (("out", settings.out), ("data.path", settings.data.path)):
         cluster.shared_path(name, path)
+    try_outputs(settings)
     cluster.connect()
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # After Ray has set its own.

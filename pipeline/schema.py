@@ -49,7 +49,7 @@ class _Yaml(yaml.SafeLoader):
     def construct_yaml_bool(self, node: yaml.Node) -> bool:
         value = self.construct_scalar(node).lower()  # type: ignore[arg-type]
         if value not in self.bool_values:
-            raise _yaml_error(node, f"{_typed(value)} is not true or false")
+            raise _yaml_error(node, f"{typed(value)} is not true or false")
         return self.bool_values[value]
 
     yaml_constructors = {  # noqa: RUF012
@@ -92,7 +92,7 @@ def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise _yaml_error(key, f"{_typed(key.value)} is set twice")
+                    raise _yaml_error(key, f"{typed(key.value)} is set twice")
                 seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
             children = [child for pair in node.value for child in pair]
         known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
@@ -150,13 +150,13 @@ def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
     """Make a `cls` of a plain nested dict; `where` names the source in errors, `prefix` the section ('model.')."""
     if not isinstance(tree, dict):
         raise UserError(
-            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {_typed(tree)}."
+            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {typed(tree)}."
         )
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in tree:
         if key not in fields:
-            raise UserError(f"{where}: unknown setting {prefix}{_typed(key)}.{_did_you_mean(cls, prefix, str(key))}")
+            raise UserError(f"{where}: unknown setting {prefix}{typed(key)}.{_did_you_mean(cls, prefix, str(key))}")
     values = {}
     for name, field in fields.items():
         if name in tree or _is_section(hints[name]):
@@ -176,7 +176,7 @@ def convert(kind: Any, value: Any, name: str, where: str, most: float | None = N
         try:
             return kind.parse(value)
         except ValueError as error:
-            raise UserError(f"{where}: {name} = {_typed(value)}: {error}") from None
+            raise UserError(f"{where}: {name} = {typed(value)}: {error}") from None
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return build(kind, value if value is not None else {}, where, f"{name}.")
     origin = typing.get_origin(kind)
@@ -186,14 +186,14 @@ def convert(kind: Any, value: Any, name: str, where: str, most: float | None = N
         named = {str(choice): choice for choice in choices}
         if not isinstance(value, bool) and str(value) in named:
             return named[str(value)]
-        raise UserError(f"{where}: {name} = {_typed(value)} is none of {', '.join(map(str, choices))}.")
+        raise UserError(f"{where}: {name} = {typed(value)} is none of {', '.join(map(str, choices))}.")
     if origin in (typing.Union, types.UnionType):
         inner = [option for option in typing.get_args(kind) if option is not type(None)]
         return None if value is None else convert(inner[0], value, name, where, most)
     if origin is dict:
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_text(str(k), name, where): _text(v, name, where) for k, v in value.items()}
-        raise UserError(f"{where}: {name} = {_typed(value)} must be a mapping of names to text.")
+        raise UserError(f"{where}: {name} = {typed(value)} must be a mapping of names to text.")
     if origin is list:
         (inner,) = typing.get_args(kind)
         return [convert(inner, item, name, where, most) for item in (value if isinstance(value, list) else [value])]
@@ -206,10 +206,10 @@ def convert(kind: Any, value: Any, name: str, where: str, most: float | None = N
         most = _MOST[kind] if most is None else most
         if number is not None and abs(number) > most:
             limit = f"at most {_plain(most)}" if number > 0 else f"at least -{_plain(most)}"
-            raise UserError(f"{where}: {name} = {_typed(value)} must be {limit}.")
+            raise UserError(f"{where}: {name} = {typed(value)} must be {limit}.")
         if number is not None:
             return number
-    raise UserError(f"{where}: {name} = {_typed(value)} must be a {type_name(kind)}.")
+    raise UserError(f"{where}: {name} = {typed(value)} must be a {type_name(kind)}.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -283,17 +283,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} is no config file: it has more than {_MAX_YAML_BYTES:,} bytes.")
         tree = _parse_yaml(content.decode())
     except FileNotFoundError:
-        raise UserError(f"{_typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
+        raise UserError(f"{typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a config file.") from None
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{_typed(str(path))}: no config file ({error.strerror}).") from None
+        raise UserError(f"{typed(str(path))}: no config file ({error.strerror}).") from None
     except ValueError as error:  # Also of bytes that are not UTF-8, and of a path with a NUL.
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold a mapping of settings, not {_typed(tree)}.")
+        raise UserError(f"{path} must hold a mapping of settings, not {typed(tree)}.")
     return tree
 
 
@@ -308,7 +308,7 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
         prefix = "".join(f"{section}." for section in parts[:depth])
         kind = typing.get_type_hints(cls).get(part)
         if kind is None:
-            raise UserError(f"the command line: unknown setting {_typed(name)}.{_did_you_mean(cls, prefix, part)}")
+            raise UserError(f"the command line: unknown setting {typed(name)}.{_did_you_mean(cls, prefix, part)}")
         rest = parts[depth + 1 :]
         if not rest:
             value = _override_value(kind, text)
@@ -318,10 +318,10 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
             return
         is_mapping = typing.get_origin(kind) is dict
         if not is_mapping and not _is_section(kind):
-            raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {_typed(name)}.")
+            raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {typed(name)}.")
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
-                raise UserError(f"{prefix}{part} is {_typed(tree[part])} in the file, so {name} cannot be set in it.")
+                raise UserError(f"{prefix}{part} is {typed(tree[part])} in the file, so {name} cannot be set in it.")
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
@@ -346,7 +346,7 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """A value as the user wrote it, near enough; at most 200 characters on one line."""
     return _short(value if isinstance(value, str) and value and value.isprintable() else repr(value))
 
@@ -358,13 +358,13 @@ def _short(text: str, most: int = _QUOTED) -> str:
 def _text(value: str, name: str, where: str) -> str:
     """The text, if it can be a file name or part of one: the system takes no NUL and no lone surrogate."""
     if len(value) > _MAX_TEXT:
-        raise UserError(f"{where}: {name} = {_typed(value)} must be at most {_MAX_TEXT:,} characters long.")
+        raise UserError(f"{where}: {name} = {typed(value)} must be at most {_MAX_TEXT:,} characters long.")
     try:
         if b"\0" not in os.fsencode(value):
             return value
     except UnicodeEncodeError:
         pass
-    raise UserError(f"{where}: {name} = {_typed(value)} has a character that no file name can have.")
+    raise UserError(f"{where}: {name} = {typed(value)} has a character that no file name can have.")
 
 
 def _plain(number: float) -> str:

@@ -5,9 +5,8 @@ from typing import Literal, get_args
 
 from pipeline.config import MAX_BATCH, MAX_SEED, MAX_THREADS, Precision, ProbeConfig
 from pipeline.errors import UserError
-from pipeline.json_record import quoted
 from pipeline.length import MAX_SIDE
-from pipeline.schema import REQUIRED, setting
+from pipeline.schema import REQUIRED, setting, typed
 
 _IMAGES = "image files, folders, tars of samples (* and ? stand for any), or one data set, a folder or URL"
 Drawing = Literal[
@@ -112,7 +111,7 @@ class ExportConfig:
             "torch_export": ".pt2",
         }
         if not self.out.endswith(suffixes.get(self.format, "")):
-            raise UserError(f"out = {quoted(self.out)} of format = {self.format} must end in {suffixes[self.format]}.")
+            raise UserError(f"out = {typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}.")
         if self.image_size < 0:
             raise UserError(f"image_size = {self.image_size} must not be negative.")
         if not 0 <= self.tolerance < 1:
@@ -144,7 +143,7 @@ class PredictConfig(LookConfig):
         if self.top < 1:
             raise UserError(f"top = {self.top} must be at least 1.")
         if self.out and not self.out.endswith((".csv", ".parquet")):
-            raise UserError(f"out = {quoted(self.out)} must end with .csv or .parquet.")
+            raise UserError(f"out = {typed(self.out)} must end with .csv or .parquet.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,4 +173,4 @@ class ExplainConfig(LookConfig):
             raise UserError(f"seed = {self.seed} must not be negative.")
         for name, value in {"layer": self.layer, "head": self.head}.items():
             if value not in ("all", "mean") and not (value.isascii() and value.isdigit() and int(value) > 0):
-                raise UserError(f"{name} = {quoted(value)} must be a number from 1, all, or mean.")
+                raise UserError(f"{name} = {typed(value)} must be a number from 1, all, or mean.")
