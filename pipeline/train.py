@@ -142,7 +142,9 @@ def train(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also when nothing is left to train: what MLflow has not been told yet goes now.
-    tracker = _start_tracker(config, facts, plan, folder, engine, model) if ranks.is_main else None
+    tracker = _start_tracker(config, facts, plan, folder, engine, model, start) if ranks.is_main else None
+    for line in tracker.notes if tracker else []:
+        console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
 
@@ -246,6 +248,8 @@ def train(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
                             _refuse_too_many_rollbacks(left_out, config)
                             losses.forget(back.losses)
                             done = saved = back.step
+                            for line in tracker.go_back(done) if tracker else []:
+                                console.say(line)
                             break
 
                 # ---------------------------------------------------- say so
@@ -385,7 +389,7 @@ def _commit(
 
 
 def _start_tracker(
-    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model, start: int
 ) -> Tracker:
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
@@ -393,7 +397,7 @@ def _start_tracker(
     parameters = {**facts, "steps": plan.steps, "accumulation": plan.accumulation,
                   "num_parameters": models.num_parameters(model.config)}  # fmt: skip
     tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
-    tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags)
+    tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags, start)
     for file in (
         resolved,
         folder / "deepspeed.json",

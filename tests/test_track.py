@@ -4,12 +4,15 @@ import contextlib
 import json
 import math
 import os
+import random
 import shutil
 import socket
 import sqlite3
 import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +43,22 @@ def out(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def start(out: Path, uri: str = "", enabled: bool = True, **parameters: object) -> Tracker:
+def start(
+    out: Path, uri: str = "", enabled: bool = True, step: int | None = None, folder: str = "run", **parameters: object
+) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
-    return Tracker(config, out, out / "run", "run", {**PARAMETERS, **parameters}, {"data": "abc"})
+    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step)
+
+
+def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
+    """A life of a run that goes on from `step` and logs `steps`, an evaluation every tenth; returns its notes."""
+    tracker = start(out, step=step, **others)
+    for number in steps:
+        tracker.log(number, {"loss": value + number, "speed": value})
+        if number % 10 == 0:
+            tracker.log(number, {"val_top1": value})
+    tracker.finish("FAILED")
+    return tracker.notes
 
 
 def closed_port() -> str:
@@ -356,3 +372,235 @@ def test_a_locked_store_is_waited_for(out: Path) -> None:
     lock.close()
     tracker.finish("FINISHED")
     assert history(out, "loss") == [(1, 1.0)]
+
+
+# -------------------------------------------------------------------- steps that run again
+@pytest.fixture(params=["database", "server"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A database, and a store that cannot delete points, as a server."""
+    if request.param == "server":
+        monkeypatch.setattr(track, "_delete_points", lambda client, run_id, step: False)
+    return request.param
+
+
+def test_steps_that_run_again_have_one_point_the_last(out: Path, store: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert live(out, range(1, 38), 1.0, step=0) == []
+    (first,) = runs(out)
+    notes = live(out, range(21, 51), 2.0, step=20)
+    assert notes == [f"{out / 'run' / 'metrics.jsonl'}: removed 18 records after step 20, from where the run goes on"]
+    expected = [(step, step + (1.0 if step <= 20 else 2.0)) for step in range(1, 51)]
+    assert history(out, "loss") == expected
+    assert history(out, "val_top1") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
+    (second,) = runs(out)
+    assert second.data.metrics == {"loss": 52.0, "speed": 2.0, "val_top1": 2.0}
+    assert second.data.params == first.data.params
+    assert second.data.tags["data"] == "abc"
+    assert [line["step"] for line in written(out) if "loss" in line["metrics"]] == list(range(1, 51))
+    # A database keeps the run; a server gets another one for it, and says so in one line.
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    if store == "database":
+        assert (second.info.run_id, said) == (first.info.run_id, [])
+    else:
+        assert second.info.run_id != first.info.run_id
+        assert len(said) == 1
+        assert f"run {second.info.run_id} replaces {first.info.run_id}, which is deleted" in said[0]
+
+    # A life that goes on behind all that was sent changes nothing.
+    assert live(out, range(51, 53), 3.0, step=50) == []
+    assert history(out, "loss") == [*expected, (51, 54.0), (52, 55.0)]
+    assert runs(out)[0].info.run_id == second.info.run_id
+
+
+def test_the_last_value_of_a_run_that_went_back_is_of_its_last_step(out: Path) -> None:
+    live(out, range(1, 31), 1.0, step=0)
+    live(out, range(0), 0.0, step=15)
+    (run,) = runs(out)
+    assert run.data.metrics == {"loss": 16.0, "speed": 1.0, "val_top1": 1.0}
+    assert [step for step, _ in history(out, "val_top1")] == [10]
+    live(out, range(0), 0.0, step=0)
+    assert runs(out)[0].data.metrics == {}
+
+
+def test_going_back_behind_a_spike_while_the_run_goes_on(out: Path, store: str) -> None:
+    tracker = start(out, step=0)
+    for step in range(1, 31):
+        tracker.log(step, {"loss": float(step)})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics.get("loss") == 30.0):
+        time.sleep(0.05)
+    assert len(history(out, "loss")) == 30
+    assert len(tracker.go_back(20)) == 1
+    for step in range(21, 31):
+        tracker.log(step, {"loss": 100.0 + step})
+    tracker.go_back(25)  # Before the thread has looked, or after.
+    for step in range(26, 41):
+        tracker.log(step, {"loss": 200.0 + step})
+    tracker.finish("FINISHED")
+    values = [0.0] * 20 + [100.0] * 5 + [200.0] * 15
+    assert history(out, "loss") == [(step, value + step) for step, value in enumerate(values, 1)]
+    assert [line["step"] for line in written(out)] == list(range(1, 41))
+    assert runs(out)[0].info.status == "FINISHED"
+
+
+def test_going_back_while_a_slow_store_takes_points(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    log_batch, sending = MlflowClient.log_batch, threading.Event()
+
+    def slowly(self, run_id, metrics=(), **others):
+        if metrics:
+            sending.set()
+            time.sleep(0.3)
+        return log_batch(self, run_id, metrics=metrics, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", slowly)
+    tracker = start(out, step=0)
+    for step in range(1, 11):
+        tracker.log(step, {"loss": 1.0})
+    assert sending.wait(20)
+    begin = time.perf_counter()
+    tracker.go_back(5)
+    assert time.perf_counter() - begin < 0.2
+    for step in range(6, 11):
+        tracker.log(step, {"loss": 2.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(step, 1.0 if step <= 5 else 2.0) for step in range(1, 11)]
+
+
+def test_points_that_were_sent_before_the_cursor_moved_are_taken_back(
+    out: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the two; the record of what was sent is behind what MLflow has."""
+    live(out, range(1, 11), 1.0, step=0)
+    before = (out / "run" / "mlflow.json").read_text()
+    live(out, range(11, 21), 1.0, step=10)
+    (out / "run" / "mlflow.json").write_text(before)
+    live(out, range(13, 21), 2.0, step=12)
+    assert history(out, "loss") == [(step, step + (1.0 if step <= 12 else 2.0)) for step in range(1, 21)]
+
+
+def test_another_store_is_taken_back_when_it_is_used_again(out: Path, database: Path) -> None:
+    shutil.copy(database, out / "other.db")
+    other = f"sqlite:///{out / 'other.db'}"
+    live(out, range(1, 21), 1.0, step=0, uri=other)
+    live(out, range(11, 31), 2.0, step=10)
+    live(out, range(31, 33), 3.0, step=30, uri=other)
+    assert [step for step, _ in history(out, "loss", other)] == list(range(1, 33))
+    assert dict(history(out, "loss", other))[20] == 22.0
+
+
+def test_a_file_of_an_earlier_version_with_steps_twice_is_mended(out: Path) -> None:
+    live(out, range(1, 21), 1.0)
+    live(out, range(11, 31), 2.0)
+    assert len(history(out, "loss")) == 40
+    with open(out / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "ti')
+    notes = live(out, range(31, 41), 3.0, step=30)
+    assert [note.partition("removed ")[2] for note in notes] == [
+        "11 records of steps that were recorded again",
+        "1 damaged lines",
+    ]
+    expected = [(s, s + (1.0 if s <= 10 else 2.0 if s <= 30 else 3.0)) for s in range(1, 41)]
+    assert history(out, "loss") == expected
+    assert [(line["step"], line["metrics"]["loss"]) for line in written(out) if "loss" in line["metrics"]] == expected
+
+
+def test_an_evaluation_that_is_done_again_is_recorded_once(out: Path) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    tracker = start(out, step=10)
+    tracker.log(10, {"val_top1": 1.0, "pets_5shot": 0.5})
+    tracker.log(11, {"loss": 12.0})
+    tracker.finish("FINISHED")
+    assert history(out, "val_top1") == [(10, 1.0)]
+    assert history(out, "pets_5shot") == [(10, 0.5)]
+    assert sum("val_top1" in line["metrics"] for line in written(out)) == 1
+
+
+# -------------------------------------------------------------------- mlflow.json damaged
+DAMAGED = {
+    "cut": lambda text: text[:40],
+    "empty": lambda text: "",
+    "binary": lambda text: "\0\1\2",
+    "list": lambda text: "[1, 2]",
+    "deep": lambda text: "[" * 100_000,
+    "type": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": "x", "was": '),
+    "range": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": 1' + "0" * 40),
+    "no id": lambda text: text.replace('"run_id": "', '"run_id": "../'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
+    out: Path, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    live(out, range(1, 11), 9.0, step=0, folder="other")  # Another run of the same name.
+    (out / "run" / "metrics.jsonl").rename(out / "run" / "kept")
+    first = track.run_id_of(out / "run")
+    file = out / "run" / "mlflow.json"
+    file.write_text(DAMAGED[damage](file.read_text()))
+    (out / "run" / "kept").rename(out / "run" / "metrics.jsonl")
+    live(out, range(6, 16), 2.0, step=5)
+    assert track.run_id_of(out / "run") == first
+    found = [(m.step, m.value) for m in client(out).get_metric_history(first, "loss")]
+    assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    if damage != "no id":
+        (line,) = said
+        assert "mlflow.json, which names the MLflow run, was damaged (" in line
+        assert line.endswith(f"going on in run {first}, which carries this folder's tag.")
+    assert len(runs(out)) == 2
+
+
+def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    client(out).delete_run(runs(out)[0].info.run_id)
+    (out / "run" / "mlflow.json").write_text("{")
+    live(out, range(11, 13), 1.0, step=10)
+    assert history(out, "loss") == [(step, step + 1.0) for step in range(1, 13)]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert line.endswith(f"so all goes into a new one, {runs(out)[0].info.run_id}.")
+
+
+def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(track, "_folder_id", lambda folder: "the same path and inode")
+    live(out, range(1, 11), 1.0, step=0)
+    shutil.rmtree(out / "run")
+    live(out, range(1, 6), 2.0, step=0)
+    assert sorted(len(client(out).get_metric_history(run.info.run_id, "loss")) for run in runs(out)) == [5, 10]
+
+
+def test_mutated_files_of_a_run_never_end_its_tracking(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both files as a bad disk may leave them: the run goes on, and all lines that can be read are sent."""
+    live(out, range(1, 11), 1.0, step=0)
+    originals = {name: (out / "run" / name).read_bytes() for name in ("mlflow.json", "metrics.jsonl")}
+    rng = random.Random(0)
+    for number in range(30):
+        name = ("mlflow.json", "metrics.jsonl")[number % 2]
+        for file, content in originals.items():
+            (out / "run" / file).write_bytes(content)
+        (out / "run" / name).write_bytes(mutated(originals[name], rng))
+        live(out, range(11, 13), 1.0, step=10)
+        assert written(out)[-1]["step"] == 12
+        assert "cannot be reached" not in capfd.readouterr().err
+        run_id = track.run_id_of(out / "run")
+        assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """The content with one to eight bytes changed, removed or doubled, or cut short."""
+    data = bytearray(content)
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[at : at + rng.randint(1, 20)]
+            case 2:
+                data[at:at] = data[at : at + rng.randint(1, 20)]
+            case 3 if rng.random() < 0.2:
+                del data[at + 1 :]
+    return bytes(data)
