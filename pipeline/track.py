@@ -461,7 +461,8 @@ def _read_cursors(path: Path) -> tuple[dict[str, _Cursor], str]:
     except FileNotFoundError:
         return {}, ""
     except UserError as error:
-        return {}, f"damaged ({str(error).removeprefix(f'{path}').lstrip(': ').rstrip('.')})"
+        reason = str(error).removeprefix(str(path)).strip(" :.").removesuffix(": the file is damaged")
+        return {}, f"damaged ({reason})"
 
 
 def _folder_id(folder: Path) -> str:

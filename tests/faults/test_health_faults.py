@@ -1,5 +1,6 @@
 """What is planted into a batch, a rank's gradient or a weight never reaches the weights; a jump of the loss is answered."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,10 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
     state = read_state(out / "rolled" / "checkpoints" / f"step-{STEPS:08d}")
     assert state.left_out == [(8, 2)]
     assert "back to" in log(out / "rolled")
+    # One record a step: those of the batches that were left out are gone.
+    steps = [json.loads(line)["step"] for line in (out / "rolled" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, STEPS + 1), STEPS]
+    assert "records after step 8, from where the run goes on" in log(out / "rolled")
     assert "jumped 1 times, more than health.max_rollbacks = 0" in (out / "tired.error").read_text()
     for name in ("weight", "tired"):
         status = read_status(out / name)

@@ -1,6 +1,9 @@
 """What goes wrong around a run: broken images, full disks, files that do not fit. Nothing is lost, and one line says it."""
 
+import contextlib
+import json
 import shutil
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import faulty_s3
 import numpy as np
 import pytest
 import torch
-from forked import Forge
+from forked import Forge, until
 from ranks import metrics, settings
 from saving import save_all
 
@@ -163,3 +166,43 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
         samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path / 'far'}", "sample=train00007"]))[0]["trained"]
         == "yes"
     )
+
+
+def points(store: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) of every point of a metric in MLflow's database."""
+    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as database:
+        return database.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [name]).fetchall()
+
+
+def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """Steps after the last checkpoint run again, here on one rank instead of two; their first points do not stay."""
+    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    shared = ["track.enabled=true", "schedule.decay=constant", "checkpoint.every=40 steps", "evaluate.every=100%"]
+    run = forge.start(2, settings(dataset, tmp_path, "run", *shared, "train.length=100000 steps"))
+
+    def newest_sent() -> int:
+        with contextlib.suppress(sqlite3.OperationalError, IndexError):
+            return points(store, "loss")[-1][0]
+        return 0
+
+    def newest_checkpoint() -> int:
+        steps = [int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")]
+        return max(steps, default=0)
+
+    until(lambda: newest_sent() > newest_checkpoint() > 0)
+    run.kill()
+    run.wait()
+    sent, committed = newest_sent(), newest_checkpoint()
+    forge.start(1, settings(dataset, tmp_path, "run", *shared, f"train.length={sent + 5} steps")).finish()
+    told = (folder / "log.txt").read_text()
+    resumed = int(told.rpartition("resumed from ")[2].partition("at step ")[2].partition(" of ")[0].replace(",", ""))
+    assert committed <= resumed
+    assert f"records after step {resumed:,}, from where the run goes on" in told
+    for name in ("loss", "grad_norm", "images_per_second"):
+        found = points(store, name)
+        assert [step for step, _ in found] == list(range(1, sent + 6))
+        assert dict(found) == pytest.approx(metrics(folder, name))
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, sent + 6), sent + 5]  # The last is the evaluation's.
+    with contextlib.closing(sqlite3.connect(store)) as database:
+        assert database.execute("SELECT count(*), min(status) FROM runs").fetchall() == [(1, "FINISHED")]

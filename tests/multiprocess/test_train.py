@@ -310,6 +310,11 @@ def test_resume_after_kill_is_bit_for_bit(resumed: Path, stage: int) -> None:
     whole, killed = resumed / f"whole{stage}", resumed / f"killed{stage}"
     assert metrics(whole) == metrics(killed)
     assert metrics(whole, "grad_norm") == metrics(killed, "grad_norm")
+    steps, again = (
+        [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (whole, killed)
+    )
+    assert steps == again
     (_, a, _), (_, b, _) = models.read_weights(whole), models.read_weights(killed)
     assert a.keys() == b.keys()
     for name in a:
