@@ -65,7 +65,9 @@ def demo(config: DemoConfig) -> None:
     check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}", *length]))
 
     title("5/5  Score")
-    from pipeline.evaluate import report  # Late: --help needs no torch.
+    from pipeline import json_record  # Late: --help needs no torch.
+    from pipeline.evaluate import report
+    from pipeline.track import by_name, read_metrics
 
     digits = [f"data={out / 'digits'}", "split=test"]
     finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))
@@ -73,9 +75,8 @@ def demo(config: DemoConfig) -> None:
         schema.load(ScoreConfig, None, [f"weights={out / 'pretrain'}", "shots=5", "classify=false", *digits])
     )
 
-    pretrained = json.loads((out / "pretrain" / "scores.json").read_text())
-    records = [json.loads(line)["metrics"] for line in (out / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    speeds = sorted(record["images_per_second"] for record in records if "images_per_second" in record)
+    pretrained = json_record.read(out / "pretrain" / "scores.json", dict)
+    speeds = sorted(by_name(read_metrics(out / "pretrain" / "metrics.jsonl")[0])["images_per_second"].values())
     summary = {
         "pretrain_top1": pretrained["top1"],
         "finetune_top1": finetuned["top1"],

@@ -3,7 +3,6 @@
 In one process, in turns: a machine that is busy for a while is so for both. Or a short real run from shards.
 """
 
-import json
 import math
 import statistics
 import tempfile
@@ -37,6 +36,7 @@ from pipeline.length import ImageSize, Length
 from pipeline.plan import Plan
 from pipeline.profile import Meter, StepClock, peak_flops, peak_memory
 from pipeline.tools_config import TrainBenchConfig
+from pipeline.track import read_metrics
 
 _CLASSES = 1000
 _LR = 1e-3
@@ -81,10 +81,8 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
         )  # fmt: skip
         run.check()
         train.run(run)
-        records = [
-            json.loads(line)["metrics"] for line in (Path(folder) / "bench/metrics.jsonl").read_text().splitlines()
-        ]
-    lines = [metrics for metrics in records if "images_per_second" in metrics][1:]
+        records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
+    lines = [record.metrics for record in records if "images_per_second" in record.metrics][1:]
     found = {name: statistics.median(line[name] for line in lines) for name in _OF_A_RUN}
     print(
         f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, ZeRO stage {config.zero_stage}, "

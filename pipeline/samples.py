@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 import sys
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import schema
-from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_state
+from pipeline import json_record, schema
+from pipeline.checkpoint import Checkpoints, State, checkpoint_folder
 from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing
@@ -76,7 +75,8 @@ def _newest_state(path: Path) -> State | None:
 
 def _planned(path: Path) -> RunConfig:
     """The settings that a run folder began with."""
-    return schema.build(RunConfig, json.loads((path / "config.json").read_text()), str(path / "config.json"))
+    file = path / "config.json"
+    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def _settings(path: Path, state: State | None) -> RunConfig:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record, objective, optim, resume, schema
+from pipeline import architecture, json_record, objective, optim, resume, schema
 from pipeline import model as models
 from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_state, step_name
 from pipeline.checkpoint_writer import Commit, Retention
@@ -324,19 +324,21 @@ def _steps(batches: Iterator[Batch], accumulation: int, clock: StepClock) -> Ite
         yield micro_batches
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """What tells how old a scores.json or probe.json is."""
+
+    step: int
+
+
 def _is_owed(scores: Path, start: int, every: int, steps: int) -> bool:
     """Whether the run left `start` before it was scored, every so many steps: stopped or killed after its checkpoint."""
     if not start or not every or (start % every and start < steps):
         return False
     try:
-        return json_record.convert(json.loads(scores.read_text()), _Scored, str(scores)).step < start
-    except (OSError, ValueError, RecursionError):  # None yet, or damaged.
+        return json_record.read(scores, _Scored).step < start
+    except (OSError, UserError):  # None yet, or damaged: it is written anew.
         return True
-
-
-@dataclass(frozen=True)
-class _Scored:
-    step: int
 
 
 def _refuse_too_many_skips(skipped: int, config: RunConfig, step: int) -> None:
@@ -394,7 +396,9 @@ def _start_tracker(
     resolved = folder / "config.json"
     write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
     write_atomically(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    parameters = {**facts, "steps": plan.steps, "accumulation": plan.accumulation,
+    write_atomically(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    settings = {name: value for name, value in facts.items() if not name.startswith("model.")}
+    parameters = {**settings, **architecture.as_settings(model.config), "steps": plan.steps, "accumulation": plan.accumulation,
                   "num_parameters": models.num_parameters(model.config)}  # fmt: skip
     tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
     tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags, start)

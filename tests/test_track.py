@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -572,7 +573,9 @@ def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
     assert sorted(len(client(out).get_metric_history(run.info.run_id, "loss")) for run in runs(out)) == [5, 10]
 
 
-def test_mutated_files_of_a_run_never_end_its_tracking(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mutated_files_of_a_run_never_end_its_tracking(
+    out: Path, capfd: pytest.CaptureFixture[str], mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
     """Both files as a bad disk may leave them: the run goes on, and all lines that can be read are sent."""
     live(out, range(1, 11), 1.0, step=0)
     originals = {name: (out / "run" / name).read_bytes() for name in ("mlflow.json", "metrics.jsonl")}
@@ -581,26 +584,9 @@ def test_mutated_files_of_a_run_never_end_its_tracking(out: Path, capfd: pytest.
         name = ("mlflow.json", "metrics.jsonl")[number % 2]
         for file, content in originals.items():
             (out / "run" / file).write_bytes(content)
-        (out / "run" / name).write_bytes(mutated(originals[name], rng))
+        (out / "run" / name).write_bytes(mutate(originals[name], rng))
         live(out, range(11, 13), 1.0, step=10)
         assert written(out)[-1]["step"] == 12
         assert "cannot be reached" not in capfd.readouterr().err
         run_id = track.run_id_of(out / "run")
         assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}
-
-
-def mutated(content: bytes, rng: random.Random) -> bytes:
-    """The content with one to eight bytes changed, removed or doubled, or cut short."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 8)):
-        at = rng.randrange(len(data))
-        match rng.randrange(4):
-            case 0:
-                data[at] ^= 1 << rng.randrange(8)
-            case 1:
-                del data[at : at + rng.randint(1, 20)]
-            case 2:
-                data[at:at] = data[at : at + rng.randint(1, 20)]
-            case 3 if rng.random() < 0.2:
-                del data[at + 1 :]
-    return bytes(data)

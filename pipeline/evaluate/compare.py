@@ -1,7 +1,6 @@
 """Two or more runs side by side: what differs in their settings, their scores of each class, their losses in one figure."""
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from pipeline import schema
+from pipeline import architecture, json_record, schema
 from pipeline.config import RunConfig
 from pipeline.data.manifest import replacing
 from pipeline.errors import UserError
@@ -18,19 +17,25 @@ from pipeline.evaluate import render, report
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.suite_config import CompareConfig
+from pipeline.track import by_name, read_metrics
 from pipeline.weights_config import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
 _SUMS = {"top1": "top-1", "top5": "top-5", "macro_precision": "precision, mean over classes",
          "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
 _MAX_LISTED = 30
+# A median of fewer log lines says little: the first ones are slow.
+_MIN_SPEEDS = 5
 # Training losses are drawn as running means over so much of a run.
 _SMOOTH = 0.02
 
 
 @dataclass(frozen=True)
 class Run:
-    """name: as the comparison calls it. settings: by dotted name. metrics: name -> (steps, values), both (n,)."""
+    """name: as the comparison calls it. metrics: name -> (steps, values), both (n,).
+
+    settings: by dotted name; `model.*` is the architecture that the run has, also where its weights brought it.
+    """
 
     name: str
     folder: Path
@@ -79,36 +84,38 @@ def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
 
 
 def read_run(folder: Path) -> Run:
-    """A run from its folder's config.json and metrics.jsonl. Raises UserError when it has none."""
-    try:
-        tree = json.loads((folder / "config.json").read_text())
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} is no run that has begun: {Path(error.filename).name} is not there.") from None
-    settings = schema.flatten(schema.to_dict(schema.build(RunConfig, tree, str(folder / "config.json"))))
-    by_name: dict[str, dict[int, float]] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # A kill cut it short; what came after says the step again.
-        for name, value in record["metrics"].items():
-            # A step that was done again after a crash counts as it was done last.
-            by_name.setdefault(name, {})[record["step"]] = float(value)
+    """A run from its folder's files. Raises UserError when it has none; says how many lines of metrics.jsonl are damaged."""
+    file, records_file = folder / "config.json", folder / "metrics.jsonl"
+    for needed in (file, records_file):
+        if not needed.exists():
+            raise UserError(f"{folder} is no run that has begun: {needed.name} is not there.")
+    tree = json_record.read(file, dict[str, Any])
+    records, num_damaged = read_metrics(records_file)
+    if num_damaged:
+        print(f"{records_file}: {num_damaged:,} damaged lines are left out")
+    settings = schema.flatten(schema.to_dict(schema.build(RunConfig, tree, str(file))))
+    if (resolved := architecture.of_run(folder)) is not None:
+        settings = {name: value for name, value in settings.items() if not name.startswith("model.")} | resolved
     metrics = {
         name: (np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-        for name, values in by_name.items()
+        for name, values in by_name(records).items()
     }
     return Run(folder.resolve().name, folder, settings, metrics)
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """(setting, its value in each run) where runs differ; their names are no difference."""
-    return [
-        (key, *(str(run.settings[key]) for run in runs))
-        for key in runs[0].settings
-        if key != "name" and len({str(run.settings[key]) for run in runs}) > 1
-    ]
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "name")
+    rows = [(key, *(str(run.settings.get(key, "-")) for run in runs)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def speed(run: Run) -> str:
+    """The median training speed, and of how many log lines it is; no number of fewer than five."""
+    _, speeds = run.metrics.get("images_per_second", ((), ()))
+    if len(speeds) < _MIN_SPEEDS:
+        return f"{len(speeds)} log lines, too few" if len(speeds) else "not logged"
+    return f"{np.median(speeds):,.1f} of {len(speeds):,}"
 
 
 def class_rows(scores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,10 +134,7 @@ def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) 
     names = list(scores)
     sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in _SUMS.items()]
     sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
-    speeds = [run.metrics.get("images_per_second") for run in runs]
-    sums.append(
-        ("images/s in training, median", *("not logged" if s is None else f"{np.median(s[1]):,.1f}" for s in speeds))
-    )
+    sums.append(("images/s in training, median of log lines", *map(speed, runs)))
     first, second = names[:2]
     rows = sorted(class_rows(scores), key=lambda row: row[f"{first} f1"] - row[f"{second} f1"])
     shown = rows if len(rows) <= _MAX_LISTED else [*rows[: _MAX_LISTED // 2], *rows[-_MAX_LISTED // 2 :]]

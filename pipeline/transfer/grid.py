@@ -9,13 +9,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline import schema
+from pipeline import json_record, schema
 from pipeline.config import RunConfig
 from pipeline.data.manifest import open_dataset, replacing
 from pipeline.data.subset import run_splits
@@ -41,6 +41,15 @@ class Cell:
     @property
     def folder(self) -> Path:
         return Path(self.config.out) / self.config.name
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is read of the scores.json of a run."""
+
+    top1: float
+    loss: float
+    num_samples: int
 
 
 def start_process(cell: Cell, config: GridConfig) -> int:
@@ -151,7 +160,9 @@ def finished(cell: Cell, config: GridConfig, start: Callable[[Cell, GridConfig],
             raise UserError(f"{cell.folder} failed (exit code {code}), see above. The same command goes on from there.")
     if why := _diverged(cell):
         raise DivergedError(f"{cell.folder}: {why}")
-    return json.loads((cell.folder / "scores.json").read_text())
+    scores = _scores(cell)
+    assert scores is not None, "_has_ended says that there are some"
+    return asdict(scores)
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
@@ -229,8 +240,30 @@ def _has_ended(cell: Cell) -> bool:
     status = read_status(cell.folder)
     if status is None or status.status not in ("finished", "diverged"):
         return False
-    then = json.loads((cell.folder / "config.json").read_text())
-    return then == schema.to_dict(cell.config) and (bool(_diverged(cell)) or (cell.folder / "scores.json").exists())
+    try:
+        then = json_record.read(cell.folder / "config.json", dict[str, Any])
+    except FileNotFoundError:
+        return False
+    except UserError as error:
+        print(f"{error} The run is started again, which writes it anew.")
+        return False
+    return then == schema.to_dict(cell.config) and (bool(_diverged(cell)) or _scores(cell) is not None)
+
+
+def _scores(cell: Cell) -> _Scores | None:
+    """The last evaluation of a run; None when there is none, or its file is damaged, which is said."""
+    file = cell.folder / "scores.json"
+    try:
+        scores = json_record.read(file, _Scores)
+        if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
+            raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
+        return scores
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        file.unlink()  # Without it the run, which is trained already, is only evaluated again.
+        print(f"{error} It is removed, and the run is evaluated again.")
+        return None
 
 
 def _diverged(cell: Cell) -> str:

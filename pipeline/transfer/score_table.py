@@ -1,14 +1,13 @@
 """Scores of sweeps over VTAB-1k's tasks -> columns of one table, with means that say when they are not whole."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy as np
 
+from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.transfer.published import PAPER, Published
@@ -17,19 +16,56 @@ from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 OVERALL = "mean of 19 tasks"
 RESULTS = "results.json"
 _AGAIN = "Run its launch/vtab.py again: that writes the file anew from its cells."
-# What is read of a results.json: a value of another kind would come up as a traceback, far from the file.
-_Kinds = dict[str, type | UnionType]
-_RESULTS: _Kinds = {
-    "protocol": dict, "method": str, "checkpoint": dict, "data": dict, "contamination": dict | None, "scores": list,
-    "failed": list, "missing": list,
-}  # fmt: skip
-_PROTOCOL: _Kinds = {"name": str, "sha256": str}
-_CHECKPOINT: _Kinds = {"path": str, "sha256": str, "run_id": str | None}
-_CELL: _Kinds = {"task": str, "seed": int}
-_SCORE: _Kinds = {**_CELL, "accuracy": int | float, "num_test": int}
-_CHOICE: _Kinds = dict.fromkeys(
-    ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy"), int | float | None
-)
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    path: str
+    sha256: str
+    run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    task: str
+    seed: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Score:
+    """accuracy, num_test: what the table is made of. The rest: what was chosen, where it was."""
+
+    task: str
+    seed: int
+    accuracy: float
+    num_test: int
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    steps: float | None = None
+    l2: float | None = None
+    neighbours: float | None = None
+    val_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What is read of a results.json; there may be more."""
+
+    protocol: _Protocol
+    method: str
+    checkpoint: _Checkpoint
+    data: dict[str, str]
+    contamination: dict[str, int | None] | None
+    scores: list[_Score]
+    failed: list[_Failure]
+    missing: list[str]
 
 
 @dataclass(frozen=True)
@@ -60,24 +96,12 @@ def read_results(path: Path) -> dict[str, Any]:
     """results.json of a sweep's folder, or the file itself. Raises UserError for what is no such file."""
     file = path / RESULTS if path.is_dir() else path
     try:
-        results = json.loads(file.read_text())
+        results = json_record.read(file, dict[str, Any])
+        json_record.convert(results, _Results, str(file))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}. {_AGAIN}") from None
-    if not isinstance(results, dict) or (lacking := [key for key in _RESULTS if key not in results]):
-        what = f"has no {', '.join(lacking)}" if isinstance(results, dict) else "holds no mapping"
-        raise UserError(f"{file} {what}: it is no result of launch/vtab.py.")
-    _check(file, "it", results, _RESULTS)
-    _check(file, "protocol", results["protocol"], _PROTOCOL)
-    _check(file, "checkpoint", results["checkpoint"], _CHECKPOINT)
-    _check(file, "data", results["data"], dict.fromkeys(results["data"], str))
-    copies = results["contamination"] or {}
-    _check(file, "contamination", copies, dict.fromkeys(copies, int | None))
-    for number, cell in enumerate(results["failed"], 1):
-        _check(file, f"failure {number}", cell, _CELL)
-    for number, score in enumerate(results["scores"], 1):
-        _check(file, f"score {number}", score, {**_SCORE, **_CHOICE})
+    except UserError as error:
+        raise UserError(f"{error} {_AGAIN}") from None
     known = {task.name for task in TASKS}
     seen = set()
     for score in results["scores"]:
@@ -92,16 +116,6 @@ def read_results(path: Path) -> dict[str, Any]:
             raise UserError(f"{file}: {cell[0]} has two scores of seed {cell[1]}.")
         seen.add(cell)
     return results
-
-
-def _check(file: Path, part: str, found: Any, kinds: _Kinds) -> None:
-    """Refuse a part of a result without these keys, or with a value of another kind. Raises UserError."""
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: {part} is {found!r:.40}, no mapping. {_AGAIN}")
-    for key, kind in kinds.items():
-        if not isinstance(found.get(key), kind):
-            what = f"has {key} = {found[key]!r:.40}" if key in found else f"has no {key}"
-            raise UserError(f"{file}: {part} {what}. {_AGAIN}")
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:

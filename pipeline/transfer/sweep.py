@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import json_record, schema
 from pipeline import model as models
-from pipeline import schema
 from pipeline.config import AugmentConfig
 from pipeline.data.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
@@ -28,10 +28,28 @@ Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class _Outcome:
+    """What is read of an outcome; there may be more."""
+
+    accuracy: float
+    num_images: int
+    steps: int | None
+    val_accuracy: float | None = None
+    l2: float | None = None
+    neighbours: int | None = None
+
+
+@dataclass(frozen=True)
+class _SweepFile:
+    data: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Sweep:
     """config: with weights one file, and absolute paths. sha256: of that file, hex. folder: of all that is kept.
 
     datasets: name of a task -> its data set. missing: names of tasks that have none. notes: lines for people.
+    unusable: files of outcomes that are damaged or of other data, and why; such cells are run again.
     """
 
     config: VtabConfig
@@ -40,6 +58,7 @@ class Sweep:
     datasets: dict[str, Dataset]
     missing: list[str]
     notes: list[str] = field(default_factory=list)
+    unusable: dict[Path, str] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[Task]:
@@ -88,13 +107,22 @@ class Sweep:
         return found | {cell: outcome for cell in finals if (outcome := self.read(cell))}
 
     def read(self, cell: Cell) -> Outcome | None:
-        """The outcome of a cell that is done; None when it is not, or its file is not what we wrote."""
+        """The outcome of a cell that is done; None when it is not, or its file cannot be used (`unusable` says why)."""
+        file = self._file(cell)
         try:
-            content = json.loads(self._file(cell).read_text())
-            outcome = content.pop("outcome")
-            return outcome if content == self._about(cell) else None
-        except (FileNotFoundError, ValueError, KeyError, AttributeError):
+            content = json_record.read(file, dict[str, Any])
+            outcome = json_record.convert(content.pop("outcome", None), dict[str, Any], str(file), "outcome")
+            found = json_record.convert(outcome, _Outcome, str(file), "outcome")
+            if not (0 <= found.accuracy <= 1 and found.num_images > 0):
+                raise UserError(f"{file}: accuracy {found.accuracy} of {found.num_images} images is out of range.")
+            if other := [name for name, value in self._about(cell).items() if content.get(name) != value]:
+                raise UserError(f"{file} is of another {other[0]}.")
+        except FileNotFoundError:
             return None
+        except UserError as error:
+            self.unusable[file] = str(error)
+            return None
+        return outcome
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
         """Keep the outcome of a cell."""
@@ -110,7 +138,7 @@ class Sweep:
         now, then = {"protocol": protocol, **self._identity(), "data": data}, dict[str, Any]()
         file = self.folder / SWEEP_FILE
         if file.exists():
-            then = json.loads(file.read_text())
+            then = _read_sweep(file)
             old, new = schema.flatten(then), schema.flatten(now)
             names = [name for name in {**old, **new} if not name.startswith("data.") or (name in old and name in new)]
             if others := [
@@ -180,6 +208,18 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
         _check_dataset(sweep, task)
     _check_weights(sweep)
     return sweep
+
+
+def _read_sweep(file: Path) -> dict[str, Any]:
+    """What a folder's cells are of. Raises UserError when the file is damaged."""
+    try:
+        content = json_record.read(file, dict[str, Any])
+        json_record.convert(content, _SweepFile, str(file))
+        return content
+    except UserError as error:
+        raise UserError(
+            f"{error} Remove this file and move {CELLS}/ aside, or choose another out=...: it says what the cells are of."
+        ) from None
 
 
 def _check_dataset(sweep: Sweep, task: Task) -> None:

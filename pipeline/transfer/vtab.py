@@ -10,13 +10,13 @@ Where the cells run is not known here: `run` is given what runs them.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
+from pipeline import json_record, schema
 from pipeline import model as models
-from pipeline import schema
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.subject import output_folder
@@ -32,6 +32,31 @@ from pipeline.transfer_config import VtabConfig
 RESULTS_FILE = "results.json"
 # Where launch/dedup.py leaves its report in a data set.
 _DEDUP_REPORT = Path("dedup", "report.json")
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A data set that copies were searched in."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Against:
+    """A split whose images' copies were searched."""
+
+    name: str
+    fingerprint: str
+    copies: int
+
+
+@dataclass(frozen=True)
+class _DedupReport:
+    """What is read of the report of launch/dedup.py."""
+
+    data: _Searched
+    marked: bool
+    against: list[_Against]
 
 
 class RunCells(Protocol):
@@ -148,15 +173,16 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     path = Path(pretrained_on) / _DEDUP_REPORT
     remedy = f"launch/dedup.py data={pretrained_on} against=..."
     try:
-        report = json.loads(path.read_text())
-        searched, marked = report["data"]["fingerprint"], report["marked"]
-        copies = {
-            part["fingerprint"]: part["copies"] for part in report["against"] if part["name"].endswith(f":{TEST}")
-        }
-    except (FileNotFoundError, NotADirectoryError):
+        report = json_record.read(path, _DedupReport)
+    except FileNotFoundError:
         raise UserError(f"{path} is not there. Make it with {remedy}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{path} is damaged, or no report of launch/dedup.py. Make it again with {remedy}") from None
+    except UserError as error:
+        reason = str(error).removeprefix(str(path)).strip(" :.")
+        raise UserError(
+            f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
+        ) from None
+    searched, marked = report.data.fingerprint, report.marked
+    copies = {part.fingerprint: part.copies for part in report.against if part.name.endswith(f":{TEST}")}
     trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
     if trained and trained != searched:
         raise UserError(f"pretrained_on = {pretrained_on} is {searched}, but the weights were trained on {trained}.")
@@ -237,6 +263,11 @@ def _print_plan(sweep: Sweep) -> None:
 
 
 def _print_notes(sweep: Sweep) -> None:
+    if sweep.unusable:
+        reason = next(iter(sweep.unusable.values()))
+        print(
+            f"{len(sweep.unusable):,} results of cells cannot be used, and these cells run again: {reason}", flush=True
+        )
     for note in sweep.notes + ([f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []):
         print(note, flush=True)
 

@@ -228,9 +228,9 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="no such file"):
         read_results(tmp_path / "nowhere.json")
-    refused("{", r"is no JSON: .* Run its launch/vtab.py again")
-    refused([], "holds no mapping: it is no result of launch/vtab.py")
-    refused({"protocol": {}}, "has no method, checkpoint")
+    refused("{", r"is not valid JSON .* Run its launch/vtab.py again")
+    refused([], r"json: the content = \[\] must be a mapping\. Run its launch/vtab.py again")
+    refused({"protocol": {}}, "protocol.name is missing")
     refused(results(dtd=[1.2]), "dtd has accuracy 1.2 of 1000 test images")
     twice = results(dtd=[0.5])
     twice["scores"] *= 2
@@ -239,16 +239,21 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
     other["scores"][0]["task"] = "mnist"
     refused(other, "'mnist' is none of VTAB's tasks")
     for part, key, value, said in (
-        (("scores", 0), "num_test", None, r"json: score 1 has no num_test\. Run its launch/vtab.py again: that writes"),
-        (("scores", 0), "accuracy", "0.5", "score 1 has accuracy = '0.5'"),
-        (("scores", 0), "l2", "much", "score 1 has l2 = 'much'"),
-        (("scores",), 0, 3, "score 1 is 3, no mapping"),
-        ((), "scores", {}, r"it has scores = {}"),
-        (("protocol",), "sha256", None, "protocol has no sha256"),
-        (("checkpoint",), "path", None, "checkpoint has no path"),
-        (("data",), "dtd", 3, "data has dtd = 3"),
-        (("contamination",), "dtd", "none", "contamination has dtd = 'none'"),
-        ((), "failed", [{"task": "dtd"}], "failure 1 has no seed"),
+        (
+            ("scores", 0),
+            "num_test",
+            None,
+            r"json: scores\[0\].num_test is missing\. Run its launch/vtab.py again: that writes",
+        ),
+        (("scores", 0), "accuracy", "0.5", r"scores\[0\].accuracy = '0.5' must be a number"),
+        (("scores", 0), "l2", "much", r"scores\[0\].l2 = 'much' must be a number or null"),
+        (("scores",), 0, 3, r"scores\[0\] = 3 must be a mapping"),
+        ((), "scores", {}, "scores = {} must be a list"),
+        (("protocol",), "sha256", None, "protocol.sha256 is missing"),
+        (("checkpoint",), "path", None, "checkpoint.path is missing"),
+        (("data",), "dtd", 3, "data.dtd = 3 must be text"),
+        (("contamination",), "dtd", "none", "contamination.dtd = 'none' must be a whole number or null"),
+        ((), "failed", [{"task": "dtd"}], r"failed\[0\].seed is missing"),
     ):
         spoiled: Any = results(dtd=[0.5])
         place = spoiled
