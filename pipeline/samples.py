@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import json_record, schema
-from pipeline.checkpoint import Checkpoints, State, checkpoint_folder
+from pipeline.checkpoint import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.config import RunConfig
 from pipeline.data.bucket import AnyPath, to_path
 from pipeline.data.manifest import Dataset, open_dataset, replacing

@@ -2,9 +2,11 @@
 
 import csv
 import json
+import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,32 @@ def test_mistakes_are_told_in_one_line(run: Path, asked: list[str], expected: st
     with pytest.raises(UserError, match=expected) as error:
         ask(run, *asked)
     assert "\n" not in str(error.value)
+
+
+def test_mutated_settings_of_a_run_are_used_or_refused_in_one_line(
+    dataset: Path, tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
+    config = schema.load(RunConfig, None, settings(dataset, tmp_path, "run"))
+    original, rng = json.dumps(schema.to_dict(config)).encode(), random.Random(0)
+    refusals: list[str] = []
+    for _ in range(200):
+        (tmp_path / "config.json").write_bytes(mutate(original, rng))
+        try:
+            ask(tmp_path, "step=1", f"data={dataset}")
+        except UserError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 50
+    assert [said for said in refusals if "\n" in said] == []
+
+
+def test_a_checkpoint_with_foreign_facts_is_refused_in_one_line(dataset: Path, tmp_path: Path) -> None:
+    whole = {"format": 1, "step": 3, "identity": {}, "left_out": [[1, 2]]}
+    for name, value, said in (
+        ("step", "3", "step = '3' must be a whole number"),
+        ("identity", [], "identity = [] must be a mapping"),
+        ("left_out", [[1, "x"]], "left_out[0][1] = 'x' must be a whole number"),
+    ):
+        (tmp_path / "state.json").write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(UserError) as error:
+            ask(tmp_path, "step=1")
+        assert str(error.value) == f"{tmp_path}/state.json: {said}."

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +134,16 @@ def test_grid_from_trials_to_table_and_comparison(
     assert metrics_sent()["top1_std"] == result["std"]
     assert len(started) == 5
 
+    # Damaged scores are said, and that run, which is trained already, is evaluated again.
+    scores_file = folder / "final-seed-3" / "scores.json"
+    records = (folder / "final-seed-3" / "metrics.jsonl").read_text()
+    scores_file.write_text(scores_file.read_text()[:20])
+    capsys.readouterr()
+    assert grid.run(config, start)["runs"] == result["runs"]
+    assert f"{scores_file} is not valid JSON" in capsys.readouterr().out
+    assert started[5:] == ["final-seed-3"]
+    assert (folder / "final-seed-3" / "metrics.jsonl").read_text() == records
+
     # Two of its runs side by side.
     runs = [str(folder / name) for name in ("lr-1e-06", "final-seed-3")]
     scores = compare.run(CompareConfig(runs=runs, split="val", out=str(tmp_path / "compared")))
@@ -229,3 +241,36 @@ def test_losses_are_drawn_without_what_is_no_number() -> None:
     smooth = compare._smooth(values)
     assert np.isfinite(smooth).all()
     assert smooth[75] == pytest.approx(2, abs=0.5)
+
+
+def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
+    data: Path, tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
+    file, rng = tmp_path / "run.yaml", random.Random(0)
+    file.write_text(RUN.replace("DATA", str(data)))
+    config = schema.load(
+        GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
+    )
+    cell = grid.cell(config, "final", 0.1, 0, 0.0)
+    cell.folder.mkdir(parents=True)
+    originals = {
+        "status.json": json.dumps({"status": "finished", "step": 12, "code": 0, "reason": ""}).encode(),
+        "config.json": json.dumps(schema.to_dict(cell.config)).encode(),
+        "scores.json": json.dumps({"step": 12, "top1": 0.5, "loss": 1.25, "num_samples": 37}).encode(),
+    }
+    answers = []
+    for number in range(301):
+        for name, content in originals.items():
+            (cell.folder / name).write_bytes(content)
+        if number:
+            name = ("config.json", "scores.json")[number % 2]
+            (cell.folder / name).write_bytes(mutate(originals[name], rng))
+        answers.append(grid._has_ended(cell))
+        if answers[-1]:
+            assert set(grid.finished(cell, config, lambda *_: pytest.fail("started"))) == {
+                "top1",
+                "loss",
+                "num_samples",
+            }
+    assert answers[0]
+    assert 200 < answers.count(False) < 301

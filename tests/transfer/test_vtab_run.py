@@ -1,8 +1,11 @@
 """What a sweep runs, keeps, refuses and reports, wherever its cells run: here one after another, in this process."""
 
 import json
+import random
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +98,68 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     assert "is not empty (it holds thesis.tex), and holds no sweep" in refused(tmp_path / "mine", prepared)
     assert (finished / "results.json").read_bytes() == before
 
-    # A file that is not what was written there is no outcome.
+    # A file that is not what was written there is no outcome: it is said, and that cell alone runs again.
     cell = next((finished / "cells").glob("dtd-*"))
     content = cell.read_bytes()
-    cell.write_bytes(content[:40])
-    with pytest.raises(AssertionError, match="run again"):
-        vtab.run(config, finished, run_nowhere)
+    outcome = json.loads(content)["outcome"]
+    for damaged, reason in (
+        (content[:40], "is not valid JSON"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"[1]", "the content = [1] must be a mapping"),
+        (content.replace(b'"accuracy": ', b'"accuracy": "x", "was": '), "outcome.accuracy = 'x' must be a number"),
+        (content.replace(b'"num_images": 12', b'"num_images": 0'), "accuracy .* of 0 images is out of range"),
+        (content.replace(b'"fingerprint": "', b'"fingerprint": "0'), "is of another fingerprint"),
+    ):
+        assert damaged != content
+        cell.write_bytes(damaged)
+        with pytest.raises(AssertionError, match="run again"):
+            vtab.run(config, finished, run_nowhere)
+        (said,) = [line for line in capsys.readouterr().out.splitlines() if "results of cells" in line]
+        told = (
+            f"1 results of cells cannot be used, and these cells run again: {re.escape(str(cell))}.*{re.escape(reason)}"
+        )
+        assert re.match(told if "accuracy ." not in reason else told.replace(re.escape(reason), reason), said), said
+    jobs: list[str] = []
+
+    def again(
+        function: Callable[[Job], dict], given: Sequence[Job], *_: object
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        jobs.extend(cell_name(job.cell) for job in given)
+        return ((number, outcome) for number in range(len(given)))
+
+    vtab.run(config, finished, again)
+    assert jobs == [cell.stem]
+    assert (finished / "results.json").read_bytes() == before
     cell.write_bytes(content)
+
+    sweep_file = finished / "sweep.json"
+    whole = sweep_file.read_bytes()
+    sweep_file.write_bytes(whole[:40])
+    assert re.match(f"{re.escape(str(sweep_file))} is not valid JSON .* move cells/ aside", refused(finished, prepared))
+    sweep_file.write_bytes(whole)
+
+
+def test_mutated_files_of_a_sweep_are_used_or_refused_in_one_line(
+    finished: Path, prepared: list[str], tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
+    out, rng = tmp_path / "out", random.Random(0)
+    shutil.copytree(finished, out)
+    config, runner = schema.load(VtabConfig, None, prepared), in_turn(lambda cell: {"accuracy": 0.5})
+    config = replace(config, out=str(out))
+    files = [out / "sweep.json", *sorted((out / "cells").iterdir())]
+    originals = {file: file.read_bytes() for file in files}
+    refusals: list[str] = []
+    for number in range(120):
+        file = files[number % len(files)]
+        file.write_bytes(mutate(originals[file], rng))
+        try:
+            vtab.run(config, out, runner)
+        except UserError as error:
+            refusals.append(str(error))
+        for name, content in originals.items():
+            name.write_bytes(content)
+    assert refusals
+    assert [said for said in refusals if "\n" in said or str(out) not in said] == []
 
 
 def test_digests_of_protocols_stay() -> None:
