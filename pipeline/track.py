@@ -9,6 +9,7 @@ spike of the loss), their first records are removed from the file and from MLflo
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -66,7 +67,7 @@ class Record:
 @dataclass(frozen=True)
 class _Line:
     step: int
-    metrics: dict[str, float | str]
+    metrics: dict  # Checked by _number: there are millions of them.
     time: int = 0
 
 
@@ -293,7 +294,7 @@ class Tracker:
         What MLflow may have of them is taken back later, by the thread. Returns lines that say what was removed.
         """
         lines = _read_lines(self.path)
-        kept, removed, num_damaged = [], list[int](), 0
+        kept, steps, removed, num_damaged = list[bytes](), list[int](), list[int](), 0
         seen: dict[int, set[str]] = {}
         for line in reversed(lines):
             record = _parse(line)
@@ -312,13 +313,15 @@ class Tracker:
                 line = record.to_line()
             known.update(record.metrics)
             kept.append(line if line.endswith(b"\n") else line + b"\n")
+            steps.append(record.step)
         kept.reverse()
+        steps.reverse()
         self._logged = seen.get(last_step, set())
         if kept == lines and (lines or not self._cursors):
             return []
         num_same = next((i for i, (old, new) in enumerate(zip(lines, kept, strict=False)) if old != new), len(kept))
         back_to = min(last_step, *(step - 1 for step in removed)) if removed else last_step
-        in_order = all((record := _parse(line)) and record.step <= back_to for line in kept[:num_same])
+        in_order = all(step <= back_to for step in steps[:num_same])
         with self._lock:
             self._num_rewrites += 1
             for cursor in self._cursors.values():
@@ -430,13 +433,21 @@ def _parse(line: bytes) -> Record | None:
     """One line of metrics.jsonl; None when it is damaged, as by a kill that cut it short."""
     try:
         found = json_record.parse(line.decode(), _Line, _METRICS)
-        metrics = {name: float(value) for name, value in found.metrics.items()}
-    except ValueError:
+        metrics = {name: _number(value) for name, value in found.metrics.items()}
+    except (ValueError, OverflowError):
         return None
     in_range = 0 <= found.step < _MAX_WHOLE and 0 <= found.time < _MAX_WHOLE
     return Record(found.step, found.time, metrics) if in_range and all(map(_is_metric_name, metrics)) else None
 
 
+def _number(value: Any) -> float:
+    """A value as `Record.to_line` writes it. Raises ValueError."""
+    if type(value) is float or type(value) is int or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError
+
+
+@functools.cache
 def _is_metric_name(name: str) -> bool:
     """Whether MLflow takes a name; it would refuse the whole batch."""
     return bool(_METRIC_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith((".", "/"))

@@ -206,3 +206,7 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path
     assert steps == [*range(1, sent + 6), sent + 5]  # The last is the evaluation's.
     with contextlib.closing(sqlite3.connect(store)) as database:
         assert database.execute("SELECT count(*), min(status) FROM runs").fetchall() == [(1, "FINISHED")]
+        params = dict(database.execute("SELECT key, value FROM params"))
+    # The architecture as built, whatever said so.
+    assert params["model.name"] == "ViT/8, width 32, depth 2"
+    assert (params["model.patch_size"], params["model.pool"], params["optimizer.lr"]) == ("8", "token", "0.01")
