@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 
 from data_tools import cluster
 from data_tools.classes import renamed
-from data_tools.content import content_hash
 from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from data_tools.shard import SKIPPED, resolve, write_table
@@ -31,6 +30,7 @@ from data_tools.sources.split_files import split_files
 from data_tools.sources.webdataset import known_class_names, whole_samples
 from data_tools.write_shard import PARTS, Done, load_part, write_part
 from pipeline.data.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
+from pipeline.data.content import content_hash
 from pipeline.data.decode import check_end, inspect
 from pipeline.data.manifest import (
     INFO,

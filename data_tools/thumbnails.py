@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 import pyarrow as pa
 
-from data_tools.content import HASH_BYTES, content_hash
 from data_tools.near_copies import SIDE, is_plain, thumbnail
 from pipeline.data.bucket import AnyPath, fetched, to_path
+from pipeline.data.content import HASH_BYTES, content_hash
 from pipeline.data.decode import DecodeError, decode
 from pipeline.data.manifest import SAMPLES_FILE, Dataset, Shard, open_parquet, replacing
 from pipeline.data.patience import StorageError

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from data_tools.content import content_hash
 from data_tools.sources.archive import Member, tar_members
 from data_tools.sources.listing import printable
 from data_tools.sources.webdataset import NO_LABEL, TarSample, samples_of, split_name
 from pipeline.data.bucket import fetched, locate, to_path
+from pipeline.data.content import content_hash
 from pipeline.data.decode import DecodeError, inspect
 from pipeline.data.manifest import Shard
 from pipeline.errors import UserError

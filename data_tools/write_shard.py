@@ -13,12 +13,12 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.content import content_hash
 from data_tools.images import shrink
 from data_tools.sources import Reader
 from data_tools.sources.reader import raise_if_lost
 from pipeline import json_record
 from pipeline.data.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.content import content_hash
 from pipeline.data.decode import check_end, decode, inspect
 from pipeline.data.manifest import ROWS, Shard, open_parquet, replacing
 from pipeline.data.patience import StorageError

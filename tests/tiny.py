@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from data_tools.content import content_hash
+from pipeline.data.content import content_hash
 from pipeline.data.manifest import ROWS, Shard, write_dataset
 
 NUM_CLASSES = 4

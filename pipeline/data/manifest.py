@@ -42,7 +42,7 @@ INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.par
 _NAME = pa.dictionary(pa.int32(), pa.string())
 
 # What a maker of shards knows of each sample. offset and size: of the image's bytes inside the tar. width and height:
-# as stored, before any EXIF rotation. xxh128: of the image's bytes (`data_tools/content.py`).
+# as stored, before any EXIF rotation. xxh128: of the image's bytes (`pipeline/data/content.py`).
 ROWS = pa.schema(
     [
         ("key", pa.string()),

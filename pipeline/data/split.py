@@ -135,6 +135,10 @@ class Split:
         row = int(self.manifest_rows(row))
         return self.index.labels[self.index.label_starts[row] : self.index.label_starts[row + 1]]
 
+    def hash_of(self, row: int) -> bytes | None:
+        """XXH3-128 of the bytes of one image; None where the manifest has none."""
+        return self.index.hash_of(int(self.manifest_rows(row)))
+
     @cached_property
     def label_offsets(self) -> np.ndarray:
         """(n + 1,) int64: sample i has the labels from label_values[label_offsets[i]] up to the next one's."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.data.bucket import BucketPath, ObjectReader, to_path
 from pipeline.data.cache import ShardCache
+from pipeline.data.content import content_hash
 from pipeline.data.manifest import Split
 
 Request = TypeVar("Request", bound=tuple)
@@ -47,11 +48,16 @@ class ShardReader:
     def read(self, row: int) -> bytes:
         """The image file of sample `row`.
 
-        Raises OSError when its shard is missing, shorter than the manifest says or (in a bucket) another one; StorageError
-        when the bucket or the cache cannot be used at all.
+        Raises OSError when its shard is missing, shorter than the manifest says or (in a bucket) another one, and when the
+        image's bytes are not those that the manifest has the hash of; StorageError when the bucket or the cache cannot be
+        used at all.
         """
         shard = int(self.split.shard_of(np.asarray(row)))
-        return self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
+        data = self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
+        expected = self.split.hash_of(row)
+        if expected is not None and content_hash(data) != expected:
+            raise OSError(f"its bytes in {self.split.shard_paths[shard]} are not those of the manifest (xxh128)")
+        return data
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
         """The same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from data_tools.content import content_hash
+from pipeline.data.content import content_hash
 from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
 
 Encode = Callable[..., bytes]

@@ -16,12 +16,19 @@ from pipeline.data.index import open_index
 from pipeline.data.manifest import Dataset, open_dataset
 
 LABELS = [[row % 5] * (row % 4) for row in range(20)]
-_COLUMNS = {"offset": pa.int64(), "size": pa.int64(), "labels": pa.list_(pa.int32())}
+# Of row 3 there is none.
+HASHES = [None if row == 3 else bytes([row + 1]) * 16 for row in range(20)]
+_COLUMNS = {"offset": pa.int64(), "size": pa.int64(), "labels": pa.list_(pa.int32()), "xxh128": pa.binary(16)}
 
 
 def read(columns: list[str]) -> list[pa.Table]:
     """20 samples in row groups of 7."""
-    whole = {"offset": [2**40 + row for row in range(20)], "size": [3 * row for row in range(20)], "labels": LABELS}
+    whole = {
+        "offset": [2**40 + row for row in range(20)],
+        "size": [3 * row for row in range(20)],
+        "labels": LABELS,
+        "xxh128": HASHES,
+    }
     schema = pa.schema([(column, _COLUMNS[column]) for column in columns])
     return [pa.table({column: whole[column][first : first + 7] for column in columns}, schema) for first in (0, 7, 14)]
 
@@ -31,7 +38,8 @@ def check(found: index.Index) -> None:
     assert found.sizes.tolist() == [3 * row for row in range(20)]
     starts = found.label_starts
     assert [found.labels[starts[row] : starts[row + 1]].tolist() for row in range(20)] == LABELS
-    assert (len(found), found.max_labels) == (20, 3)
+    assert (len(found), found.max_labels, found.max_label) == (20, 3, 4)
+    assert [found.hash_of(row) for row in range(20)] == HASHES
 
 
 def refuse(columns: list[str]) -> list[pa.Table]:

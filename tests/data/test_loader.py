@@ -1,10 +1,13 @@
 """Batches: the same for any number of threads; a bad sample is counted and changes no other; too many stop the run."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import cv2
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from pipeline.config import AugmentConfig
 from pipeline.data import augment
 from pipeline.data.decode import decode
 from pipeline.data.loader import Batch, Loader, View, eval_view, normalise, train_view
-from pipeline.data.manifest import Dataset, Split
+from pipeline.data.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
 from pipeline.data.storage import ShardReader
 from pipeline.errors import UserError
 
@@ -138,6 +141,49 @@ def test_a_bad_sample_changes_no_other(row: int, at: int, count: int, dataset: D
         assert torch.equal(a.labels[~is_bad], b.labels[~is_bad])
         assert (b.images[is_bad] == 0).all()
         assert (b.labels[is_bad] == -1).all()
+
+
+def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> None:
+    """Most flipped bits of a JPEG only change its pixels: the manifest's hash tells."""
+    split = dataset.split("train")
+    good, _ = load(split)
+    row, at = 7, int(split.sizes[7]) // 2
+    path = Path(split.shard_paths[int(split.shard_of(np.array(row)))])
+    content = bytearray(path.read_bytes())
+    content[int(split.offsets[row]) + at] ^= 1
+    path.write_bytes(content)
+    decode(bytes(content[int(split.offsets[row]) : int(split.offsets[row]) + int(split.sizes[row])]))  # It does decode.
+    found, loader = load(split, max_bad_share=0.05)
+    assert list(loader.bad) == [row]
+    assert loader.bad[row].endswith("are not those of the manifest (xxh128)")
+    for a, b in zip(good, found, strict=True):
+        is_bad = torch.from_numpy(a.rows == row)
+        assert torch.equal(b.valid, ~is_bad)
+        assert torch.equal(a.images[~is_bad], b.images[~is_bad])
+        assert (b.images[is_bad] == 0).all()
+    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7: its bytes in .*xxh128"):
+        load(split, max_bad_share=0.0)
+
+
+def test_a_left_out_sample_does_not_move_the_hashes(dataset: Dataset) -> None:
+    split = dataset.split("train").only(np.delete(np.arange(COUNT), [0, 3, 20]))
+    reader = ShardReader(split)
+    assert [reader.read(row) for row in range(len(split))]
+
+
+def test_images_of_data_sets_of_the_first_format_are_not_compared(dataset: Dataset) -> None:
+    """Those have SHA-256, which would cost a tenth of the time of decoding."""
+    path = dataset.path / SAMPLES_FILE
+    table = pq.read_table(path).drop_columns("xxh128")
+    pq.write_table(table.append_column("sha256", pa.array([b"0" * 32] * COUNT, pa.binary(32))), path)
+    info = json.loads((dataset.path / INFO).read_text())
+    info["files"][SAMPLES_FILE] = file_sha256(path)
+    info.pop("checksum", None)
+    (dataset.path / INFO).write_text(json.dumps({**info, "format": "vit-dataset/1"}))
+    split = open_dataset(dataset.path).split("train")
+    assert split.hash_of(3) is None
+    _, loader = load(split)
+    assert not loader.bad
 
 
 def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:

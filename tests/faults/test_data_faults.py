@@ -22,10 +22,10 @@ from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 
 from data_tools import cluster, progress, shard, verify
-from data_tools.content import content_hash
 from pipeline.command import mistakes_in_one_line
 from pipeline.config import AugmentConfig
 from pipeline.data.bucket import AnyPath
+from pipeline.data.content import content_hash
 from pipeline.data.exclude import read_lists
 from pipeline.data.loader import Batch, Loader, train_view
 from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
@@ -322,7 +322,7 @@ def read_all(of: Loader) -> list[Batch]:
     ("fault", "reason"),
     [
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: path.write_bytes(b"\x07" * path.stat().st_size), "no image"),
+        (lambda path: path.write_bytes(b"\x07" * path.stat().st_size), "not those of the manifest"),
         (lambda path: path.write_bytes(b""), "ends before byte"),
     ],
     ids=["deleted", "replaced", "emptied"],
