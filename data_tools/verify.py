@@ -8,6 +8,7 @@ import csv
 import hashlib
 import io
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from data_tools import cluster
 from data_tools.driver import only_driver
 from data_tools.progress import Progress, data_size, duration
 from data_tools.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
-from pipeline.data import exclude, manifest
+from pipeline.data import exclude, index, manifest
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import (
     INFO,
@@ -106,7 +107,7 @@ def _read_tables(dataset: Dataset) -> _Tables:
         findings.append(("manifest", "", "", -1, "", detail, False))
 
     try:
-        shards = dataset.shards()
+        shards = dataset.shards(prove=False)
     except (pa.ArrowException, OSError, TypeError) as error:
         raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_way_out(dataset)}") from None
     for name, sha256 in dataset.info["files"].items():
@@ -118,7 +119,21 @@ def _read_tables(dataset: Dataset) -> _Tables:
     if manifest.fingerprint(shards, dataset.classes) != dataset.fingerprint:
         say(f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}")
     samples, counts = _open_samples(dataset, shards, say)
+    if samples is not None:
+        _check_indexes(dataset, say)
     return _Tables(shards, counts, samples, findings)
+
+
+def _check_indexes(dataset: Dataset, say: Any) -> None:
+    """Compare what training maps with samples.parquet; what differs is removed, so that training makes it again."""
+    for split in dataset.splits:
+        name = dataset.index_name(split)
+        for place in dataset.index_places():
+            wrong = index.damage(place, name, dataset.table(split, prove=False).read)
+            if wrong is None:
+                continue
+            say(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
+            shutil.rmtree(place / name, ignore_errors=True)
 
 
 def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:

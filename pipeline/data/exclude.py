@@ -4,10 +4,13 @@ Whoever judges samples (verify, dedup, a person) writes one list, `exclude/<name
 whoever opens a split leaves them out. A list belongs to the bytes it was made for, by the data set's fingerprint.
 """
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from pipeline.data.bucket import AnyPath
 from pipeline.data.manifest import Dataset, open_parquet, replacing
@@ -16,7 +19,8 @@ from pipeline.errors import UserError
 FOLDER = "exclude"
 # row: of the sample in its split, as the manifest has it: `dataset.table(split)`. reason: one line for people.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
-_FINGERPRINT = b"fingerprint"
+# Of a list's file. The checksum is missing in lists of earlier versions and of other writers.
+_FINGERPRINT, _CHECKSUM = b"fingerprint", b"checksum"
 
 
 def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
@@ -27,10 +31,11 @@ def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
         of_split = table.filter(pc.equal(table["split"], split))
-        keys = dataset.table(split).keys(of_split["row"].to_numpy())
+        keys = dataset.table(split, prove=False).keys(of_split["row"].to_numpy())
         assert keys == of_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
     with replacing(path) as file:
-        pq.write_table(table.replace_schema_metadata({_FINGERPRINT: dataset.fingerprint.encode()}), file)
+        about = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
+        pq.write_table(table.replace_schema_metadata(about), file)
     return path
 
 
@@ -80,12 +85,28 @@ def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
     try:
         table = open_parquet(path).read()
         made_for = table.schema.metadata[_FINGERPRINT].decode()
+        checksum = table.schema.metadata.get(_CHECKSUM)
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
-    except (pa.ArrowInvalid, KeyError, TypeError):
+        is_whole = not table["row"].null_count and not table["split"].null_count
+        is_whole = is_whole and checksum in (None, _checksum(table))
+    except UserError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged. Remove it, and make it again.") from None
+    if not is_whole:
+        raise UserError(f"{path} is damaged. Remove it, and make it again.")
     if made_for != dataset.fingerprint:
         raise UserError(
             f"{path} was made for data {made_for}, but {dataset.path} is now {dataset.fingerprint}. Make it again, "
             "or remove it."
         )
     return table
+
+
+def _checksum(table: pa.Table) -> bytes:
+    """Of which samples a list names (EXCLUDED): hex, XXH3-128 of rows and splits."""
+    splits = table["split"].combine_chunks().dictionary_encode()
+    digest = xxhash.xxh3_128(table["row"].to_numpy().astype("<i8").tobytes())
+    digest.update(splits.indices.to_numpy(zero_copy_only=False).astype("<i4").tobytes())
+    digest.update(json.dumps(splits.dictionary.to_pylist()).encode())
+    return digest.hexdigest().encode()

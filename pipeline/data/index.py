@@ -99,14 +99,24 @@ def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
     return _of({column: np.concatenate(parts) for column, parts in columns.items()}, *largest, note)
 
 
-def damage(place: Path, name: str) -> str | None:
-    """What is wrong with the index `name` that this folder has, read to its last byte; None when it is whole or not there."""
-    if not (place / name).exists():
-        return None
+def damage(place: Path, name: str, read: Read) -> str | None:
+    """What is wrong with the index `name` in this folder, None when it is whole or not there; everything is read for it.
+
+    Its files are compared with their checksums, and those with what follows from samples.parquet. An index of an earlier
+    format is not looked at: nobody uses it.
+    """
     try:
-        return None if _map(place / name, remember=False) else "it is incomplete, or of another format"
+        if _map(place / name, remember=False) is None:
+            return None
+        info = json_record.read(place / name / _INFO, Info)
     except (_DamagedError, OSError) as error:
         return str(error)
+    digests = {column: xxhash.xxh3_128() for column in COLUMNS}
+    largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
+    derived = {column: digest.hexdigest() for column, digest in digests.items()}
+    if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
+        return "it does not follow from samples.parquet"
+    return None
 
 
 def cache_folder() -> Path:
@@ -203,9 +213,8 @@ def _write(folder: Path, read: Read) -> None:
         files = {column: stack.enter_context(open(folder / column, "wb")) for column in COLUMNS}
 
         def append(column: str, values: np.ndarray) -> None:
-            values = np.ascontiguousarray(values)
             values.tofile(files[column])
-            digests[column].update(values.view(np.uint8).data)
+            digests[column].update(_bytes(values))
             lengths[column] += len(values)
 
         max_labels, max_label = _derive(read, append)
@@ -215,6 +224,10 @@ def _write(folder: Path, read: Read) -> None:
     checksums = {column: digest.hexdigest() for column, digest in digests.items()}
     info = dataclasses.asdict(Info(_FORMAT, lengths, max_labels, max_label, checksums, ""))
     (folder / _INFO).write_text(json.dumps({**info, "check": _check(info)}))
+
+
+def _bytes(values: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(values).view(np.uint8).data
 
 
 def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int, int]:

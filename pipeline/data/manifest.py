@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,11 +25,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline import json_record
 from pipeline.config import Limit
 from pipeline.data.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.cache import Storage
 from pipeline.data.index import INDEX_FOLDER, Index, cache_folder, open_index
 from pipeline.data.patience import Patience
+from pipeline.data.proof import proven_sha256
 from pipeline.data.split import SampleTable, Split
 from pipeline.data.subset import beyond_limit
 from pipeline.errors import UserError
@@ -70,6 +73,8 @@ SHARDS = pa.schema(
 # Large enough to be read fast, small enough that `keys` of a few samples touches few megabytes.
 _ROWS_PER_GROUP = 2**18
 _REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
+_CHECKSUM = "checksum"
+_QUOTED = 200  # Characters of what another library says.
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,26 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class _Info:
+    """The fields of dataset.json that are used here, and their types. Data sets made earlier lack those with a default.
+
+    files: SHA-256 (hex) of the two tables. checksum: of all other fields (`_checksum_of`).
+    """
+
+    format: str
+    fingerprint: str
+    samples: dict[str, int]
+    shards: dict[str, int]
+    classes: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,9 +143,12 @@ class Dataset:
     def splits(self) -> list[str]:
         return list(self.info["samples"])
 
-    def shards(self) -> list[Shard]:
-        """Every row of shards.parquet."""
-        return [Shard(**row) for row in _open(self.path / SHARDS_FILE).read().to_pylist()]
+    def shards(self, prove: bool = True) -> list[Shard]:
+        """Every row of shards.parquet. prove: compare the file with dataset.json first. Raises UserError."""
+        if prove:
+            self._prove(SHARDS_FILE)
+        with _one_line_of(self.path / SHARDS_FILE):
+            return [Shard(**row) for row in _open(self.path / SHARDS_FILE).read(columns=SHARDS.names).to_pylist()]
 
     def shard_path(self, name: str) -> AnyPath:
         """Where a tar lies, by its name in shards.parquet."""
@@ -133,10 +161,15 @@ class Dataset:
         except FileNotFoundError:
             return False
 
-    def table(self, name: str) -> SampleTable:
-        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
+    def table(self, name: str, prove: bool = True) -> SampleTable:
+        """All rows of one split. prove: compare samples.parquet with dataset.json first.
+
+        Raises UserError for an unknown split and a damaged manifest.
+        """
         if name not in self.splits:
             raise UserError(f"{self.path} has no split {name!r}. It has: {', '.join(self.splits)}.")
+        if prove:
+            self._prove(SAMPLES_FILE)
         file = _open(self.path / SAMPLES_FILE)
         return SampleTable(file, self._row_groups(file, name))
 
@@ -157,6 +190,10 @@ class Dataset:
             raise UserError(
                 f"{self.path}: split {name!r} has {len(index)} rows in {SAMPLES_FILE}, {starts[-1]} in "
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {_REMEDY}"
+            )
+        if index.max_label >= self.num_classes:
+            raise UserError(
+                f"{self.path / INFO} has {self.num_classes} classes, but split {name!r} has label {index.max_label}. {_REMEDY}"
             )
         left_out, left_out_by = excluded_rows(self, name, exclude)
         if limit != WHOLE:
@@ -185,9 +222,27 @@ class Dataset:
 
     def index(self, name: str) -> Index:
         """The mapped columns of one split, made of samples.parquet when they are not there yet; on a local disk."""
+        with _one_line_of(self.path / SAMPLES_FILE):
+            return open_index(self.index_name(name), self.index_places(), self.table(name).read)
+
+    def index_name(self, split: str) -> str:
+        """Of the folder that has the index of a split."""
+        digest = self.info["files"].get(SAMPLES_FILE) or file_sha256(self.path / SAMPLES_FILE)
+        return f"{split}-{digest[:16]}"
+
+    def index_places(self) -> list[Path]:
+        """Folders where an index may be, the best first."""
         beside = [self.path / INDEX_FOLDER] if isinstance(self.path, Path) else []
-        places = [*beside, cache_folder()]
-        return open_index(f"{name}-{self.info['files'][SAMPLES_FILE][:16]}", places, self.table(name).read)
+        return [*beside, cache_folder()]
+
+    def _prove(self, name: str) -> None:
+        """Compare one of the two tables with its hash in dataset.json, where that has one; once (`pipeline/data/proof.py`)."""
+        expected, path = self.info["files"].get(name), self.path / name
+        if expected is None:
+            return
+        with _one_line_of(path):
+            if proven_sha256(path, expected) != expected:
+                raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {_REMEDY}")
 
     def _check_shards(self, paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_whole: np.ndarray) -> None:
         """Look whether each shard is there that has a sample of use, and has its size.
@@ -207,8 +262,10 @@ class Dataset:
         """File names, samples, bytes and sha256 (hex) of a split's shards; a million of them in a second."""
         counts = [self.info["shards"][split] for split in self.splits]
         place = self.splits.index(name)
-        table = _open(self.path / SHARDS_FILE).read(columns=["name", "split", "samples", "bytes", "sha256"])
-        table = table.slice(sum(counts[:place]), counts[place])
+        self._prove(SHARDS_FILE)
+        with _one_line_of(self.path / SHARDS_FILE):
+            table = _open(self.path / SHARDS_FILE).read(columns=SHARDS.names)
+            table = table.select(SHARDS.names).slice(sum(counts[:place]), counts[place]).cast(SHARDS)
         if table["split"].unique().to_pylist() not in ([name], []):
             raise UserError(f"{self.path / SHARDS_FILE} is not the one that {INFO} was written with. {_REMEDY}")
         # Not to_numpy(), which imports pandas: half of the start-up.
@@ -229,24 +286,61 @@ class Dataset:
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
-    """Open a data set by its folder or URL; reads dataset.json only. Raises UserError when there is none."""
+    """Open a data set by its folder or URL; reads dataset.json only. Raises UserError when there is none, or a damaged one."""
     storage = storage or Storage()
     path = to_path(path, storage.patience)
     remedy = f"Shard it first: python launch/shard.py source=... out={path}"
     if not path.exists():
         raise UserError(f"{path}: no such data set. {remedy}")
     try:
-        info = json.loads((path / INFO).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None
+        with (path / INFO).open("rb") as file:
+            text = file.read()
     except UserError:  # A bucket out of reach.
         raise
-    except ValueError:
-        raise UserError(f"{path / INFO} is damaged. Remove the folder, and shard again.") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
+    return Dataset(path, _parse_info(text, f"{path / INFO}"), storage)
+
+
+def _parse_info(text: bytes, where: str) -> dict[str, Any]:
+    """The content of dataset.json, checked. Raises UserError."""
+    remedy = f"Copy {INFO} again, or remove the folder and shard again."
+    try:
+        info = json_record.parse(text, Any, where)
+    except UserError as error:
+        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where} ')}). {remedy}") from None
     if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = info.get("format") if isinstance(info, dict) else info
-        raise UserError(f"{path / INFO} has format {found!r}, but this code reads {FORMAT!r}.")
-    return Dataset(path, info, storage)
+        raise UserError(f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}.")
+    record = json_record.convert(info, _Info, where)
+    if record.checksum not in (None, _checksum_of(info)):
+        raise UserError(
+            f"{where} is damaged: its content does not fit its checksum. {remedy} If it was changed on purpose, remove "
+            f"its field {_CHECKSUM!r}."
+        )
+    twice = [name for name, count in Counter(record.classes).items() if count > 1]
+    if twice:
+        raise UserError(f"{where}: classes has {json_record.quoted(twice[0])} more than once. {remedy}")
+    for name, number in (("num_classes", record.num_classes), ("class_names", record.class_names)):
+        count = len(number) if isinstance(number, list) else number
+        if count not in (None, len(record.classes)):
+            raise UserError(f"{where}: classes has {len(record.classes)} names, but {name} says {count}. {remedy}")
+    if (
+        list(record.samples) != list(record.shards)
+        or min([*record.samples.values(), *record.shards.values()], default=0) < 0
+    ):
+        raise UserError(f"{where}: samples = {record.samples} and shards = {record.shards} do not fit. {remedy}")
+    # As a data set has them that was made now, except where it says by its absence when it was made.
+    given = {key: value for key, value in info.items() if value is not None}
+    return {**given, "files": record.files, "source": record.source, "settings": record.settings}
+
+
+def _checksum_of(info: dict[str, Any]) -> str:
+    """Hex SHA-256 of the content of dataset.json without its own checksum, however it is written down."""
+    rest = {key: value for key, value in info.items() if key != _CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_dataset(
@@ -294,6 +388,7 @@ def write_dataset(
     }
     if class_names is not None:
         info["class_names"] = list(class_names)
+    info[_CHECKSUM] = _checksum_of(info)
     with replacing(path / INFO) as file:
         file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
     dataset = Dataset(path, info)
@@ -389,12 +484,22 @@ def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.P
 
 
 def _open(path: AnyPath) -> pq.ParquetFile:
-    try:
+    with _one_line_of(path):
         return open_parquet(path)
+
+
+@contextlib.contextmanager
+def _one_line_of(path: AnyPath) -> Iterator[None]:
+    """Make one line of whatever reading a damaged table raises."""
+    try:
+        yield
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing. {_REMEDY}") from None
-    except pa.ArrowInvalid:
-        raise UserError(f"{path} is damaged. {_REMEDY}") from None
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        said = " ".join(str(error).split())[:_QUOTED]
+        raise UserError(f"{path} is damaged ({said}). {_REMEDY}") from None
 
 
 def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:

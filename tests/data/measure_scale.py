@@ -13,11 +13,13 @@ import os
 import resource
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -66,7 +68,17 @@ def make_holes(path: Path, num_samples: int) -> None:
     for column, length in lengths.items():
         (folder / column).touch()
         os.truncate(folder / column, length * np.dtype(index.COLUMNS[column]).itemsize)
-    (folder / index._INFO).write_text(json.dumps({"format": index._FORMAT, "lengths": lengths, "max_labels": 1}))
+    checksums = {column: file_xxh128(folder / column) for column in index.COLUMNS}
+    info = asdict(index.Info(index._FORMAT, lengths, max_labels=1, max_label=0, xxh128=checksums, check=""))
+    (folder / index._INFO).write_text(json.dumps({**info, "check": index._check(info)}))
+
+
+def file_xxh128(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(2**24):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def samples(n: int, per_shard: int) -> pa.Table:

@@ -143,7 +143,9 @@ def test_a_damaged_manifest_is_one_line(dataset: Dataset, tmp_path: Path) -> Non
 def test_labels_out_of_range_are_not_counted_as_others(dataset: Dataset, tmp_path: Path) -> None:
     data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
     info = json.loads((data / "dataset.json").read_text())
-    (data / "dataset.json").write_text(json.dumps({**info, "classes": info["classes"][:2]}))
+    (data / "dataset.json").write_text(
+        json.dumps({**info, "checksum": None, "num_classes": 2, "classes": info["classes"][:2]})
+    )
     with pytest.raises(UserError, match=r"labels from 0 to 2, but there are 2 classes .*launch/verify.py"):
         run(data, tmp_path / "out")
 

@@ -130,6 +130,7 @@ def rewrite(path: Path, change: Callable[[list[dict]], None]) -> None:
 def sign(folder: Path) -> None:
     """Make dataset.json agree with tables that were changed, as a forger would."""
     info = json.loads((folder / INFO).read_text())
+    del info["checksum"]
     info["files"][SAMPLES_FILE] = file_sha256(folder / SAMPLES_FILE)
     info["source"]["vtab"]["keys_sha256"] = keys.digest(keys.read_keys(folder / keys.KEYS_FILE))
     (folder / INFO).write_text(json.dumps(info))

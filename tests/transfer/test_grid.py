@@ -206,7 +206,9 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
     file.write_text(RUN.replace("DATA", str(data)))
     make_dataset(other, {"train": 20})
     info = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**info, "classes": ["only one"]}))
+    (other / "dataset.json").write_text(
+        json.dumps({**info, "checksum": None, "num_classes": 1, "classes": ["only one"]})
+    )
 
     def start(cell: grid.Cell, config: GridConfig) -> int:
         pytest.fail(f"{cell.name} was started")

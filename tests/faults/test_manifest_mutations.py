@@ -1,0 +1,236 @@
+"""Single flipped bits in the files that describe a data set: the same samples, one line, or an index made again.
+
+Never other labels or offsets, and never an exception that is no UserError.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data import proof
+from pipeline.data.exclude import EXCLUDED, write_list
+from pipeline.data.manifest import INFO, ROWS, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset, write_dataset
+from pipeline.errors import UserError
+
+COUNT, FLIPS = 60, 200
+LABELS = [[row % 5] if row % 4 else [row % 5, 6] for row in range(COUNT)]
+PER_SHARD = 20
+
+
+def make(path: Path) -> Dataset:
+    """A manifest of 3 shards of nothing."""
+    path.mkdir()
+    shards, tables = [], []
+    for first in range(0, COUNT, PER_SHARD):
+        rows = range(first, first + PER_SHARD)
+        columns = {
+            "key": [f"class/{row}" for row in rows], "offset": [512 + 2048 * row for row in rows],
+            "size": [100 + row for row in rows], "ext": ["jpg"] * PER_SHARD, "labels": LABELS[first : first + PER_SHARD],
+            "width": [9] * PER_SHARD, "height": [7] * PER_SHARD, "xxh128": [bytes([row + 1]) * 16 for row in rows],
+        }  # fmt: skip
+        tables.append(pa.Table.from_pydict(columns, ROWS))
+        shards.append(Shard(f"train-{first // PER_SHARD:06d}.tar", "train", PER_SHARD, 1000, "ab" * 32))
+        (path / shards[-1].name).write_bytes(b"x" * 1000)
+    return write_dataset(path, shards, tables, list("abcdefg"), {"path": "/raw"}, {"seed": 0})
+
+
+def content(path: Path) -> dict[str, object]:
+    """All that training takes from a data set."""
+    dataset = open_dataset(path)
+    split = dataset.split("train")
+    return {
+        "classes": dataset.classes,
+        "fingerprint": dataset.fingerprint,
+        "format": dataset.info["format"],
+        "samples": dataset.info["samples"],
+        "shards": [(Path(name).name, size) for name, size in zip(split.shard_paths, split.shard_sizes, strict=True)],
+        "columns": [
+            np.asarray(split.index.__dict__[name]).tobytes() for name in ("offsets", "sizes", "labels", "hashes")
+        ],
+        "starts": split.index.label_starts.tolist(),
+        "max_labels": split.max_labels,
+        "keys": split.keys(range(len(split))),
+    }
+
+
+def flip(path: Path, generator: np.random.Generator) -> None:
+    data = bytearray(path.read_bytes())
+    place = int(generator.integers(len(data)))
+    data[place] ^= 1 << int(generator.integers(8))
+    path.write_bytes(data)
+
+
+def check_line(error: UserError, path: Path) -> None:
+    assert "\n" not in str(error)
+    assert str(path) in str(error)
+
+
+@dataclass
+class Outcomes:
+    same: int = 0
+    refused: int = 0
+
+
+@pytest.mark.parametrize(
+    ("name", "signed"),
+    [(SAMPLES_FILE, True), (SHARDS_FILE, True), (INFO, True), ("index", True), (INFO, False)],
+    ids=["samples", "shards", "info", "index", "info of an earlier version"],
+)
+def test_flipped_bits(name: str, signed: bool, tmp_path: Path) -> None:
+    path = make(tmp_path / "data").path
+    if not signed:
+        info = json.loads((path / INFO).read_text())
+        (path / INFO).write_text(json.dumps({key: value for key, value in info.items() if key != "checksum"}))
+    expected = content(path)
+    files = sorted((path / "index").glob("train-*/*")) if name == "index" else [path / name]
+    whole = {file: file.read_bytes() for file in files}
+    generator = np.random.default_rng(len(name))
+    outcomes = Outcomes()
+    for number in range(FLIPS):
+        flip(files[number % len(files)], generator)
+        try:
+            found = content(path)
+        except UserError as error:
+            check_line(error, path)
+            outcomes.refused += 1
+        else:
+            if signed:
+                assert found == expected
+            outcomes.same += 1
+        if name != "index":
+            for file, data in whole.items():
+                file.write_bytes(data)
+    if name == "index":
+        # Every time made again, to the byte.
+        assert outcomes.refused == 0
+        assert {file: file.read_bytes() for file in files} == whole
+    elif name != INFO:
+        assert outcomes.same == 0
+    assert content(path) == expected
+
+
+def test_a_row_group_of_labels_set_to_nothing(tmp_path: Path) -> None:
+    path = make(tmp_path / "data").path
+    table = pq.read_table(path / SAMPLES_FILE)
+    zeros = table.column("labels").to_pylist()
+    zeros[:20] = [[0]] * 20
+    place = table.schema.get_field_index("labels")
+    pq.write_table(
+        table.set_column(place, table.schema.field(place), pa.array(zeros, pa.list_(pa.int32()))), path / SAMPLES_FILE
+    )
+    with pytest.raises(UserError, match=r"samples.parquet is damaged: .*dataset.json was written with\. Copy it again"):
+        open_dataset(path).split("train")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"classes": []}, "classes has 0 names, but num_classes says 7"),
+        ({"classes": [], "num_classes": 0}, r"has 0 classes, but split 'train' has label 6"),
+        ({"classes": list("abc"), "num_classes": 3}, r"has 3 classes, but split 'train' has label 6"),
+        ({"classes": list("abcdefa")}, "classes has 'a' more than once"),
+        ({"classes": "abcdefg"}, r"classes = 'abcdefg' must be a list of text"),
+        ({"classes": [1, 2, 3, 4, 5, 6, 7]}, r"classes\[0\] = 1 must be text"),
+        ({"class_names": ["a"]}, "classes has 7 names, but class_names says 1"),
+        ({"samples": {"train": "60"}}, "samples.train = '60' must be a whole number"),
+        ({"samples": {"train": -60}}, "do not fit"),
+        ({"files": {"samples.parquet": 3}}, "files.samples.parquet = 3 must be text"),
+        ({"format": {}}, "has format {}"),
+    ],
+)
+def test_fields_of_dataset_json(change: dict, said: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "data").path
+    info = json.loads((path / INFO).read_text())
+    del info["checksum"]
+    (path / INFO).write_text(json.dumps({**info, **change}))
+    with pytest.raises(UserError, match=said) as error:
+        open_dataset(path).split("train")
+    assert "\n" not in str(error.value)
+    (path / INFO).write_text(json.dumps(info))
+    assert len(open_dataset(path).split("train")) == COUNT
+
+
+def test_a_data_set_without_hashes_of_its_tables(tmp_path: Path) -> None:
+    path = make(tmp_path / "data").path
+    expected = content(path)
+    info = json.loads((path / INFO).read_text())
+    for field in ("checksum", "files", "num_classes"):
+        del info[field]
+    (path / INFO).write_text(json.dumps(info))
+    assert content(path) == expected
+    for name in (SAMPLES_FILE, SHARDS_FILE):
+        data = (path / name).read_bytes()
+        generator = np.random.default_rng(0)
+        for _ in range(50):
+            (path / name).write_bytes(data[: int(generator.integers(len(data)))])
+            with pytest.raises(UserError, match=rf"{name}\b"):
+                open_dataset(path).split("train")
+        (path / name).write_bytes(data)
+
+
+def test_a_list_of_samples_to_leave_out(tmp_path: Path) -> None:
+    dataset = make(tmp_path / "data")
+    rows = {"split": ["train"] * 3, "row": [1, 2, 5], "key": ["class/1", "class/2", "class/5"], "reason": ["x"] * 3}
+    path = write_list(dataset, "bad", pa.table(rows, EXCLUDED))
+    data = path.read_bytes()
+    expected = dataset.split("train").left_out.tolist()
+    generator = np.random.default_rng(0)
+    for _ in range(FLIPS):
+        flip(path, generator)
+        try:
+            found = dataset.split("train").left_out.tolist()
+        except UserError as error:
+            check_line(error, path)
+        else:
+            assert found == expected
+        path.write_bytes(data)
+
+
+def test_a_file_is_read_once_and_again_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    digest = proof._digest
+    monkeypatch.setattr(proof, "_digest", lambda path, kind: reads.append(path) or digest(path, kind))
+    path = tmp_path / "file"
+    path.write_bytes(b"a")
+    expected = hashlib.sha256(b"a").hexdigest()
+    for _ in range(2):  # Just written: it could be written again within the resolution of its time.
+        assert proof.proven_sha256(path, expected) == expected
+    assert len(reads) == 2
+    os.utime(path, ns=(10**18, 10**18))
+    for _ in range(3):
+        assert proof.proven_sha256(path, expected) == expected
+    assert len(reads) == 3
+    assert proof.proven_sha256(path, expected, remember=False) == expected
+    assert len(reads) == 4
+    path.write_bytes(b"b")
+    os.utime(path, ns=(10**18, 10**18))  # The same size and time: what is left is when the inode changed.
+    assert proof.proven_sha256(path, expected) != expected
+    assert proof.proven_sha256(path, expected) != expected
+    assert len(reads) == 6
+
+
+def test_a_cache_folder_that_cannot_be_written_or_holds_nonsense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make(tmp_path / "data").path
+    for file in [path / SAMPLES_FILE, path / SHARDS_FILE, *path.glob("index/*/*")]:
+        os.utime(file, ns=(10**18, 10**18))
+    expected = content(path)
+    records = list(proof.cache_home().glob("proven/*.json"))
+    assert len(records) == 7
+    for record in records:
+        record.write_text("{")
+    assert content(path) == expected
+    shutil.rmtree(proof.cache_home())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert content(path) == expected
