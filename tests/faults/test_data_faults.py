@@ -80,7 +80,7 @@ def rewrite_rows(dataset: Dataset, change: Callable[[list[dict]], None]) -> None
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path, row_group_size=150)
     info = json.loads((dataset.path / "dataset.json").read_text())
     info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
-    del info["checksum"]
+    info.pop("checksum", None)
     (dataset.path / "dataset.json").write_text(json.dumps(info))
 
 
@@ -94,7 +94,7 @@ def test_a_data_set_of_the_first_format_is_checked_by_its_own_hashes(copy: Datas
     pq.write_table(table.append_column("sha256", pa.array(digests, pa.binary(32))), path, row_group_size=150)
     info = json.loads((copy.path / "dataset.json").read_text())
     info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
-    del info["checksum"]
+    info.pop("checksum", None)
     (copy.path / "dataset.json").write_text(json.dumps({**info, "format": "vit-dataset/1"}))
     report = check(copy.path)
     assert report["is_whole"]
@@ -200,6 +200,25 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
     assert listed(copy) == [("train", row) for row in (3, 5, 9, 11, 15, 149)]
 
 
+@pytest.mark.parametrize("forged", [False, True], ids=["flipped", "of other rows"])
+def test_an_index_that_is_not_what_training_should_read(
+    forged: bool, copy: Dataset, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = copy.split("train").label_values.tolist()
+    (folder,) = copy.path.glob("index/train-*")
+    if forged:  # With checksums of its own that agree.
+        (val,) = copy.path.glob("index/val-*")
+        shutil.rmtree(folder)
+        shutil.copytree(val, folder)
+    else:
+        overwrite(folder / "labels", 8, b"\x03")
+    assert kinds(check(copy.path)) == {"manifest": 1}
+    said = "it does not follow from samples.parquet" if forged else "labels is not what was written"
+    assert f"{said}); it was removed, and is made again" in capfd.readouterr().out
+    assert check(copy.path)["is_whole"]
+    assert open_dataset(copy.path).split("train").label_values.tolist() == expected
+
+
 def test_a_tar_s_damaged_label_costs_nothing(copy: Dataset) -> None:
     offset, size = int(copy.split("train").offsets[50]), int(copy.split("train").sizes[50])
     overwrite(copy.path / SHARD, offset + -(-size // 512) * 512 + 512, b"x")
@@ -260,7 +279,7 @@ def test_rows_of_another_data_set(copy: Dataset, capfd: pytest.CaptureFixture[st
 
 def spoil_image(dataset: Dataset, row: int) -> None:
     """An image that was broken before it was sharded: checksums agree with it."""
-    split = dataset.split("train")
+    split = open_dataset(dataset.path).split("train")
     path, offset = Path(split.shard_paths[int(split.shard_of(np.array(row)))]), int(split.offsets[row])
     overwrite(path, offset + int(split.sizes[row]) - 40, b"\0" * 40)
     data = path.read_bytes()[offset : offset + int(split.sizes[row])]

@@ -207,7 +207,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
     make_dataset(other, {"train": 20})
     info = json.loads((other / "dataset.json").read_text())
     (other / "dataset.json").write_text(
-        json.dumps({**info, "checksum": None, "num_classes": 1, "classes": ["only one"]})
+        json.dumps({**info, "checksum": None, "num_classes": 5, "classes": list("abcde")})
     )
 
     def start(cell: grid.Cell, config: GridConfig) -> int:
