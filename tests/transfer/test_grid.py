@@ -217,7 +217,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
         "settings=[init.weights=x,data.eval_split=test]": "has no split 'test'",
         f"also=[{tmp_path}/nowhere:val]": "nowhere: no such data set",
         f"also=[{data}:test]": "has no split 'test'",
-        f"also=[{other}:train]": f"also: {other}:train has 1 classes, {data} has 4",
+        f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
     }.items():
         overrides = [
             f"run={file}",
