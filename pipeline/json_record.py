@@ -108,7 +108,10 @@ def type_name(kind: Any) -> str:
 
 def quoted(value: Any) -> str:
     """A value as an error repeats it: at most 200 characters on one line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # An integer of over 4,300 digits.
+        return "a number of thousands of digits"
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}... ({len(text)} characters)"
 
 

@@ -69,7 +69,8 @@ def _look(model: VisionTransformer, images: Tensor) -> Attention:
 
     def see(name: str, weights: Tensor) -> None:
         nonlocal rolled, multiplied, pooling
-        seen = weights[:, :, 0] if model.class_token is not None else weights.mean(2)  # (B, H, N)
+        # (B, H, N). Without a class token registers come first, and are read by no head.
+        seen = weights[:, :, 0] if model.class_token is not None else weights[:, :, patches:].mean(2)
         maps.append(seen[:, :, patches:].unflatten(2, config.grid).cpu())
         layers.append(name)
         if name == POOLING:
@@ -91,7 +92,10 @@ def _read_by_head(model: VisionTransformer, num_images: int) -> Tensor:
     """(B, N), how much of each token the head reads: the class token, or all of them alike."""
     num_tokens = model.config.num_tokens
     if model.class_token is None:
-        return torch.full((num_images, num_tokens), 1 / num_tokens)
+        registers = model.config.registers  # first, and read by no head
+        read = torch.full((num_images, num_tokens), 1 / (num_tokens - registers))
+        read[:, :registers] = 0
+        return read
     return nn.functional.one_hot(torch.zeros(num_images, dtype=torch.int64), num_tokens).float()
 
 

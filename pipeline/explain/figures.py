@@ -219,6 +219,7 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
                          bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
     token = " and the class token" if config.pool == "token" else ""
+    token += f" and {config.registers} registers" if config.registers else ""
     cut.set_title(f"read row by row: {h * w} patches{token} = {config.num_tokens} tokens", fontsize=_TEXT)
     for axes in (whole, cut):
         axes.set_axis_off()

@@ -2,8 +2,8 @@
 
 import hashlib
 import importlib
-import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +24,8 @@ _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 _FILES = (*_HUB_FILES, "model.pt")  # Of a folder. The last one was ours in checkpoints of earlier versions.
 # Where training scripts put the state dict in what they save.
 _WRAPPERS = ("state_dict", "model")
+_MOST_OF_AN_ERROR = 1000  # Characters that are repeated.
+_MOST_JSON = 1 << 26  # Bytes of a configuration file; those of 21,843 classes have 2 MB.
 
 
 def find_file(path: Path) -> Path:
@@ -56,7 +58,7 @@ def beside(path: Path) -> Beside:
     """The configuration files beside a file that Hugging Face or timm named."""
     if path.name not in _HUB_FILES:
         return Beside()
-    return Beside(*(_read_json(path.with_name(name)) for name in ("config.json", "preprocessor_config.json")))
+    return Beside(*(_read_json(path.with_name(name), dict) for name in ("config.json", "preprocessor_config.json")))
 
 
 def open_torch(path: Path) -> Any:
@@ -66,14 +68,31 @@ def open_torch(path: Path) -> Any:
         damaged = None
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
+                check_sizes(archive)
                 damaged = archive.testzip()
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # PyTorch's own text advises weights_only=False, which would run whatever the file says.
+        raise UserError(
+            f"{path}: not a readable weights file (it is damaged, or holds more than tensors and plain data, which is never "
+            "loaded because that can run code). Fetch it again; or, in the environment that it comes from and only if you "
+            "trust its source, save the state dict as .safetensors."
+        ) from error
     except Exception as error:  # Whatever a damaged file makes of its reader.
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path}: not a readable weights file ({reason}). {WAY_OUT}") from error
+        raise UserError(f"{path}: not a readable weights file ({one_line(error)}). {WAY_OUT}") from error
     if damaged:
-        raise UserError(f'{path}: damaged, the checksum of "{damaged}" is wrong. {WAY_OUT}')
+        raise UserError(f'{path}: damaged, the checksum of "{one_line(damaged)}" is wrong. {WAY_OUT}')
     return content
+
+
+def check_sizes(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError for a zip that claims to unpack to more than its bytes can hold (deflate: 1,032 times)."""
+    for entry in archive.infolist():
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f'"{entry.filename}" is compressed in a way that no weights file is')
+        factor = 1 if entry.compress_type == zipfile.ZIP_STORED else 1032
+        if entry.file_size > factor * entry.compress_size + 64:
+            raise ValueError(f'"{entry.filename}" claims {entry.file_size:,} bytes, packed in {entry.compress_size:,}')
 
 
 def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
@@ -97,8 +116,8 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with library.safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no dict
-    except (library.SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable .safetensors ({error}). {WAY_OUT}") from error
+    except Exception as error:  # Whatever a damaged header makes of the library: also KeyError, for a new dtype.
+        raise UserError(f"{path}: not a readable .safetensors ({one_line(error)}). {WAY_OUT}") from error
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -131,14 +150,19 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> None:
     _sync_folder(path.parent)  # the rename itself
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, kind: Any) -> Any:
+    """The content of a JSON file that may be missing: {} then."""
     try:
-        found = json.loads(path.read_text())
+        return json_record.read(path, kind, _MOST_JSON)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}).") from error
-    return found if isinstance(found, dict) else {}
+
+
+def one_line(error: Exception | str) -> str:
+    """A text as part of a line: names of tensors, and what a library says, may hold any characters."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return text if len(text) <= _MOST_OF_AN_ERROR else f"{text[:_MOST_OF_AN_ERROR]}..."
 
 
 def _checksum_of(path: Path) -> Checksum | None:

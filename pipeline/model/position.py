@@ -27,7 +27,7 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
     """What a new model stores: a table yet to be filled, the fixed one (in no weights file), or nothing."""
     num_tables = config.num_blocks if config.positions_at == "blocks" else 1
     if config.positions == "learned":
-        return nn.Parameter(torch.empty(num_tables, config.num_tokens, config.width))
+        return nn.Parameter(torch.empty(num_tables, config.num_positions, config.width))
     if config.positions == "learned2d":
         return nn.Parameter(torch.empty(num_tables, sum(config.grid), config.width // 2))
     return nn.Buffer(sincos2d(config), persistent=False) if config.positions == "sincos2d" else None
@@ -41,7 +41,7 @@ def per_token(table: Tensor, config: ViTConfig) -> Tensor:
     rows = table[:, :h, None].expand(-1, -1, w, -1)
     columns = table[:, None, h:].expand(-1, h, -1, -1)
     patches = torch.cat([columns, rows], dim=-1).reshape(num_tables, h * w, config.width)
-    return F.pad(patches, (0, 0, config.num_tokens - h * w, 0))
+    return F.pad(patches, (0, 0, config.num_positions - h * w, 0))
 
 
 def sincos2d(config: ViTConfig) -> Tensor:
@@ -55,7 +55,7 @@ def sincos2d(config: ViTConfig) -> Tensor:
     y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
     angles_x, angles_y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
     patches = torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], dim=1)
-    return F.pad(patches, (0, 0, config.num_tokens - h * w, 0))[None].float()
+    return F.pad(patches, (0, 0, config.num_positions - h * w, 0))[None].float()
 
 
 class RelativePositions(nn.Module):

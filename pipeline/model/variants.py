@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 
@@ -52,6 +53,13 @@ HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R+Ti/16": ("Ti", (), 8),
 }
 
+# The largest values accepted, far above every published model: a damaged file must not make us build anything larger.
+_LARGEST = {
+    "width": 2**16, "depth": 1024, "mlp_width": 2**18, "num_heads": 2**12, "patch_size": 2**12, "num_classes": 2**24,
+}  # fmt: skip
+_LARGEST_SIDE, _MOST_TOKENS, _MOST_STAGES, _MOST_UNITS = 2**16, 2**17, 8, 1024
+_LARGEST_EPS, _LARGEST_HEAD_BIAS, _MOST_REGISTERS = 1.0, 1000.0, 256
+
 # Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py).
 RESNET_UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
@@ -80,13 +88,13 @@ class ViTConfig:
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
     layer_norm_eps: float = 1e-6  # flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
     masked: Masked | None = None  # pre-training by masked patch prediction (masked.py): what is predicted of a patch
+    registers: int = 0  # tokens after the class token without a position, read by no head (arXiv 2309.16588)
 
     def __post_init__(self) -> None:
+        _check_ranges(self)
         for name in ("width", "depth", "mlp_width", "num_heads", "patch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"model: {name} = {getattr(self, name)} must be at least 1.")
-        if self.num_classes < 0:
-            raise UserError(f"model: num_classes = {self.num_classes} is negative; 0 means no head.")
         if self.width % self.num_heads:
             raise UserError(
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
@@ -97,9 +105,12 @@ class ViTConfig:
         for name in ("dropout", "drop_path"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"model: {name} = {getattr(self, name)} must be in [0, 1).")
-        if not self.layer_norm_eps > 0:
-            raise UserError(f"model: layer_norm_eps = {self.layer_norm_eps} must be greater than 0.")
+        if not 0 < self.layer_norm_eps <= _LARGEST_EPS:
+            raise UserError(
+                f"model: layer_norm_eps = {self.layer_norm_eps} must be greater than 0, and at most {_LARGEST_EPS:g}."
+            )
         self._check_positions()
+        self._check_registers()
         if self.axial and self.pool == "token":
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if not 1 <= self.stride <= self.patch_size:
@@ -109,6 +120,11 @@ class ViTConfig:
             )
         if self.masked or self.stem is not None or min(self.image_size) < self.patch_size:
             self.check_covered()
+        if self.num_tokens > _MOST_TOKENS:
+            raise UserError(
+                f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
+                f"{self.num_tokens:,} tokens, more than {_MOST_TOKENS:,}. Use larger patches or a smaller image."
+            )
         if self.masked:
             self._check_masked()
 
@@ -122,6 +138,16 @@ class ViTConfig:
             raise UserError(
                 f"model: masked = small_patch makes 4 x 4 of each patch, whose side is {self.patch_pixels} pixels. Use a "
                 "patch side divisible by 4, or mean_color."
+            )
+
+    def _check_registers(self) -> None:
+        if not 0 <= self.registers <= _MOST_REGISTERS:
+            raise UserError(f"model: registers = {self.registers} must be from 0 to {_MOST_REGISTERS}.")
+        odd = self.positions == "relative" or self.positions_at != "stem" or self.axial or self.pool == "map"
+        if self.registers and (odd or self.masked):
+            raise UserError(
+                "model: registers have no position, and are read by no head. Use them with pool=token or pool=gap, positions "
+                "at the stem that are not relative, and neither axial blocks nor masked patch prediction."
             )
 
     def _check_positions(self) -> None:
@@ -209,7 +235,12 @@ class ViTConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Patches, and the class token if there is one."""
+        """What the blocks read: patches, the class token if there is one, and registers."""
+        return self.num_positions + self.registers
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that may have a position: patches, and the class token if there is one."""
         return (self.pool == "token") + self.grid[0] * self.grid[1]
 
     @property
@@ -237,8 +268,7 @@ class ResNetConfig:
     head_bias: float = 0.0  # initial value of the head's bias
 
     def __post_init__(self) -> None:
-        if self.num_classes < 0:
-            raise UserError(f"model: num_classes = {self.num_classes} is negative; 0 means no head.")
+        _check_ranges(self)
         if self.width < 1 or self.width % 32:
             raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
         if min(self.image_size) < 1 or min(self.units, default=0) < 1:
@@ -266,14 +296,12 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     """The inverse of to_dict: a ResNet's has `units`. Raises UserError for a field that is unknown or missing."""
     cls: type[Config] = ResNetConfig if "units" in values else ViTConfig
     known = [field.name for field in fields(cls)]
-    if unknown := sorted(values.keys() - set(known)):
-        raise UserError(f"model: unknown field {unknown[0]!r}{_did_you_mean(unknown[0], known)}")
-    try:
-        pairs = {"image_size": as_pair(values["image_size"])}
-        pairs |= {name: tuple(values[name]) for name in ("stem", "units") if values.get(name) is not None}
-        return cls(**{**values, **pairs})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"model: the description is not complete: {error}.") from error
+    if unknown := sorted(map(str, values.keys() - set(known))):
+        raise UserError(f"model: unknown field {unknown[0][:200]!r}{_did_you_mean(unknown[0][:200], known)}")
+    if type(side := values.get("image_size")) is int:
+        values = {**values, "image_size": [side, side]}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return json_record.convert(plain, cls, "model")
 
 
 def configure(
@@ -348,8 +376,33 @@ def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
     return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
 
 
+def _check_ranges(config: Config) -> None:
+    """Raise UserError for a number that no model has."""
+    if config.num_classes < 0:
+        raise UserError(f"model: num_classes = {json_record.quoted(config.num_classes)} is negative; 0 means no head.")
+    for name, largest in _LARGEST.items():
+        if (value := getattr(config, name, 1)) > largest:
+            raise UserError(f"model: {name} = {json_record.quoted(value)} is more than {largest:,}, the most accepted.")
+    if not all(1 <= side <= _LARGEST_SIDE for side in config.image_size):
+        sides = json_record.quoted(config.image_size)
+        raise UserError(f"model: image_size = {sides} must be from 1 to {_LARGEST_SIDE:,} pixels.")
+    units = (config.units if isinstance(config, ResNetConfig) else config.stem) or ()
+    if len(units) > _MOST_STAGES or not all(1 <= unit <= _MOST_UNITS for unit in units):
+        name = "units" if isinstance(config, ResNetConfig) else "stem"
+        raise UserError(
+            f"model: {name} = {json_record.quoted(units)} must have at most {_MOST_STAGES} stages, each of 1 to "
+            f"{_MOST_UNITS} units."
+        )
+    if not abs(config.head_bias) <= _LARGEST_HEAD_BIAS:
+        raise UserError(
+            f"model: head_bias = {config.head_bias} must be from {-_LARGEST_HEAD_BIAS:g} to {_LARGEST_HEAD_BIAS:g}."
+        )
+
+
 def _plain(config: Config) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+    # Left out where there are none: files of models without registers stay, byte for byte, what they were.
+    return {name: value for name, value in values.items() if name != "registers" or value}
 
 
 def _as_yaml(value: object) -> str:

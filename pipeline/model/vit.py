@@ -9,7 +9,7 @@ sentence; a plain Transformer encoder reads it; what has become of the class tok
     y     = LN(z_L)[class]                              Eq. 4   VisionTransformer.features
 
 Shape letters
-    B  batch       N  tokens: the class token, then the patches, row by row
+    B  batch       N  tokens: the class token, registers if any, then the patches, row by row
     D  width       H  heads, each D/H wide
     C  channels    P  patch side, in pixels
     M  MLP width   K  classes
@@ -184,6 +184,7 @@ class VisionTransformer(nn.Module):
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
         has_token = config.pool == "token"
         self.class_token = nn.Parameter(torch.empty(1, 1, config.width)) if has_token else None
+        self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter; fixed positions are a buffer
         self.dropout = nn.Dropout(config.dropout)
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
@@ -209,13 +210,13 @@ class VisionTransformer(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """(B, 3, height, width) -> (B, D), what the head reads: the class token, after the tanh layer if any.
 
-        Without a class token: the mean of all tokens ("gap"), or what attention pooling makes of them ("map").
+        Without a class token: the mean of the patches' tokens ("gap"), or what attention pooling makes of them ("map").
         """
         tokens = self.encode(self.embed(images))
         if self.pool is not None:
             pooled = self.pool(tokens)
         else:
-            pooled = tokens.mean(1) if self.class_token is None else tokens[:, 0]
+            pooled = tokens[:, self.config.registers :].mean(1) if self.class_token is None else tokens[:, 0]
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class VisionTransformer(nn.Module):
 
     def encode(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and its LayerNorm."""
-        x = self.dropout(self.add_positions(self.add_class_token(patches), block=0))
+        x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0)))
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i)
@@ -236,11 +237,18 @@ class VisionTransformer(nn.Module):
         return self.norm(x)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
-        """(B, rows*columns, D) -> (B, N, D): the class token in front, where the model has one."""
+        """(B, rows*columns, D) -> the class token in front, where the model has one."""
         if self.class_token is None:
             return patches
         # Not len(patches), which torch.export would take as a constant.
         return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
+
+    def add_registers(self, x: Tensor) -> Tensor:
+        """-> (B, N, D): the registers after the class token, where the model has them (Darcet et al., arXiv 2309.16588)."""
+        if self.registers is None:
+            return x
+        after = 0 if self.class_token is None else 1
+        return torch.cat([x[:, :after], self.registers.expand(x.shape[0], -1, -1), x[:, after:]], dim=1)
 
     def add_positions(self, x: Tensor, block: int) -> Tensor:
         """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""
@@ -266,6 +274,8 @@ class VisionTransformer(nn.Module):
         self.patch_embedding.initialize(generator)
         if self.class_token is not None:
             nn.init.zeros_(self.class_token)
+        if self.registers is not None:
+            nn.init.normal_(self.registers, std=1e-6, generator=generator)  # as DINOv2 does
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=0.02, generator=generator)
         for block in cast(list[Block], self.blocks):

@@ -9,17 +9,20 @@ as JSON. A .pt needs no other package, and is a torch zip of plain data, readabl
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.model import files
 from pipeline.model.build import Model, build
+from pipeline.model.convert.entries import check_values
 from pipeline.model.convert.official import read_npz
+from pipeline.model.convert.preprocessing import View
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import WAY_OUT
 from pipeline.model.position import Kernel, resample_state
@@ -27,6 +30,27 @@ from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair,
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # of our .safetensors
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """What the commands read of `extra`; whatever else is in it is nobody's but its writer's."""
+
+    classes: list[str] | None = None
+    preprocessing: View | None = None
+    loss: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A weights file of ours, without its tensors."""
+
+    format: str
+    model: dict
+    extra: dict = field(default_factory=dict)
+
+
 StrPath = str | os.PathLike[str]
 Say = Callable[[str], object]
 
@@ -71,12 +95,41 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
 
     say: told in a line each what was assumed, rewritten and left out.
     extra of weights of others: "classes" and "preprocessing" where files beside them say so.
-    Raises UserError, one line with the path and the way out, for a file that is damaged or another model's.
+    Raises UserError, one line with the path and the way out, for a file that is damaged or another model's, for class
+    names that do not fit the head, and for weights that are NaN or infinite.
     """
-    config, state, extra = _read(files.find_file(Path(path)))
-    for note in extra.pop("notes", []):
+    path = files.find_file(Path(path))
+    config, state, extra = _read(path)
+    notes = extra.pop("notes", [])
+    try:
+        notes = [*notes, *_check_extra(extra, config)]
+    except UserError as error:
+        raise UserError(f"{path}: {files.one_line(error)}") from error
+    for note in notes:
         say(note)
     return config, state, extra
+
+
+def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
+    """Raise UserError for what is not as the commands expect it. Returns what is worth a line."""
+    found = json_record.convert(_as_json(extra), _Extra, "extra")
+    if found.preprocessing is not None:
+        found.preprocessing.check()
+    # A body's class names are those of the head that it had.
+    if found.classes is None or not config.num_classes:
+        return []
+    if len(found.classes) != config.num_classes:
+        raise UserError(
+            f"its class names do not fit its head: {len(found.classes):,} names, {config.num_classes:,} classes. "
+            "Correct the names where the file was written."
+        )
+    # No mistake of the file: ImageNet-1k as it is published has "crane" twice.
+    if doubled := len(found.classes) - len(set(found.classes)):
+        first = next(name for name in found.classes if found.classes.count(name) > 1)
+        return [
+            f"{doubled} of {len(found.classes):,} class names stand for more than one class, the first {first[:100]!r}"
+        ]
+    return []
 
 
 def _read(path: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
@@ -87,7 +140,9 @@ def _read(path: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
     content: Any
     if path.suffix == ".safetensors":
         tensors, about = files.open_safetensors(path)
-        content = {**json.loads(about[METADATA]), "state": tensors} if METADATA in about else tensors
+        content = tensors
+        if METADATA in about:
+            content = {**json_record.parse(about[METADATA], dict, f"{path}, its metadata {METADATA}"), "state": tensors}
     else:
         content = files.open_torch(path)
     is_ours = isinstance(content, dict) and content.get("format") == FORMAT
@@ -97,23 +152,27 @@ def _read(path: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
             return from_state_dict(of_others, files.beside(path))
         if not is_ours:
             raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {WAY_OUT}')
-        config, state = _ours(content)
-        extra = content.get("extra", {})
+        config, state, extra = _ours(content)
         if isinstance(config, ViTConfig) and config.masked:
             return _without_masking(config, state, extra)
         return config, state, extra
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {files.one_line(error)}") from error
 
 
-def _ours(content: dict[str, Any]) -> tuple[Config, dict[str, Tensor]]:
+def _ours(content: dict[str, Any]) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
     try:
-        config = config_from_dict(content.get("model", {}))
+        found = json_record.convert(content, _Content, "its description")
+        config = config_from_dict(found.model)
+        state = content.get("state")
+        if problem := _mismatch(state, config):
+            raise UserError(problem)
+        assert isinstance(state, Mapping)
+        for name, tensor in state.items():
+            check_values(name, tensor)
     except UserError as error:
         raise UserError(f"{error} {WAY_OUT}") from error
-    if problem := _mismatch(content.get("state"), config):
-        raise UserError(f"{problem} {WAY_OUT}")
-    return config, content["state"]
+    return config, {name: tensor.float() for name, tensor in state.items()}, dict(found.extra)
 
 
 def _without_masking(
@@ -213,11 +272,20 @@ def _mismatch(state: object, config: Config) -> str | None:
         shape = tuple(parameter.shape)
         if name not in state:
             return f'"{name}" {shape} is missing.'
-        found = tuple(getattr(state[name], "shape", ()))
+        if not isinstance(state[name], Tensor):
+            return f'"{name}" should be a tensor {shape}, but is {json_record.type_name(type(state[name]))}.'
+        found = tuple(state[name].shape)
         if found != shape:
             return f'"{name}" should be {shape}, but is {found}.'
-    unexpected = sorted(state.keys() - expected.keys())
+    unexpected = sorted(map(str, state.keys() - expected.keys()))
     return f'"{unexpected[0]}" is not part of this model ({len(unexpected)} such).' if unexpected else None
+
+
+def _as_json(value: Any) -> Any:
+    """Plain data as JSON would give it back: tuples, which a .pt keeps, as lists."""
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return {key: _as_json(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:

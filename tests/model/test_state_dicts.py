@@ -273,7 +273,7 @@ def test_a_pickle_is_never_run(tmp_path):
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("reg_token", "register tokens"), ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
+        ("dist_token", "a distillation token"), ("fc_norm.weight", "a norm after pooling"),
         ("blocks.0.mlp.w12.weight", "a SwiGLU MLP"), ("norm_pre.weight", "a norm before the blocks"),
     ],
 )  # fmt: skip
@@ -504,10 +504,90 @@ def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
     assert any("ImageNet's mean" in note for note in notes_of(tmp_path / "dinov2.pth"))
 
 
-def test_dinov2s_heads_and_registers_are_refused(tmp_path, transformers):
-    for kind, message in (("Dinov2ForImageClassification", "class token and the mean of patches"),
-                          ("Dinov2WithRegistersModel", "register tokens")):  # fmt: skip
-        name = kind.removesuffix("Model").removesuffix("ForImageClassification")
-        getattr(transformers, kind)(hf_config(transformers, name)).save_pretrained(tmp_path / kind)
+def halves_beside(folder):
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 16, "width": 16}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(halves))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Dinov2", "Dinov2WithRegisters"])
+def test_dinov2s_classifier_is_left_out_and_its_body_read(tmp_path, transformers, kind):
+    theirs = randomised(getattr(transformers, f"{kind}ForImageClassification")(hf_config(transformers, kind)))
+    theirs.save_pretrained(tmp_path)
+    halves_beside(tmp_path)
+    ours = load(tmp_path).eval()
+    x = torch.rand(3, 3, 16, 16) * 2 - 1
+    expected = theirs.base_model(x).last_hidden_state
+    assert (ours(x) - expected[:, 0]).abs().max() < 1e-5
+    assert ours.config.num_classes == 0
+    assert any("its classifier reads the class token beside the mean" in note for note in notes_of(tmp_path))
+    tokens = ours.encode(ours.embed(x))
+    assert tokens.shape == expected.shape
+    assert (tokens - expected).abs().max() < 1e-5
+    assert load(tmp_path, num_classes=7).head.weight.shape == (7, D)
+
+
+@torch.no_grad()
+def test_registers_are_transformers(tmp_path, transformers):
+    config = hf_config(transformers, "Dinov2WithRegisters", num_register_tokens=3)
+    theirs = randomised(transformers.Dinov2WithRegistersModel(config))
+    theirs.save_pretrained(tmp_path)
+    halves_beside(tmp_path)
+    ours = load(tmp_path).eval()
+    assert ours.config.registers == 3
+    x = torch.rand(3, 3, 16, 16) * 2 - 1
+    expected = theirs(x).last_hidden_state
+    assert (ours.encode(ours.embed(x)) - expected).abs().max() < 1e-5
+    original = original_names(theirs.state_dict())
+    again = load(folder(tmp_path / "original", original, TIMM_CONFIG, name="pytorch_model.bin")).eval()
+    assert (again(x) - expected[:, 0]).abs().max() < 1e-5
+    save_safetensors(ours, tmp_path / "ours.safetensors")
+    assert same(load(tmp_path / "ours.safetensors"), ours)
+    with pytest.raises(UserError, match="cannot hold register tokens; format = safetensors"):
+        to_huggingface(ours, None, {})
+    larger = load(tmp_path, image_size=24)
+    assert larger(torch.zeros(1, 3, 24, 24)).shape == (1, D)
+
+
+def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
+    for config, message in (
+        ({"model_type": "siglip"}, r'model_type = "siglip".*big_vision'),
+        ({"model_type": "clip_vision_model"}, 'model_type = "clip_vision_model".*no way to load'),
+        ({"model_type": "beit"}, 'model_type = "beit"; what can be read is vit, dinov2'),
+        ({"model_type": 3}, "config.json: model_type = 3 must be text"),
+    ):
         with pytest.raises(UserError, match=message):
-            load(tmp_path / kind)
+            load(folder(tmp_path, timm_weights, config))
+    tensors = timm_weights | {"blocks.0.attn.q_norm.weight": torch.zeros(4)}
+    with pytest.raises(UserError, match=r'architecture = "eva02_base".*"blocks.0.attn.q_norm.weight"'):
+        load(folder(tmp_path, tensors, {**TIMM_CONFIG, "architecture": "eva02_base"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "message"),
+    [
+        ({"num_attention_heads": "4"}, None, "config.json: num_attention_heads = '4' must be a whole number"),
+        ({"layer_norm_eps": 1e30}, None, "layer_norm_eps = 1e+30 must be"),
+        ({"image_size": [16, -16]}, None, "config.json: image_size = [16, -16] must be"),
+        ({"id2label": {"x": "cat"}}, None, "id2label has the key 'x'"),
+        ({"id2label": {"0": "cat"}}, None, "class names do not fit its head: 1 names, 16 classes"),
+        ({}, {"resample": 99}, "preprocessor_config.json: resample = 99 must be from 0 to 5"),
+        ({}, {"size": -3}, "preprocessor_config.json: size = -3 must be from 1"),
+        ({}, {"size": {"height": 10**9}}, "preprocessor_config.json: size = 1000000000 must be from 1"),
+        ({}, {"image_std": [0.5, 0, 0.5]}, "preprocessor_config.json: image_std = 0.0 must be from"),
+        ({}, {"image_mean": [0.5]}, "preprocessor_config.json: image_mean = [0.5] must be a list of 3"),
+        ({}, {"do_rescale": "yes"}, "do_rescale = 'yes' must be true or false"),
+        ([1], None, "config.json: the content = [1] must be a mapping"),
+    ],
+)
+def test_hugging_faces_files_are_checked(tmp_path, transformers, config, processor, message):
+    own = hf_config(transformers)
+    transformers.ViTForImageClassification(own).save_pretrained(tmp_path)
+    found = {**json.loads((tmp_path / "config.json").read_text()), **config} if isinstance(config, dict) else config
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    with pytest.raises(UserError) as error:
+        load(tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -24,7 +24,7 @@ def same_values(model, other, *, but=()):
 
 @pytest.fixture
 def file(tmp_path):
-    save(tiny(), tmp_path / "model.pt", {"classes": ["cat", "dog"], "preprocessing": {"mean": (0.5, 0.5, 0.5)}})
+    save(tiny(), tmp_path / "model.pt", {"classes": list("abcde"), "preprocessing": {"mean": (0.5, 0.5, 0.5)}})
     return tmp_path / "model.pt"
 
 
@@ -34,7 +34,7 @@ def test_saved_weights_come_back(file):
     assert same_values(model, tiny())
     config, state, extra = read_weights(file)
     assert config == tiny().config
-    assert extra == {"classes": ["cat", "dog"], "preprocessing": {"mean": (0.5, 0.5, 0.5)}}
+    assert extra == {"classes": list("abcde"), "preprocessing": {"mean": (0.5, 0.5, 0.5)}}
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert [path.name for path in file.parent.iterdir()] == ["model.pt"]
 
@@ -207,7 +207,7 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
         ({"blocks.0.norm1.weight": torch.ones(3)}, "neither named as timm's nor as Hugging Face's"),
         ([1, 2], "no format"),
         ({"format": "vit-weights/2"}, "no format"),
-        ({"format": "vit-weights/1"}, "not complete"),
+        ({"format": "vit-weights/1"}, "its description: model is missing"),
         ({"format": "vit-weights/1", "model": tiny().config.to_dict()}, "holds no state"),
         (
             {"format": "vit-weights/1", "model": tiny().config.to_dict(), "state": {}},
@@ -223,7 +223,7 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
                 "model": tiny().config.to_dict(),
                 "state": tiny().state_dict() | {"norm.bias": 1},
             },
-            '"norm.bias" should be (32,), but is ()',
+            '"norm.bias" should be a tensor (32,), but is a whole number',
         ),
         (torch.nn.Linear(2, 2), "not a readable weights file"),
     ],
@@ -231,3 +231,84 @@ def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
 def test_another_kind_of_file_is_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "model.pt")
     assert message in one_line(tmp_path / "model.pt")
+
+
+# ---------------------------------------------------------------------- damaged or foreign descriptions
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classes": ["a"]}, "class names do not fit its head: 1 names, 5 classes"),
+        ({"classes": ["a", "b", 3, "d", "e"]}, "extra: classes[2] = 3 must be text"),
+        ({"classes": "abcde"}, "extra: classes = 'abcde' must be a list of text"),
+        ({"preprocessing": {"image_size": "224"}}, "preprocessing.image_size = '224' must be a whole number"),
+        ({"preprocessing": {"eval_resize": -3}}, "preprocessing.eval_resize = -3 must be from 0"),
+        ({"preprocessing": {"eval_crop": "middle"}}, "preprocessing.eval_crop = 'middle' must be one of"),
+        ({"loss": 3}, "extra: loss = 3 must be text"),
+    ],
+)
+@pytest.mark.parametrize("write", [save, save_safetensors])
+def test_extra_that_the_commands_could_not_use_is_refused(tmp_path, write, change, message):
+    path = tmp_path / ("model.pt" if write is save else "model.safetensors")
+    write(tiny(), path, change)
+    assert message in one_line(path)
+
+
+def test_doubled_class_names_are_said_not_refused(tmp_path):
+    """ImageNet-1k's published names have "crane" twice."""
+    save(tiny(), tmp_path / "model.pt", {"classes": ["crane", "b", "c", "crane", "e"]})
+    said = []
+    read_weights(tmp_path / "model.pt", said.append)
+    assert said == ["1 of 5 class names stand for more than one class, the first 'crane'"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_norm_eps": 1e30}, "layer_norm_eps = 1e+30 must be greater than 0, and at most 1"),
+        ({"depth": 10**12}, "depth = 1000000000000 is more than 1,024"),
+        ({"width": "32"}, "model: width = '32' must be a whole number"),
+        ({"image_size": [8, 0]}, "image_size = (8, 0) must be from 1 to"),
+        ({"image_size": [65536, 65536]}, "tokens, more than 131,072"),
+        ({"registers": 10**9}, "registers = 1000000000 must be from 0 to 256"),
+        ({"stem": [1] * 1000}, "must have at most 8 stages"),
+        ({"head_bias": 1e300}, "head_bias = 1e+300 must be from -1000 to 1000"),
+        ({"gelu": 7}, "model: gelu = 7 must be one of 'tanh', 'erf'"),
+    ],
+)
+def test_a_description_out_of_any_range_is_refused(tmp_path, change, message):
+    save(tiny(), tmp_path / "model.pt")
+    content = torch.load(tmp_path / "model.pt")
+    torch.save({**content, "model": {**content["model"], **change}}, tmp_path / "model.pt")
+    assert message in one_line(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(32, dtype=torch.complex64), "should hold floats, but holds complex64"),
+        (torch.ones(32, dtype=torch.int64), "should hold floats, but holds int64"),
+        (torch.full((32,), torch.nan), "holds 32 NaN or Inf"),
+        (torch.full((32,), 1e300, dtype=torch.float64), "holds 32 NaN or Inf"),
+        (torch.ones(1).expand(32), "claims more values than the file holds"),
+        (torch.ones(32).to_sparse(), "is no plain tensor"),
+    ],
+)
+def test_weights_are_finite_floats(tmp_path, tensor, message):
+    save(tiny(), tmp_path / "model.pt")
+    content = torch.load(tmp_path / "model.pt")
+    torch.save({**content, "state": {**content["state"], "norm.bias": tensor}}, tmp_path / "model.pt")
+    assert message in one_line(tmp_path / "model.pt")
+
+
+def test_advice_for_a_pickle_is_not_to_run_it(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pth")
+    line = one_line(tmp_path / "model.pth")
+    assert "weights_only" not in line
+    assert "save the state dict as .safetensors" in line
+
+
+def test_files_without_registers_say_nothing_of_them():
+    assert "registers" not in tiny().config.to_dict()
+    assert tiny(registers=2, num_classes=0).config.to_dict()["registers"] == 2

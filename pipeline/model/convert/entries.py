@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 
 Tensors = Mapping[str, Tensor]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Entry(NamedTuple):
@@ -107,12 +108,21 @@ class Entries(list[Entry]):
             tensor = tensors[entry.key]
             if tuple(tensor.shape) != entry.shape:
                 raise UserError(f'"{entry.key}" should be {entry.shape}, but is {tuple(tensor.shape)}.')
-            if not tensor.is_floating_point():
-                kind = str(tensor.dtype).removeprefix("torch.")
-                raise UserError(f'"{entry.key}" should hold floats, but holds {kind}.')
-            if not (finite := torch.isfinite(tensor)).all():
-                raise UserError(f'"{entry.key}" {entry.shape} holds {int((~finite).sum())} NaN or Inf.')
+            check_values(entry.key, tensor)
         unexpected = sorted(tensors.keys() - {entry.key for entry in self})
         if unexpected:
             found = tuple(tensors[unexpected[0]].shape)
             raise UserError(f'"{unexpected[0]}" {found} is not part of this model ({len(unexpected)} such).')
+
+
+def check_values(key: str, tensor: Tensor) -> None:
+    """Raise UserError for a tensor of anything but finite floats, all of which its file holds."""
+    if tensor.dtype not in _FLOATS:
+        raise UserError(f'"{key}" should hold floats, but holds {str(tensor.dtype).removeprefix("torch.")}.')
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise UserError(f'"{key}" is no plain tensor ({tensor.layout} on {tensor.device}).')
+    # A stride of 0 lets a few bytes claim to be any number of values.
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise UserError(f'"{key}" {tuple(tensor.shape)} claims more values than the file holds.')
+    if not (finite := torch.isfinite(tensor.float())).all():  # As fp32: a float64 of 1e300 is infinite there.
+        raise UserError(f'"{key}" {tuple(tensor.shape)} holds {int((~finite).sum())} NaN or Inf.')

@@ -41,6 +41,7 @@ class Names(NamedTuple):
     representation: str
     head: str
     pool: PoolNames | None = None
+    registers: str | None = None
 
 
 def _flax_block(norm_1: str, attention: str, norm_2: str, mlp: str) -> dict[str, str | tuple[str, ...]]:
@@ -77,7 +78,7 @@ NAMES = {
     "timm": Names(
         flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
-        norm="norm", representation="pre_logits.fc", head="head",
+        norm="norm", representation="pre_logits.fc", head="head", registers="reg_token",
         pool=PoolNames(
             "attn_pool.latent", "attn_pool.q", ("attn_pool.kv",), "attn_pool.proj", "attn_pool.norm",
             "attn_pool.mlp.fc1", "attn_pool.mlp.fc2",
@@ -88,7 +89,7 @@ NAMES = {
         down="output.dense",
     ),
     "dinov2": Names(
-        **_HUGGINGFACE, attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",  # type: ignore[arg-type]
+        **_HUGGINGFACE, registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",  # type: ignore[arg-type]
     ),
 }  # fmt: skip
 
@@ -113,9 +114,12 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     channels = 3 if config.stem is None else resnets.add_stem(entries, config.stem)
     if config.pool == "token":
         entries.table(names.class_token, "class_token", 1, 1, *D)
+    if config.registers:
+        assert names.registers is not None, "the caller refuses registers that the file cannot hold"
+        entries.table(names.registers, "registers", 1, config.registers, *D)
     entries.conv(names.patch, "patch_embedding", channels, config.width, P, bias=True)
     if config.positions == "learned":
-        entries.table(names.positions, "positions", 1, config.num_tokens, *D)
+        entries.table(names.positions, "positions", 1, config.num_positions, *D)
 
     for i in range(config.depth):
         key, name = names.block.format(i), f"blocks.{i}"
@@ -156,6 +160,8 @@ def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
         found = tuple(tensors[key].shape)
         if len(found) != len(pattern.split(",")):
             raise UserError(f'"{key}" should be {pattern}, but is {found}.')
+        if 0 in found and key != names.positions:
+            raise UserError(f'"{key}" {found} is empty.')
         return found
 
     def outputs(key: str, flax_pattern: str, torch_pattern: str) -> int:
@@ -185,7 +191,11 @@ def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
         num_heads = _heads_apart(tensors, names, width)
     else:
         num_heads = facts.num_heads or _usual_heads(width, depth, mlp_width)
+    registers = 0
+    if names.registers is not None and names.registers in tensors:
+        registers = shape(names.registers, "(1, R, D)")[1]
     return ViTConfig(
+        registers=registers,
         width=width,
         depth=depth,
         mlp_width=mlp_width,

@@ -9,10 +9,10 @@
 names.py and resnets.py say what each calls its tensors. What these projects compute: tanh GELU, LayerNorm's eps 1e-6.
 """
 
+import math
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Literal
 
@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.model.convert.entries import Entries
 from pipeline.model.convert.names import NAMES, Facts, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
+from pipeline.model.files import check_sizes, one_line
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, Gelu
 from pipeline.model.vit import VisionTransformer
@@ -33,6 +35,7 @@ Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]
 
 PREFIXES = ("params/img/", "params/", "opt/target/")
+_MOST_BLOCKS = 1024  # In one array, as big_vision may stack them.
 TABLE = "Transformer/posembed_input/pos_embedding"
 
 
@@ -47,7 +50,7 @@ def read_npz(path: str | os.PathLike[str], gelu: Gelu = "tanh") -> tuple[Config,
     try:
         return from_npz(arrays, gelu)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {one_line(error)}") from error
 
 
 def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
@@ -114,7 +117,10 @@ def _normalised(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str
             tensors[key] = tensor.flatten()
     stacked = "Transformer/encoderblock/"
     for key in [key for key in tensors if key.startswith(stacked)]:
-        for i, tensor in enumerate(tensors.pop(key)):
+        stack = tensors.pop(key)
+        if not (stack.ndim and stack.numel() and len(stack) <= _MOST_BLOCKS):
+            raise UserError(f'"{key}" {tuple(stack.shape)} is no stack of 1 to {_MOST_BLOCKS} blocks.')
+        for i, tensor in enumerate(stack):
             tensors[f"Transformer/encoderblock_{i}/{key.removeprefix(stacked)}"] = tensor
     return tensors, notes
 
@@ -138,9 +144,9 @@ def _give_class_token_a_place(tensors: dict[str, Tensor]) -> list[str]:
 def _tensor(key: str, array: np.ndarray) -> Tensor:
     if array.dtype == np.dtype("V2"):  # how numpy, which has none, keeps bfloat16
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    if array.dtype.kind not in "fiu":
+    if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
         raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
-    return torch.from_numpy(array)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -149,11 +155,29 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         if isinstance(file, np.ndarray):
             raise UserError(f"{path}: holds one array, not an .npz of named arrays.")
         with file:
+            check_sizes(file.zip)
+            for entry in file.zip.infolist():
+                _check_array(file.zip, entry)
             return {key: file[key] for key in file.files}
     except UserError:
         raise
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file.") from error
-    # A damaged zip can raise any of these, depending on the byte that is wrong; numpy raises ValueError for pickles.
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, KeyError, NotImplementedError) as error:
-        raise UserError(f"{path}: not a readable .npz ({error}). Fetch it again and compare its size.") from error
+    # Depending on the byte that is wrong, a damaged zip or array header raises nearly anything; for pickles, ValueError.
+    except Exception as error:
+        reason = one_line(error)
+        if "allow_pickle" in reason or "pickled" in reason:
+            reason = "it holds Python objects, which are never loaded because that can run code"
+        raise UserError(f"{path}: not a readable .npz ({reason}). Fetch it again and compare its size.") from error
+
+
+def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raise ValueError for an array whose header claims more values than follow: numpy would allocate them first."""
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if math.prod(shape) * dtype.itemsize > entry.file_size:
+            raise ValueError(
+                f'"{entry.filename}" claims {json_record.quoted(shape)} values, and has {entry.file_size:,} bytes'
+            )

@@ -25,6 +25,7 @@ def as_plain(
         "relative positions": config.positions == "relative",
         "positions that are added before every block": config.positions_at != "stem",
         "overlapping patches": config.stride != config.patch_size,
+        "register tokens": config.registers > 0,
         f"pool = {config.pool}": config.pool not in pools,
         "a ResNet in front (a hybrid)": config.stem is not None and not hybrids,
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
@@ -33,7 +34,7 @@ def as_plain(
         raise UserError(f"{holder} cannot hold {what}; format = safetensors, onnx or torch_export can.")
     if config.positions != "learned":
         if model.positions is None:
-            state["positions"] = torch.zeros(1, config.num_tokens, config.width)
+            state["positions"] = torch.zeros(1, config.num_positions, config.width)
         else:
             state["positions"] = position.per_token(model.positions, config)
         config = replace(config, positions="learned")

@@ -6,17 +6,66 @@ patch embedding.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline.errors import UserError
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)
 # ImageNet's, which DINOv2 and DeiT III were trained with.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+_LARGEST_SIDE = 2**16
+Three = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class View:
+    """Ours, as weights keep it; None where nothing is known."""
+
+    image_size: int | None = None
+    eval_resize: int | None = None
+    eval_crop: Literal["center", "resize", "resize_center"] | None = None
+    resize_filter: Literal["linear", "antialias", "bilinear"] | None = None
+
+    def check(self) -> None:
+        """Raise UserError for sizes that no image has."""
+        for name, least in (("image_size", 1), ("eval_resize", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                _in_range("extra", f"preprocessing.{name}", value, least, _LARGEST_SIDE)
+
+
+@dataclass(frozen=True)
+class _Processor:
+    """What we read of preprocessor_config.json."""
+
+    do_center_crop: bool | None = None
+    do_rescale: bool | None = None
+    rescale_factor: float | None = None
+    do_normalize: bool | None = None
+    image_mean: Three | None = None
+    image_std: Three | None = None
+    size: int | list[int] | dict[str, int | None] | None = None
+    crop_size: int | list[int] | dict[str, int | None] | None = None
+    resample: int | None = None
+
+
+@dataclass(frozen=True)
+class _Pretrained:
+    """What we read of the `pretrained_cfg` in timm's config.json."""
+
+    input_size: tuple[int, int, int] | None = None
+    crop_pct: float | None = None
+    crop_mode: str | None = None
+    mean: Three | None = None
+    std: Three | None = None
 
 
 class Preprocessing(NamedTuple):
@@ -26,36 +75,48 @@ class Preprocessing(NamedTuple):
 
 
 def from_huggingface(processor: Json) -> Preprocessing:
-    """Of preprocessor_config.json. Raises UserError for pixels that it does not scale to [0, 1]."""
+    """Of preprocessor_config.json. Raises UserError for values that no images have, and pixels not scaled to [0, 1]."""
     if not processor:
         return Preprocessing({})
-    size, crop = processor.get("size", 224), processor.get("crop_size")
-    factor = processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 1.0
-    if abs(factor * 255 - 1) > 1e-3:
+    where = "preprocessor_config.json"
+    found: _Processor = json_record.convert(processor, _Processor, where)
+    if found.resample is not None:
+        _in_range(where, "resample", found.resample, 0, 5)  # Pillow's filters
+    for name, size in (("size", found.size), ("crop_size", found.crop_size)):
+        _check_size(where, name, size)
+    factor = 1 / 255 if found.rescale_factor is None else found.rescale_factor
+    factor = 1.0 if found.do_rescale is False else factor
+    if not abs(factor * 255 - 1) <= 1e-3:
         raise UserError(f"its images are scaled by {factor:g}, not by 1/255; only that can be read.")
-    normalises = processor.get("do_normalize", True)
-    mean = tuple(processor.get("image_mean", HALF)) if normalises else (0.0, 0.0, 0.0)
-    std = tuple(processor.get("image_std", HALF)) if normalises else (1.0, 1.0, 1.0)
-    short = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    mean, std = _statistics(where, "image_", found.image_mean or HALF, found.image_std or HALF)
+    if found.do_normalize is False:
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    size = 224 if found.size is None else found.size
+    short = size.get("shortest_edge") if isinstance(size, dict) else None
     view: dict[str, Any] = {"resize_filter": "antialias"}
-    if processor.get("do_center_crop") and short:
-        view |= {"eval_crop": "center", "eval_resize": short, "image_size": _side(crop or short)}
+    if found.do_center_crop and short:
+        view |= {"eval_crop": "center", "eval_resize": short, "image_size": _side(found.crop_size or short)}
     else:
         view |= {"eval_crop": "resize", "image_size": _side(size)}
     return Preprocessing(view, mean, std)
 
 
 def from_timm(cfg: Json) -> Preprocessing:
-    """Of the `pretrained_cfg` in timm's config.json."""
+    """Of the `pretrained_cfg` in timm's config.json. Raises UserError for values that no images have."""
     if not cfg:
         return Preprocessing({})
-    side = cfg.get("input_size", (3, 224, 224))[1]
+    where = "config.json: pretrained_cfg"
+    found: _Pretrained = json_record.convert(cfg, _Pretrained, where)
+    _check_size(where, "input_size", list(found.input_size or ()))
+    side = found.input_size[1] if found.input_size else 224
     view: dict[str, Any] = {"resize_filter": "antialias", "image_size": side}
-    if cfg.get("crop_mode", "center") == "center":
-        view |= {"eval_crop": "center", "eval_resize": int(side / cfg.get("crop_pct", 0.875))}
+    if (found.crop_mode or "center") == "center":
+        share = 0.875 if found.crop_pct is None else found.crop_pct
+        _in_range(where, "crop_pct", share, 0.05, 2)
+        view |= {"eval_crop": "center", "eval_resize": int(side / share)}
     else:
         view |= {"eval_crop": "resize"}
-    return Preprocessing(view, tuple(cfg.get("mean", IMAGENET_MEAN)), tuple(cfg.get("std", IMAGENET_STD)))
+    return Preprocessing(view, *_statistics(where, "", found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD))
 
 
 def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
@@ -107,7 +168,29 @@ def _of_halves(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[list[fl
     return [0.5 / s for _, s in pairs], [(0.5 - m) / s for m, s in pairs]
 
 
-def _side(size: Any) -> int:
-    if isinstance(size, Mapping):
-        return int(size.get("height") or size.get("shortest_edge") or 224)
-    return int(size[0] if isinstance(size, (list, tuple)) else size)
+def _side(size: int | list[int] | dict[str, int | None]) -> int:
+    if isinstance(size, dict):
+        return size.get("height") or size.get("shortest_edge") or 224
+    return size[0] if isinstance(size, list) else size
+
+
+def _check_size(where: str, name: str, size: int | list[int] | dict[str, int | None] | None) -> None:
+    if isinstance(size, list) and not size and name != "input_size":
+        raise UserError(f"{where}: {name} = [] must be a size in pixels.")
+    sides = list(size.values()) if isinstance(size, dict) else size if isinstance(size, list) else [size]
+    for side in sides:
+        if side is not None:
+            _in_range(where, name, side, 1, _LARGEST_SIDE)
+
+
+def _statistics(where: str, prefix: str, mean: Three, std: Three) -> tuple[Three, Three]:
+    for value in mean:
+        _in_range(where, f"{prefix}mean", value, -1000, 1000)
+    for value in std:
+        _in_range(where, f"{prefix}std", value, 1e-4, 1000)  # They are divided by.
+    return mean, std
+
+
+def _in_range(where: str, name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{where}: {name} = {json_record.quoted(value)} must be from {least:g} to {most:,g}.")

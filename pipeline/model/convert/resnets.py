@@ -29,6 +29,8 @@ def find_bit(tensors: Tensors, image_size: tuple[int, int]) -> ResNetConfig:
     root = tensors["resnet/root_block/standardized_conv2d/kernel" if official else "stem.conv.weight"]
     head = tensors.get("resnet/head/conv2d/bias" if official else "head.fc.bias")
     units = _count_units(tensors, BIT_UNIT["official" if official else "timm"])
+    if head is not None and head.ndim != 1:
+        raise UserError(f"the head's bias should have 1 axis, but is {tuple(head.shape)}.")
     if root.ndim != 4:
         raise UserError(f"the root's kernel should have 4 axes, but is {tuple(root.shape)}.")
     width = root.shape[3] if official else root.shape[0]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.model.convert import preprocessing
+from pipeline.model.convert.entries import check_values
 from pipeline.model.convert.names import NAMES, Facts, find_config, pixels_of_patch, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
@@ -29,8 +31,6 @@ GELUS: dict[str, Gelu] = {
 
 # What these projects' ViTs have and ours does not: in a key -> why not.
 FOREIGN = {
-    "register_tokens": "register tokens",
-    "reg_token": "register tokens",
     "dist_token": "a distillation token",
     "distillation_token": "a distillation token",
     "fc_norm.": "a norm after pooling (fc_norm); ours is before it",
@@ -67,6 +67,49 @@ _TIMM_HYBRIDS = {
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
 
+# Hugging Face's name for a kind of model -> what to do about weights that we cannot read.
+_HUGGINGFACE_KINDS = ("vit", "dinov2", "dinov2_with_registers")
+_WAY_ROUND = {
+    "siglip": "Use big_vision's .npz of it, or timm's weights of the same model (vit_*_siglip_*).",
+    "clip": "CLIP has a norm before the blocks, which ours has not: there is no way to load it.",
+    "deit": "Without the distillation token, timm's weights of it (deit_*) can be read.",
+}
+_TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "test_vit")
+
+
+@dataclass(frozen=True)
+class _HuggingFaceConfig:
+    """What we read of Hugging Face's config.json."""
+
+    model_type: str | None = None
+    num_attention_heads: int | None = None
+    hidden_act: str | None = None
+    layer_norm_eps: float | None = None
+    pooler_act: str | None = None
+    image_size: int | list[int] | None = None
+    id2label: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _TimmArgs:
+    num_heads: int | None = None
+    img_size: int | list[int] | None = None
+    global_pool: str | None = None
+    act_layer: str | None = None
+    pos_embed: str | None = None
+
+
+@dataclass(frozen=True)
+class _TimmConfig:
+    """What we read of timm's config.json."""
+
+    architecture: str | None = None
+    global_pool: str | None = None
+    model_args: _TimmArgs | None = None
+    pretrained_cfg: dict | None = None
+    label_names: list[str] | None = None
+
+
 @dataclass(frozen=True)
 class Beside:
     """The configuration files that lie beside weights, as plain data; {} where there is none."""
@@ -80,13 +123,31 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Conf
 
     Raises UserError naming the key and the shapes, or what such a model has that ours does not.
     """
+    kind = _text(beside.config, "model_type")
+    if kind and kind not in _HUGGINGFACE_KINDS:
+        family = next((name for name in _WAY_ROUND if kind.startswith(name)), "")
+        way_out = _WAY_ROUND.get(family, "It computes something else than a plain ViT: there is no way to load it.")
+        known = ", ".join(_HUGGINGFACE_KINDS)
+        raise UserError(f'its config.json says model_type = "{kind[:100]}"; what can be read is {known}. {way_out}')
     tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        check_values(key, tensor)
     for key in tensors:
         for part, what in FOREIGN.items():
             if part in key:
                 raise UserError(f'it has {what} ("{key}"), which our ViT has not.')
     if "patch_embed.proj.weight" in tensors or is_bit(tensors):
-        return _from_timm(tensors, beside.config)
+        try:
+            return _from_timm(tensors, beside.config)
+        except UserError as error:
+            architecture = _text(beside.config, "architecture")
+            if architecture and not architecture.startswith(_TIMM_KINDS):
+                known = "vit_*, deit_*, deit3_*, flexivit_*, resnetv2_*_bit"
+                raise UserError(
+                    f'its config.json says architecture = "{architecture[:100]}"; of timm\'s models {known} can be read. '
+                    f"What does not fit: {error}"
+                ) from error
+            raise
     if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in tensors):
         return _from_huggingface(tensors, beside)
     some = ", ".join(sorted(tensors)[:3]) or "nothing"
@@ -94,20 +155,23 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Conf
 
 
 def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
-    args, cfg = config.get("model_args", {}), config.get("pretrained_cfg", {})
+    found: _TimmConfig = json_record.convert(config, _TimmConfig, "config.json")
+    args, cfg = found.model_args or _TimmArgs(), found.pretrained_cfg or {}
     extra: dict[str, Any] = {"notes": []}
     notes = extra["notes"]
-    if config.get("label_names"):
-        extra["classes"] = list(config["label_names"])
+    if found.label_names:
+        extra["classes"] = found.label_names
     images = preprocessing.from_timm(cfg)
-    size = _pair(args.get("img_size") or images.view.get("image_size"))
+    size = _pair("model_args.img_size", args.img_size or images.view.get("image_size"))
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
         bit = find_bit(tensors, size or (224, 224))
         _refuse_normalisation(images)
         return bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images)
 
-    pool = args.get("global_pool", config.get("global_pool", "token"))
+    if "register_tokens" in tensors:  # facebookresearch/dinov2's name for it
+        tensors["reg_token"] = tensors.pop("register_tokens")
+    pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool} beside a class token; ours reads one or the other.")
     scaled = _simplify(tensors, notes)
@@ -121,8 +185,8 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[s
             "LayerScale and no config.json: images taken as normalised by ImageNet's mean, as DINOv2 and DeiT III"
         )
     facts = Facts(
-        _gelu(args.get("act_layer") or "gelu"), num_heads=args.get("num_heads"), image_size=size,
-        without_table="none" if args.get("pos_embed") in ("none", "") else None,
+        _gelu(args.act_layer or "gelu"), num_heads=args.num_heads, image_size=size,
+        without_table="none" if args.pos_embed in ("none", "") else None,
     )  # fmt: skip
     return _read(tensors, "timm", facts, images, extra)
 
@@ -134,28 +198,35 @@ def _from_huggingface(tensors: dict[str, Tensor], beside: Beside) -> tuple[Confi
     kind = "dinov2" if "encoder.layer.0.norm1.weight" in tensors else "huggingface"
     if kind == "huggingface":
         tensors = {_earlier_name(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
-    config = beside.config
+    config: _HuggingFaceConfig = json_record.convert(beside.config, _HuggingFaceConfig, "config.json")
     extra: dict[str, Any] = {"notes": []}
     notes = extra["notes"]
-    if not config:
+    if not beside.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
     scaled = _simplify(tensors, notes)
     if tensors.pop("embeddings.mask_token", None) is not None:
         notes.append("the mask token, of pre-training alone, is left out")
     head, norm = tensors.get("classifier.weight"), tensors.get("layernorm.weight")
-    if kind == "dinov2" and head is not None and norm is not None and head.shape[-1] == 2 * len(norm):
-        raise UserError("its head reads the class token and the mean of patches; ours reads one or the other.")
-    if config.get("pooler_act", "tanh") != "tanh":
-        raise UserError(f"its pooler computes {config['pooler_act']}; ours computes tanh.")
-    if names := _class_names(config):
+    if kind == "dinov2" and head is not None and norm is not None and head.shape[-1:] == (2 * norm.numel(),):
+        for name in ("classifier.weight", "classifier.bias"):
+            tensors.pop(name, None)
+        notes.append(
+            "its classifier reads the class token beside the mean of patches, which our head cannot: left out, so that these "
+            "are weights without a head. Fine-tune them, or use their features"
+        )
+    if (config.pooler_act or "tanh") != "tanh":
+        raise UserError(f"its pooler computes {config.pooler_act}; ours computes tanh.")
+    if "classifier.weight" in tensors and (names := _class_names(config.id2label or {})):
         extra["classes"] = names
     images = preprocessing.from_huggingface(beside.processor)
     if scaled and not beside.processor:
         images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
         notes.append("LayerScale and no preprocessor_config.json: images taken as normalised by ImageNet's mean")
-    eps = config.get("layer_norm_eps", 1e-6 if kind == "dinov2" else 1e-12)
-    gelu = _gelu(config.get("hidden_act", "gelu"))
-    facts = Facts(gelu, eps, config.get("num_attention_heads"), _pair(config.get("image_size")))
+    usual_eps = 1e-6 if kind == "dinov2" else 1e-12
+    eps = usual_eps if config.layer_norm_eps is None else config.layer_norm_eps
+    facts = Facts(
+        _gelu(config.hidden_act or "gelu"), eps, config.num_attention_heads, _pair("image_size", config.image_size)
+    )
     return _read(tensors, kind, facts, images, extra)
 
 
@@ -182,7 +253,8 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
         for key in [key for key in tensors if re.fullmatch(pattern, key)]:
             name = re.sub(pattern, rf"\1{layer}", key)
             factors = tensors.pop(key)
-            if {f"{name}.weight", f"{name}.bias"} - tensors.keys() or factors.shape != tensors[f"{name}.bias"].shape:
+            own = [tensors.get(f"{name}.{part}", factors[:0]) for part in ("weight", "bias")]
+            if own[0].ndim != 2 or not factors.shape == own[1].shape == own[0].shape[:1]:
                 raise UserError(f'"{key}" {tuple(factors.shape)} has no "{name}" of its size to scale.')
             scale = factors.double()
             tensors[f"{name}.weight"] = (tensors[f"{name}.weight"].double() * scale[:, None]).float()
@@ -196,7 +268,7 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
     biases = [key.removesuffix("weight") + "bias" for key in kernels]
     if kernels and not any(bias in tensors for bias in biases):
         for kernel, bias in zip(kernels, biases, strict=True):
-            tensors[bias] = torch.zeros(tensors[kernel].shape[0])
+            tensors[bias] = torch.zeros(tensors[kernel].shape[:1])
         notes.append("query, key and value have no biases in the file: zeros")
     return folded > 0
 
@@ -293,23 +365,32 @@ def _earlier_name(key: str, renames: list[tuple[str, str]]) -> str:
     return key
 
 
+def _text(config: Json, name: str) -> str:
+    """A field of config.json that must be text, or missing. Raises UserError."""
+    return json_record.convert(config.get(name), str | None, "config.json", name) or ""
+
+
 def _gelu(name: str) -> Gelu:
     if name not in GELUS:
-        raise UserError(f"its MLP computes {name}; ours computes {' or '.join(GELUS)}.")
+        raise UserError(f"its MLP computes {name[:100]}; ours computes {' or '.join(GELUS)}.")
     return GELUS[name]
 
 
-def _class_names(config: Json) -> list[str] | None:
-    """By number; None where they are Hugging Face's placeholders."""
-    labels = {int(number): str(name) for number, name in config.get("id2label", {}).items()}
-    names = [labels.get(i, "") for i in range(len(labels))]
+def _class_names(labels: dict[str, str]) -> list[str] | None:
+    """By number; None where they are Hugging Face's placeholders. Raises UserError for a number that is none."""
+    if odd := sorted(labels.keys() - {str(i) for i in range(len(labels))}):
+        raise UserError(
+            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {len(labels)} classes have the numbers 0 "
+            f"to {len(labels) - 1}."
+        )
+    names = [labels[str(i)] for i in range(len(labels))]
     return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
 
 
 def _has_no_class_row(tensors: dict[str, Tensor], told: tuple[int, int] | None) -> bool:
     """Whether timm's positions are of the patches alone: as the image size tells, else where they are a square."""
     table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
-    if table is None or table.ndim != 3 or kernel.ndim != 4:
+    if table is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
         return False
     rows, side = table.shape[1], pixels_of_patch(kernel.shape[-1], find_stem(tensors))
     if told is not None and rows - (patches := (told[0] // side) * (told[1] // side)) in (0, 1):
@@ -317,11 +398,13 @@ def _has_no_class_row(tensors: dict[str, Tensor], told: tuple[int, int] | None) 
     return rows > 1 and math.isqrt(rows) ** 2 == rows
 
 
-def _pair(size: Any) -> tuple[int, int] | None:
+def _pair(name: str, size: int | list[int] | None) -> tuple[int, int] | None:
     if size is None:
         return None
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)
+    sides = [size, size] if isinstance(size, int) else size
+    if len(sides) != 2 or not all(1 <= side <= 2**16 for side in sides):
+        raise UserError(f"config.json: {name} = {json_record.quoted(size)} must be a side in pixels, or two.")
+    return sides[0], sides[1]
 
 
 def _with_view(extra: dict[str, Any], images: Preprocessing) -> dict[str, Any]:
