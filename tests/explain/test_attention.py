@@ -19,6 +19,7 @@ KINDS = {
     "token": {},
     "overlap": {"patch_stride": 2},
     "map": {"pool": "map"},
+    "registers": {"registers": 3, "pool": "gap"},
     "relative": {"positions": "relative", "pool": "gap"},
     "blocks": {"positions": "learned2d", "positions_at": "blocks"},
 }

@@ -222,6 +222,8 @@ EVERY = {
        for (positions, at), pool in product(PLACES, ("token", "gap", "map"))},
     "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
+    "registers, token": {"name": "ViT-B/16", "registers": 2},
+    "registers, gap": {"name": "ViT-B/16", "registers": 2, "pool": "gap", "positions": "sincos2d"},
     "R+Ti/16": {"patch_size": 4},
     "R26+S/32": {"stem": (1, 1), "image_size": (16, 24)},
     "R50+ViT-B/16": {"stem": (2,), "pool": "gap", "patch_size": 2},

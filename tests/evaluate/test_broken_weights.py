@@ -1,0 +1,85 @@
+"""What each command that reads weights says of broken ones: one line, exit code 2, nothing written."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.model import create, save, save_safetensors
+from pipeline.model.weights import METADATA
+from tests.evaluate.conftest import MakeDataset
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "predict": ["images=IMAGES"],
+    "explain": ["out=OUT"],
+    "evaluate": ["data=IMAGES", "out=OUT", "shots=0"],
+    "export": ["format=huggingface", "out=OUT"],
+}
+
+
+def broken(kind: str, folder: Path) -> tuple[Path, str]:
+    """(weights, what must be said of them)"""
+    model = create("ViT-mu/4", 8, 3)
+    path = folder / "model.safetensors"
+    if kind == "class names":
+        save_safetensors(model, path, {"classes": ["one"]})
+        return path, "class names do not fit its head"
+    if kind == "metadata":
+        save_safetensors(model, path)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b'\\"depth\\": 1', b'\\"depth\\": x', 1))
+        return path, f"its metadata {METADATA}"
+    if kind == "a pickle":
+        torch.save(torch.nn.Linear(2, 2), folder / "model.pth")
+        return folder / "model.pth", "save the state dict as .safetensors"
+    save(model, folder / "model.pt")
+    content = torch.load(folder / "model.pt")
+    content["model"]["layer_norm_eps"] = 1e30
+    torch.save(content, folder / "model.pt")
+    return folder / "model.pt", "layer_norm_eps = 1e+30"
+
+
+def arguments(command: str, weights: Path, folder: Path) -> list[str]:
+    places = {"IMAGES": str(folder / "photos"), "OUT": str(folder / "out")}
+    given = [argument.partition("=") for argument in COMMANDS[command]]
+    return [f"weights={weights}", *(f"{name}={places.get(value, value)}" for name, _, value in given)]
+
+
+@pytest.mark.parametrize("kind", ["class names", "metadata", "a pickle", "a range"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_broken_weights_are_one_line(
+    command: str,
+    kind: str,
+    tmp_path: Path,
+    make_dataset: MakeDataset,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_dataset({"val": [[0], [1], [2]]}, ["a", "b", "c"])
+    weights, message = broken(kind, tmp_path)
+    script = ROOT / "launch" / f"{command}.py"
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments(command, weights, tmp_path)])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert len(said) == 1, said
+    assert message in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_reads_broken_weights_ends_with_2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip"}))
+    torch.save({"patch_embed.proj.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    script = [sys.executable, str(ROOT / "launch" / "export.py"), f"weights={tmp_path}", "format=npz"]
+    done = subprocess.run([*script, f"out={tmp_path}/out.npz"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert 'model_type = "siglip"' in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out.npz").exists()
