@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.data.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
 
 LOCK_FILE = ".lock"

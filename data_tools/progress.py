@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import replacing
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.bucket import AnyPath
 
 PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_FILES = 10.0

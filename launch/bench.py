@@ -1,4 +1,4 @@
-"""Command: how fast data is read and written, and a step is made, beside others. See `data_tools/bench/`, `pipeline/bench.py`."""
+"""Command: how fast data is read and written, and a step is made, beside others. See `data_tools/bench/`, `data_tools/bench/training_step.py`."""
 
 import sys
 import tempfile
@@ -11,9 +11,9 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.config import DataConfig
-from pipeline.data_config import BenchConfig
-from pipeline.tools_config import TrainBenchConfig
+from pipeline.settings.data import BenchConfig
+from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.run import DataConfig
 
 
 def bench(config: BenchConfig) -> None:
@@ -29,11 +29,11 @@ def bench(config: BenchConfig) -> None:
 
 def bench_train(config: TrainBenchConfig) -> None:
     if config.data:
-        from pipeline.data.manifest import open_dataset
-        from pipeline.data.subset import run_splits
+        from pipeline.data.dataset.manifest import open_dataset
+        from pipeline.data.dataset.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
-    from pipeline.bench import run  # Late: imports DeepSpeed.
+    from data_tools.bench.training_step import run  # Late: imports DeepSpeed.
 
     run(config)
 

@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.suite_config import CompareConfig
+from pipeline.settings.reports import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:

@@ -1,4 +1,4 @@
-"""Command: mark pre-training images that are copies of test images. See `data_tools/dedup.py`."""
+"""Command: mark pre-training images that are copies of test images. See `data_tools/dedup/dedup.py`."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools.dedup import run
+from data_tools.dedup.dedup import run
 from pipeline.command import main
-from pipeline.data_config import DedupConfig
+from pipeline.settings.data import DedupConfig
 
 ABOUT = """
 Mark images of a data set that are copies of test images, so that training leaves them out.

@@ -18,12 +18,12 @@ from pipeline.process import guard
 guard(__name__)
 
 from data_tools.demo import make_digits, make_shapes
-from pipeline import schema
 from pipeline.command import main
-from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
-from pipeline.schema import setting
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings import schema
+from pipeline.settings.data import ShardConfig
+from pipeline.settings.schema import setting
+from pipeline.settings.weights import ScoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def demo(config: DemoConfig) -> None:
     begin = time.perf_counter()
 
     title("1/5  Shard: generated shapes, and scikit-learn's scans of digits, with Ray")
-    from data_tools import shard  # Late: --help needs no Ray.
+    from data_tools.sharding import shard  # Late: --help needs no Ray.
 
     make_shapes(out / "raw" / "shapes", config.num_per_class)
     make_digits(out / "raw" / "digits")
@@ -67,7 +67,7 @@ def demo(config: DemoConfig) -> None:
     title("5/5  Score")
     from pipeline import json_record  # Late: --help needs no torch.
     from pipeline.evaluate import report
-    from pipeline.track import by_name, read_metrics
+    from pipeline.monitor.tracking import by_name, read_metrics
 
     digits = [f"data={out / 'digits'}", "split=test"]
     finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))

@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings.weights import ScoreConfig
 
 
 def evaluate(config: ScoreConfig) -> None:

@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.weights_config import ExplainConfig
+from pipeline.settings.weights import ExplainConfig
 
 
 def explain(config: ExplainConfig) -> None:
@@ -18,7 +18,7 @@ def explain(config: ExplainConfig) -> None:
 
     numbers, files = explain.run(config)
     if config.mlflow:
-        from pipeline.track import send_report
+        from pipeline.monitor.tracking import send_report
 
         folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
         send_report(

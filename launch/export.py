@@ -1,4 +1,4 @@
-"""Command: weights from one format into another, compared on both sides. See `pipeline/export.py`."""
+"""Command: weights from one format into another, compared on both sides. See `pipeline/evaluate/export.py`."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.weights_config import ExportConfig
+from pipeline.settings.weights import ExportConfig
 
 
 def export(config: ExportConfig) -> None:
-    from pipeline.export import run  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.evaluate.export import run  # Late: --help and mistakes in the settings need no torch.
 
     run(config)
 

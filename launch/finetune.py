@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.config import RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.transfer.finetune import run
 
 if __name__ == "__main__":

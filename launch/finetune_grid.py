@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.suite_config import GridConfig
+from pipeline.settings.reports import GridConfig
 from pipeline.transfer.grid import run
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Command: ask every host of a hostfile whether it is fit, before a run starts on them. See `pipeline/host_check.py`."""
+"""Command: ask every host of a hostfile whether it is fit, before a run starts on them. See `pipeline/lifecycle/host_check.py`."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from pipeline import host_check
 from pipeline.command import main
-from pipeline.tools_config import HostsConfig
+from pipeline.lifecycle import host_check
+from pipeline.settings.operate import HostsConfig
 
 if __name__ == "__main__":
     main(

@@ -1,4 +1,4 @@
-"""Command: a manifest for webdataset shards that are there already. See `data_tools/index.py`."""
+"""Command: a manifest for webdataset shards that are there already. See `data_tools/sharding/index.py`."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools.index import run
+from data_tools.sharding.index import run
 from pipeline.command import main
-from pipeline.data_config import IndexConfig
+from pipeline.settings.data import IndexConfig
 
 ABOUT = """
 Give webdataset shards that someone else wrote a manifest, so that they train as a data set. Nothing is copied or changed.

@@ -1,4 +1,4 @@
-"""Command: what a run will take, before it is queued. See `pipeline/forecast.py`."""
+"""Command: what a run will take, before it is queued. See `pipeline/estimate/forecast.py`."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.tools_config import PlanConfig
+from pipeline.settings.operate import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
-    from pipeline.forecast import run  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.estimate.forecast import run  # Late: --help and mistakes in the settings need no torch.
 
     run(config)
 

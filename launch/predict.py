@@ -1,4 +1,4 @@
-"""Command: images -> their most likely classes. See `pipeline/predict.py`."""
+"""Command: images -> their most likely classes. See `pipeline/evaluate/predict.py`."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.weights_config import PredictConfig
+from pipeline.settings.weights import PredictConfig
 
 
 def predict(config: PredictConfig) -> None:
-    from pipeline.predict import run  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.evaluate.predict import run  # Late: --help and mistakes in the settings need no torch.
 
     run(config)
 

@@ -10,11 +10,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.config import RunConfig
+from pipeline.settings.run import RunConfig
 
 
 def pretrain(config: RunConfig) -> None:
-    from pipeline.start import run  # Late: --help and mistakes in the settings need no pyarrow.
+    from pipeline.train.start import run  # Late: --help and mistakes in the settings need no pyarrow.
 
     run(config)
 

@@ -11,11 +11,11 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools import cluster
-from pipeline import schema
+from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
-from pipeline.config import RunConfig
 from pipeline.outputs import try_outputs
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 
 ABOUT = """
 Run a training command on a Ray cluster: one rank on each GPU, or on CPUs where there is none.
@@ -35,13 +35,13 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
         config, overrides = overrides[at + 1], overrides[:at] + overrides[at + 2 :]
     settings = schema.load(RunConfig, config, overrides)
     for name, path in (("out", settings.out), ("data.path", settings.data.path)):
-        cluster.shared_path(name, path)
+        ray_tasks.shared_path(name, path)
     try_outputs(settings)
-    cluster.connect()
+    ray_tasks.connect()
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # After Ray has set its own.
         signal.signal(number, lambda number, frame: heard.append(number))
-    return cluster.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
+    return ray_tasks.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Command: which samples were in a step of a run, and when is a sample seen? See `pipeline/samples.py`."""
+"""Command: which samples were in a step of a run, and when is a sample seen? See `pipeline/lifecycle/samples.py`."""
 
 import sys
 from pathlib import Path
@@ -10,8 +10,8 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.samples import run
-from pipeline.tools_config import SamplesConfig
+from pipeline.lifecycle.samples import run
+from pipeline.settings.operate import SamplesConfig
 
 if __name__ == "__main__":
     main(

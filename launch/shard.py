@@ -1,4 +1,4 @@
-"""Command: raw images -> a data set of shards. See `data_tools/shard.py`."""
+"""Command: raw images -> a data set of shards. See `data_tools/sharding/shard.py`."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools.shard import run
+from data_tools.sharding.shard import run
 from pipeline.command import main
-from pipeline.data_config import ShardConfig
+from pipeline.settings.data import ShardConfig
 
 ABOUT = """
 Turn raw images into a data set: tars that webdataset reads, and a manifest that makes them addressable.

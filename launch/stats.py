@@ -1,4 +1,4 @@
-"""Command: what is in a data set? See `data_tools/stats.py`."""
+"""Command: what is in a data set? See `data_tools/check/stats.py`."""
 
 import sys
 from pathlib import Path
@@ -10,15 +10,15 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.data_config import StatsConfig
+from pipeline.settings.data import StatsConfig
 
 
 def stats(config: StatsConfig) -> None:
-    from data_tools import stats  # Late: --help and mistakes in the settings need no Matplotlib.
+    from data_tools.check import stats  # Late: --help and mistakes in the settings need no Matplotlib.
 
     found = stats.run(config)
     if config.mlflow:
-        from pipeline.track import send_report
+        from pipeline.monitor.tracking import send_report
 
         folder, tags = stats.folder(config), {"data_fingerprint": found["fingerprint"]}
         assert isinstance(folder, Path), "run() refuses others"

@@ -11,8 +11,8 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.supervise import supervise
-from pipeline.tools_config import SuperviseConfig
+from pipeline.lifecycle.supervise import supervise
+from pipeline.settings.operate import SuperviseConfig
 
 if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

@@ -1,4 +1,4 @@
-"""Command: is a data set on disk what its manifest says? See `data_tools/verify.py`."""
+"""Command: is a data set on disk what its manifest says? See `data_tools/check/verify.py`."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.data_config import VerifyConfig
+from pipeline.settings.data import VerifyConfig
 
 
 def verify(config: VerifyConfig) -> None:
-    from data_tools.verify import run  # Late: --help and mistakes in the settings need no OpenCV.
+    from data_tools.check.verify import run  # Late: --help and mistakes in the settings need no OpenCV.
 
     if not run(config)["is_whole"]:
         sys.exit(1)

@@ -14,7 +14,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.transfer_config import VtabConfig
+from pipeline.settings.transfer import VtabConfig
 
 ABOUT = """
 Score weights on VTAB-1k: 19 tasks of 1,000 training images, each adapted to and tested by one published protocol.
@@ -41,8 +41,8 @@ The folder of results holds results.json, which says protocol, weights and data 
 
 
 def vtab(config: VtabConfig) -> None:
-    from data_tools.cluster import shared_path  # Late, as the rest: --help and mistakes in the settings need no torch.
     from data_tools.driver import only_driver
+    from pipeline.ray_tasks import shared_path  # Late, as the rest: --help and mistakes in the settings need no torch.
     from pipeline.transfer.vtab import output, run
 
     for name in ("weights", "data", "pretrained_on"):
@@ -61,12 +61,12 @@ def on_ray(
     on_failure: Callable[[int, str], None],
 ) -> Iterable[tuple[int, dict[str, Any]]]:
     """Run the cells on the cluster that there is, else on this machine."""
-    from data_tools import cluster
+    from pipeline import ray_tasks
 
-    cluster.connect()
-    fitting, num_gpus = cluster.room(config.threads, config.gpu_share)
+    ray_tasks.connect()
+    fitting, num_gpus = ray_tasks.room(config.threads, config.gpu_share)
     limit = config.num_tasks or fitting
-    return cluster.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
+    return ray_tasks.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
 
 
 if __name__ == "__main__":

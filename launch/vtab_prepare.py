@@ -11,7 +11,7 @@ guard(__name__)
 
 from data_tools.vtab.prepare import run
 from pipeline.command import main
-from pipeline.data_config import VtabPrepareConfig
+from pipeline.settings.data import VtabPrepareConfig
 
 ABOUT = """
 Make VTAB-1k's 19 tasks, as many as there are files for: a data set each, with the splits train800, val200,

@@ -10,7 +10,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.suite_config import VtabReportConfig
+from pipeline.settings.reports import VtabReportConfig
 
 
 def report(config: VtabReportConfig) -> None:

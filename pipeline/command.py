@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
-from pipeline import schema
 from pipeline.errors import CrashError, UserError
 from pipeline.outputs import try_outputs
 from pipeline.process import interruptible, rank, say_interrupted, silence_broken_output
+from pipeline.settings import schema
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def mistakes_in_one_line() -> Iterator[None]:
     try:
         interruptible()
         yield
-    except KeyboardInterrupt:  # Not of a run, which has its own way to stop: pipeline/stop.py.
+    except KeyboardInterrupt:  # Not of a run, which has its own way to stop: pipeline/lifecycle/stop.py.
         say_interrupted()
         sys.exit(130)
     except CrashError as error:  # Every rank meets it.

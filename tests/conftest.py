@@ -92,7 +92,7 @@ def gcs() -> Iterator[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks (what uses the forge or hosts, and what says so itself) or Ray: see the Makefile."""
     for item in items:
-        if item.path.parent.name == "data_tools":
+        if "data_tools" in item.path.parts[-3:]:
             item.add_marker(pytest.mark.ray)
         elif {"forge", "can_have_hosts"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import (
-    config,
-    data_config,
-    schema,
-    suite_config,
-    tools_config,
-    transfer_config,
-    weights_config,
-)
 from pipeline.command import main
 from pipeline.errors import UserError
 from pipeline.outputs import Output, try_output, try_outputs
+from pipeline.settings import data, operate, reports, run, schema, transfer, weights
 
 ROOT = Path(__file__).parents[1]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
@@ -133,36 +125,36 @@ def test_a_forbidden_folder(place: Path) -> None:
 
 def test_every_command_tries_its_outputs(place: Path) -> None:
     file = place / "file"
-    assert problem(config.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is a file")
-    assert problem(config.RunConfig, *RUN, f"name={LONG}").startswith("name = 'runs/nnn")
-    assert "checkpoint.folder" in problem(config.RunConfig, *RUN, f"checkpoint.folder={file}/x")
-    assert "data.cache" in problem(config.RunConfig, *RUN, f"data.cache={file}/x")
-    assert "there is no folder /nowhere" in problem(tools_config.PlanConfig, *RUN, "json=/nowhere/plan.json")
+    assert problem(run.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is a file")
+    assert problem(run.RunConfig, *RUN, f"name={LONG}").startswith("name = 'runs/nnn")
+    assert "checkpoint.folder" in problem(run.RunConfig, *RUN, f"checkpoint.folder={file}/x")
+    assert "data.cache" in problem(run.RunConfig, *RUN, f"data.cache={file}/x")
+    assert "there is no folder /nowhere" in problem(operate.PlanConfig, *RUN, "json=/nowhere/plan.json")
     for name in ("csv", "sheet"):
         assert f"{name} = /nowhere/x: there is" in problem(
-            tools_config.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x"
+            operate.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x"
         )
     for cls, settings in (
-        (data_config.ShardConfig, ["source=s"]),
-        (data_config.VtabPrepareConfig, ["lists=l"]),
-        (data_config.IndexConfig, ["source=s"]),
-        (data_config.VerifyConfig, ["data=d"]),
-        (data_config.StatsConfig, ["data=d"]),
-        (weights_config.ScoreConfig, ["weights=w", "data=d"]),
-        (weights_config.ExplainConfig, ["weights=w"]),
-        (transfer_config.VtabConfig, SWEEP),
-        (suite_config.VtabReportConfig, ["sweeps=s"]),
-        (suite_config.CompareConfig, ["runs=[a,b]"]),
-        (suite_config.GridConfig, ["name=n", "run=r", "lr=1"]),
+        (data.ShardConfig, ["source=s"]),
+        (data.VtabPrepareConfig, ["lists=l"]),
+        (data.IndexConfig, ["source=s"]),
+        (data.VerifyConfig, ["data=d"]),
+        (data.StatsConfig, ["data=d"]),
+        (weights.ScoreConfig, ["weights=w", "data=d"]),
+        (weights.ExplainConfig, ["weights=w"]),
+        (transfer.VtabConfig, SWEEP),
+        (reports.VtabReportConfig, ["sweeps=s"]),
+        (reports.CompareConfig, ["runs=[a,b]"]),
+        (reports.GridConfig, ["name=n", "run=r", "lr=1"]),
     ):
         assert "is a file, not a folder" in problem(cls, *settings, f"out={file}/x"), cls
-    assert "is a folder, not a file" in problem(weights_config.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
-    assert "exists already" in problem(weights_config.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
+    assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
+    assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
 
 
 def test_every_output_is_declared() -> None:
     """A new setting of these names would else be tried when the work is done."""
-    modules = (config, data_config, weights_config, tools_config, transfer_config, suite_config)
+    modules = (run, data, weights, operate, transfer, reports)
     classes = [cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)]
     fields = [(cls.__name__, f.name, f.metadata.get("output")) for cls in classes for f in dataclasses.fields(cls)]
     declared = {name for _, name, output in fields if output}
@@ -173,11 +165,11 @@ def test_every_output_is_declared() -> None:
 
 def test_what_is_not_written_is_not_tried(place: Path) -> None:
     file = place / "file"
-    try_outputs(load(tools_config.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))
-    try_outputs(load(data_config.VtabPrepareConfig, "prove=true", f"out={file}"))
-    try_outputs(load(transfer_config.VtabConfig, *SWEEP, "plan=true", f"out={file}"))
-    try_outputs(load(config.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))
-    try_outputs(load(data_config.ShardConfig, "source=s", "out=gs://bucket/x"))
+    try_outputs(load(operate.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))
+    try_outputs(load(data.VtabPrepareConfig, "prove=true", f"out={file}"))
+    try_outputs(load(transfer.VtabConfig, *SWEEP, "plan=true", f"out={file}"))
+    try_outputs(load(run.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))
+    try_outputs(load(data.ShardConfig, "source=s", "out=gs://bucket/x"))
     assert not (place / "new").exists()
 
 
@@ -185,10 +177,10 @@ def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[Any] = []
     monkeypatch.setattr(sys, "argv", ["x.py", "source=s", f"out={place}/file"])
     monkeypatch.setenv("RANK", "1")
-    main(data_config.ShardConfig, seen.append, "About.")
+    main(data.ShardConfig, seen.append, "About.")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
-        main(data_config.ShardConfig, seen.append, "About.")
+        main(data.ShardConfig, seen.append, "About.")
     assert len(seen) == 1
 
 

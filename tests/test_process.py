@@ -55,7 +55,7 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
 def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
     script = (
         "import sys, time; from pipeline.process import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
-        "from pipeline.command import main; from pipeline.data_config import ShardConfig\n"
+        "from pipeline.command import main; from pipeline.settings.data import ShardConfig\n"
         "def work(config):\n"
         "    try: print('ready', flush=True); time.sleep(20)\n"
         "    finally: print('tidied up')\n"
@@ -90,7 +90,7 @@ def test_a_command_with_closed_streams() -> None:
     assert subprocess.run(f"{command} >&- 2>&-", shell=True, timeout=30).returncode == 2
 
 
-@pytest.mark.parametrize("module", ["argparse", "pipeline.config"])
+@pytest.mark.parametrize("module", ["argparse", "pipeline.settings.run"])
 def test_a_real_command_that_is_interrupted_early(module: str) -> None:
     command = [sys.executable, "-X", "importtime", str(ROOT / "launch" / "pretrain.py"), "--help"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from data_tools.bench.corpus import read_raw
-from pipeline.config import AugmentConfig
-from pipeline.data.loader import normalise, train_view
-from pipeline.data.mix import Mixing, mix_images
-from pipeline.data_config import BenchConfig
+from pipeline.data.loading.loader import normalise, train_view
+from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.settings.data import BenchConfig
+from pipeline.settings.run import AugmentConfig
 
 SETTINGS = {
     "decode, crop, flip": AugmentConfig(),

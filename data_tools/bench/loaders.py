@@ -10,17 +10,17 @@ import cv2
 import numpy as np
 import torch
 
-from data_tools import shard
 from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, table
-from pipeline.config import AugmentConfig
-from pipeline.data import jpeg_region
-from pipeline.data.loader import Loader, View, train_requests, train_view
-from pipeline.data.manifest import Split, open_dataset
-from pipeline.data.order import SampleOrder
-from pipeline.data.storage import ShardReader
-from pipeline.data_config import BenchConfig, ShardConfig
+from data_tools.sharding import shard
+from pipeline.data.dataset.manifest import Split, open_dataset
+from pipeline.data.loading import jpeg_region
+from pipeline.data.loading.loader import Loader, View, train_requests, train_view
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.settings.data import BenchConfig, ShardConfig
+from pipeline.settings.run import AugmentConfig
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256

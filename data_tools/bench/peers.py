@@ -18,7 +18,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from pipeline.data.augment import ANTIALIAS, resize
+from pipeline.data.loading.augment import ANTIALIAS, resize
 
 # (bytes of a JPEG, side) -> the view.
 View = Callable[[bytes, int], Any]

@@ -14,10 +14,10 @@ from PIL import Image
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, table
-from data_tools.shard import make_jobs, make_plan
+from data_tools.sharding.shard import make_jobs, make_plan
+from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
-from data_tools.write_shard import PARTS, write_shard
-from pipeline.data_config import BenchConfig, ShardConfig
+from pipeline.settings.data import BenchConfig, ShardConfig
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500

@@ -12,7 +12,7 @@ from collections.abc import Collection
 import pyarrow as pa
 
 from data_tools.progress import Progress
-from data_tools.sources import (
+from data_tools.sources.layouts import (
     archive,
     cifar,
     flat,
@@ -26,10 +26,10 @@ from data_tools.sources import (
 )
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import INFO, open_parquet
-from pipeline.data_config import ShardConfig
+from pipeline.data.dataset.manifest import INFO, open_parquet
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
 
 __all__ = ["Listing", "Reader", "list_source"]
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import Progress
-from pipeline.data.bucket import AnyPath, locate
-from pipeline.data.decode import EXTENSIONS
+from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.errors import UserError
 
 # split and labels: numbers, labels ascending. key: class/stem, without dots. name: of the file inside the source.

@@ -7,9 +7,9 @@ import struct
 import zlib
 from typing import BinaryIO
 
-from data_tools.cluster import LostError
-from data_tools.images import to_png
-from pipeline.data.bucket import to_path
+from data_tools.sources.images import to_png
+from pipeline.data.storage.bucket import to_path
+from pipeline.ray_tasks import LostError
 
 # In the column `packed`: no image file, but the pixels of a square image, all of red, then green, then blue.
 PIXELS = -1

@@ -1,6 +1,6 @@
 """Sources that are many files of one kind: which of them belongs to which split."""
 
-from pipeline.data.bucket import AnyPath, name_inside, walk_files
+from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
 
 _LIKE_SPLITS = ("train", "val", "test", "dev")

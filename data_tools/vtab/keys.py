@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.vtab.original import Pool
-from pipeline.data.bucket import AnyPath
-from pipeline.data.manifest import open_parquet
+from data_tools.vtab.readers.original import Pool
+from pipeline.data.dataset.manifest import open_parquet
+from pipeline.data.storage.bucket import AnyPath
 
 KEYS_FILE = "keys.parquet"
 # pool: a split of tensorflow_datasets. key: as it is hashed there (in shards it is `split.shard_key` of it).

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from data_tools.shard import resolve
-from data_tools.vtab import arrays, image_files, lists, tfrecords
+from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
-from data_tools.vtab.files import Files, MissingError, sources_of
-from data_tools.vtab.original import Original
-from pipeline.data.bucket import AnyPath
-from pipeline.data_config import VtabPrepareConfig
+from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
+from data_tools.vtab.readers.files import Files, MissingError, sources_of
+from data_tools.vtab.readers.original import Original
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
+from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
 _READERS: dict[str, Callable[[Files, Task], Original]] = {

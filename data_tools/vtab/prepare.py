@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from data_tools import shard
+from data_tools.sharding import shard
 from data_tools.sources.listing import Collector, Listing
-from data_tools.vtab import lists
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.files import MissingError
 from data_tools.vtab.keys import KEYS_FILE, digest, key_table
 from data_tools.vtab.origin import Origin, find_origin, given, read_original
-from data_tools.vtab.original import Original, places_of
 from data_tools.vtab.prove import prove
+from data_tools.vtab.readers import lists
+from data_tools.vtab.readers.files import MissingError
+from data_tools.vtab.readers.original import Original, places_of
 from data_tools.vtab.split import SPLITS, choose, shard_key
-from pipeline.data.bucket import AnyPath, to_path
-from pipeline.data.manifest import INFO
-from pipeline.data_config import ShardConfig, VtabPrepareConfig
+from pipeline.data.dataset.manifest import INFO
+from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig, VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 

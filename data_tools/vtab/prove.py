@@ -8,18 +8,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_tools.shard import resolve
+from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
-from data_tools.vtab.files import MissingError
 from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
 from data_tools.vtab.origin import find_origin, read_original
-from data_tools.vtab.original import Pool
+from data_tools.vtab.readers.files import MissingError
+from data_tools.vtab.readers.original import Pool
 from data_tools.vtab.split import choose, shard_key
 from pipeline import json_record
-from pipeline.data.bucket import remove_tree
-from pipeline.data.manifest import INFO, Dataset, open_dataset
-from pipeline.data_config import VtabPrepareConfig
+from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
+from pipeline.data.storage.bucket import remove_tree
 from pipeline.errors import UserError
+from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
 
 _STAGING = ".prove"

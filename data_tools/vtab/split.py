@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from data_tools.vtab.datasets import DataSet
-from pipeline.data.decode import EXTENSIONS
+from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.errors import UserError
 
 NUM_TRAIN, NUM_VAL = 800, 200

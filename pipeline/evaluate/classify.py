@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import objective
-from pipeline.config import AugmentConfig
-from pipeline.data.loader import Batch, Loader, eval_requests, eval_view
-from pipeline.data.manifest import Split
+from pipeline.data.dataset.manifest import Split
+from pipeline.data.loading.loader import Batch, Loader, eval_requests, eval_view
 from pipeline.distributed import Ranks
-from pipeline.length import ImageSize
-from pipeline.stop import Stop
+from pipeline.lifecycle.stop import Stop
+from pipeline.objectives import classification
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import AugmentConfig
 
 _TOP = 5
 
@@ -72,7 +72,7 @@ def predict(
 
     def columns(loaded: Batch) -> list[Tensor]:
         logits = forward(loaded.images)
-        losses = objective.losses(logits, loaded.labels.to(logits.device), loss_kind)
+        losses = classification.losses(logits, loaded.labels.to(logits.device), loss_kind)
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
         return [top, probabilities_of(logits, loss_kind).gather(1, top).float(), losses.double()]
 

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from pipeline import architecture, json_record, schema
-from pipeline.config import RunConfig
-from pipeline.data.manifest import replacing
+from pipeline import json_record
+from pipeline.data.dataset.manifest import replacing
 from pipeline.errors import UserError
-from pipeline.evaluate import render, report
+from pipeline.evaluate import architecture, render, report
+from pipeline.monitor.tracking import by_name, read_metrics
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
-from pipeline.suite_config import CompareConfig
-from pipeline.track import by_name, read_metrics
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings import schema
+from pipeline.settings.reports import CompareConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.weights import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
 _SUMS = {"top1": "top-1", "top5": "top-5", "macro_precision": "precision, mean over classes",

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.config import AugmentConfig
-from pipeline.data.loader import Batch
-from pipeline.data.manifest import Split
+from pipeline.data.dataset.manifest import Split
+from pipeline.data.loading.loader import Batch
 from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import each_sample
-from pipeline.length import ImageSize
-from pipeline.masking import Masking
-from pipeline.stop import Stop
+from pipeline.lifecycle.stop import Stop
+from pipeline.objectives.masked_patches import Masking
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import AugmentConfig
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.data.split import NOTHING_EXCLUDED
+from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown
 
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5

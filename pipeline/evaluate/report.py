@@ -10,18 +10,18 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline.data.bucket import to_path
-from pipeline.data.manifest import Dataset, Split, open_dataset, replacing
+from pipeline.data.dataset.manifest import Dataset, Split, open_dataset, replacing
+from pipeline.data.storage.bucket import to_path
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
-from pipeline.evaluate.features import Features, extract
-from pipeline.evaluate.figure import draw_confusion
-from pipeline.evaluate.probe import choose, probe
-from pipeline.evaluate.subject import Subject, check_seen, load_subject, output_folder
+from pipeline.evaluate.confusion_figure import draw_confusion
+from pipeline.evaluate.loaded_model import Subject, check_seen, load_subject, output_folder
+from pipeline.evaluate.probes.features import Features, extract
+from pipeline.evaluate.probes.probe import choose, probe
 from pipeline.outputs import try_output
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
 

@@ -12,27 +12,26 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline.data import rng
-from pipeline.data.loader import Loader, eval_view
-from pipeline.data.manifest import replacing
-from pipeline.data.pictures import Pictures
-from pipeline.data.split import Split
+from pipeline import random_numbers
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.adhoc_split import Pictures
+from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import outcomes
-from pipeline.evaluate.features import requests
+from pipeline.evaluate.loaded_model import Subject, load_subject, output_folder
+from pipeline.evaluate.predict import open_images, predict_all
+from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import table_csv
-from pipeline.evaluate.subject import Subject, load_subject, output_folder
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import distances, join, look
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.outputs import try_output
-from pipeline.predict import open_images, predict_all
-from pipeline.weights_config import DRAWINGS, ExplainConfig
+from pipeline.random_numbers import Purpose
+from pipeline.settings.weights import DRAWINGS, ExplainConfig
 
-# What a hash of the place is for: which images are chosen.
-_CHOOSE = 12
 _SHEET = 48
 _OF_ATTENTION = {"attention", "rollout", "distance"}
 _OF_TOKENS = {*_OF_ATTENTION, "positions", "patches", "cost"}
@@ -150,7 +149,7 @@ def _look_at_images(config: ExplainConfig, subject: Subject, wanted: set[str], f
     pictures, names = open_images(config, subject)
     for line in pictures.split.notes():
         print(line)
-    order = rng.permutation(len(pictures.split), _CHOOSE, config.seed)
+    order = random_numbers.permutation(len(pictures.split), Purpose.EXPLAINED_IMAGES, config.seed)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_seen = max(config.num_drawn, config.num_averaged if "distance" in wanted else 0)

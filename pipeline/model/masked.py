@@ -1,6 +1,6 @@
 """Masked patch prediction (ViT paper, B.1.2): a ViT that reads an image with half of its patches corrupted.
 
-What stands in a corrupted patch's place, and what is asked of it, is drawn outside (`pipeline/masking.py`). Weights that are
+What stands in a corrupted patch's place, and what is asked of it, is drawn outside (`pipeline/objectives/masked_patches.py`). Weights that are
 read from a file leave the mask token and this head out: what stays is a plain ViT.
 """
 

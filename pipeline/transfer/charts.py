@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.evaluate.figure import shorten
+from pipeline.evaluate.confusion_figure import shorten
 from pipeline.transfer.score_table import OVERALL, Cell, Column, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 

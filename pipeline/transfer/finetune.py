@@ -3,8 +3,8 @@
 The recipe itself is the settings: SGD with momentum 0.9, cosine decay, no weight decay, clipping at 1, softmax.
 """
 
-from pipeline.config import RunConfig
 from pipeline.errors import UserError
+from pipeline.settings.run import RunConfig
 
 
 def run(config: RunConfig) -> None:
@@ -14,6 +14,6 @@ def run(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
-    from pipeline import start  # Late: a mistake in the settings needs no pyarrow.
+    from pipeline.train import start  # Late: a mistake in the settings needs no pyarrow.
 
     start.run(config)

@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import json_record, schema
-from pipeline.config import RunConfig
-from pipeline.data.manifest import open_dataset, replacing
-from pipeline.data.subset import run_splits
+from pipeline import json_record
+from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.dataset.subset import run_splits
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
+from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.monitor.tracking import send_report
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
-from pipeline.run_folder import RESUME, read_status
-from pipeline.suite_config import GridConfig
-from pipeline.track import send_report
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings import schema
+from pipeline.settings.reports import GridConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.weights import ScoreConfig
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
 

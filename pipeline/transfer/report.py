@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import schema
-from pipeline.data.manifest import replacing
+from pipeline.data.dataset.manifest import replacing
 from pipeline.evaluate.intervals import OVER_SEEDS
+from pipeline.monitor.tracking import send_report
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
-from pipeline.suite_config import VtabReportConfig
-from pipeline.track import send_report
+from pipeline.settings import schema
+from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import OVERALL, Cell, Column, columns, common_tasks, mean_of, members

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record, schema
+from pipeline import json_record
 from pipeline import model as models
-from pipeline.config import AugmentConfig
-from pipeline.data.manifest import Dataset, file_sha256, open_dataset
+from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
+from pipeline.lifecycle.run_folder import write_atomically
 from pipeline.model import files
-from pipeline.run_folder import write_atomically
+from pipeline.settings import schema
+from pipeline.settings.run import AugmentConfig
+from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.transfer_config import ProtocolConfig, VtabConfig
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # A file for each published protocol, of its name; prepare.yaml alone is none.

@@ -15,19 +15,20 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
-from pipeline import json_record, schema
+from pipeline import json_record
 from pipeline import model as models
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
-from pipeline.evaluate.subject import output_folder
-from pipeline.run_folder import write_atomically
-from pipeline.track import run_id_of
-from pipeline.transfer.board import Board
+from pipeline.evaluate.loaded_model import output_folder
+from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.monitor.tracking import run_id_of
+from pipeline.settings import schema
+from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.sweep_progress import Board
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.transfer_config import VtabConfig
 
 RESULTS_FILE = "results.json"
 # Where launch/dedup.py leaves its report in a data set.

@@ -22,29 +22,30 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline import objective, optim
-from pipeline.config import AugmentConfig, OptimizerConfig
-from pipeline.data import rng
-from pipeline.data.bucket import to_path
-from pipeline.data.loader import Loader, normalise, remembering_train_view, train_requests
-from pipeline.data.manifest import Dataset, Split, open_dataset
-from pipeline.data.mix import draw_mixing, mix_images
-from pipeline.data.order import SampleOrder
+from pipeline import random_numbers
+from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.loading.loader import Loader, normalise, remembering_train_view, train_requests
+from pipeline.data.loading.mix import draw_mixing, mix_images
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.storage.bucket import to_path
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.evaluate import fewshot
 from pipeline.evaluate.classify import label_table, predict, score
-from pipeline.evaluate.features import extract
-from pipeline.evaluate.knn import knn_predict
-from pipeline.length import Length
+from pipeline.evaluate.probes import fewshot
+from pipeline.evaluate.probes.features import extract
+from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from pipeline.schedule import learning_rate
+from pipeline.objectives import classification
+from pipeline.random_numbers import Purpose
+from pipeline.settings.quantities import Length
+from pipeline.settings.run import AugmentConfig, OptimizerConfig
+from pipeline.settings.transfer import ProtocolConfig, VtabConfig
+from pipeline.train import optimizers
+from pipeline.train.schedule import learning_rate
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.transfer_config import ProtocolConfig, VtabConfig
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
-_DROPOUT = 5  # As in engine.py.
 _STEPS_BETWEEN_LOOKS = 50
 
 
@@ -133,7 +134,7 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     steps = setting.length.steps(len(split), batch)
     warmup = warmup_steps(protocol, setting, len(split))
     size, augment = view_of(protocol, cell.task)
-    optimizer = optim.build(
+    optimizer = optimizers.build(
         model,
         model.weight_decay_mask(),
         OptimizerConfig(
@@ -155,14 +156,14 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
             mixing, total = draw_mixing(augment, size, cell.seed, step), torch.zeros((), device=device)
             for i, part in enumerate(islice(batches, accumulation)):
                 # From (seed, step, micro-batch), as all randomness.
-                torch.manual_seed(int(rng.bits(cell.seed, _DROPOUT, step, 0, i) >> 1))
+                torch.manual_seed(int(random_numbers.bits(cell.seed, Purpose.DROPOUT, step, 0, i) >> 1))
                 labels, valid = part.labels.to(device), part.valid.to(device)
                 images, own = read(part.images), None
                 if mixing is not None:
                     images, own = mix_images(images, valid, mixing)
                 with _arithmetic(config, device):
                     logits = model(images)
-                loss = objective.batch_loss(logits, labels, valid, "softmax", 0.0, own) * (len(part.rows) / batch)
+                loss = classification.batch_loss(logits, labels, valid, "softmax", 0.0, own) * (len(part.rows) / batch)
                 loss.backward()
                 total += loss.detach()
             if protocol.clip:

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.data.content import content_hash
-from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.storage.content import content_hash
 
 Encode = Callable[..., bytes]
 

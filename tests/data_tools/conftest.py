@@ -9,9 +9,10 @@ import vtab_originals
 from faulty_s3 import S3
 from vtab_originals import Truth
 
-from data_tools import cluster, shard
+from data_tools.sharding import shard
 from data_tools.vtab import prepare
-from pipeline.data.manifest import Dataset
+from pipeline import ray_tasks
+from pipeline.data.dataset.manifest import Dataset
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,7 @@ def ray_cluster(s3_server: S3) -> int:
     """CPUs of a cluster on this machine; it ends with this process. Its workers know the way to the S3 server."""
     # Ray kills workers when the machine's memory runs low, whoever uses it; here that may be anyone.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
-    return cluster.connect(num_cpus=2)
+    return ray_tasks.connect(num_cpus=2)
 
 
 @pytest.fixture(scope="session")

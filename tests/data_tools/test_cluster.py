@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import cluster
+from pipeline import ray_tasks
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +29,13 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=r"there is no Ray cluster .* unset RAY_ADDRESS to use this machine alone"):
-            cluster.connect()
+            ray_tasks.connect()
     assert time.monotonic() - begin < 30
 
 
 SCRIPT = """
 import threading, time, psutil
-from data_tools import cluster
+from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
 
 def work(number):

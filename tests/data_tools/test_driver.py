@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import dedup, index, shard, verify
+from data_tools.check import verify
+from data_tools.dedup import dedup
 from data_tools.driver import only_driver
-from pipeline.data.bucket import AnyPath, to_path
-from pipeline.data.manifest import Dataset
-from pipeline.data_config import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
+from data_tools.sharding import index, shard
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.errors import UserError
+from pipeline.settings.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from data_tools.driver import only_driver
-from pipeline.data.bucket import to_path
+from pipeline.data.storage.bucket import to_path
 sys.argv[0] = "launch/shard.py"
 with only_driver(to_path(sys.argv[1])):
     print("held", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import progress
-from data_tools.sources import archive
+from data_tools.sources.layouts import archive
 
 PACK = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
 

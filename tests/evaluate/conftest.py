@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.data.content import content_hash
-from pipeline.data.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.storage.content import content_hash
 
 SIDE = 8
 MakeDataset = Callable[..., Dataset]

@@ -11,11 +11,11 @@ import torch
 from sklearn import metrics
 from torch import Tensor
 
-from pipeline.config import AugmentConfig
-from pipeline.data.index import Index
-from pipeline.data.manifest import Split
+from pipeline.data.dataset.manifest import Split
+from pipeline.data.dataset.mapped_index import Index
 from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
+from pipeline.settings.run import AugmentConfig
 
 K = 7
 SIZE = 8

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import architecture, schema
 from pipeline import model as models
-from pipeline.checkpoint import FORMAT
-from pipeline.config import RunConfig
+from pipeline.checkpoint.store import FORMAT
 from pipeline.errors import UserError
-from pipeline.evaluate import compare
+from pipeline.evaluate import architecture, compare
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 
 WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
 

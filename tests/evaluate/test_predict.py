@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
-from pipeline import predict, schema
-from pipeline.data.manifest import Dataset
-from pipeline.data.pictures import open_pictures
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.loading.adhoc_split import open_pictures
 from pipeline.errors import UserError
-from pipeline.weights_config import PredictConfig
+from pipeline.evaluate import predict
+from pipeline.settings import schema
+from pipeline.settings.weights import PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8

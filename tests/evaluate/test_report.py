@@ -17,13 +17,13 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline import model as models
-from pipeline import schema
-from pipeline.data.manifest import Dataset
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
-from pipeline.evaluate import figure, render, report
-from pipeline.evaluate.subject import evaluation_view, load_subject
+from pipeline.evaluate import confusion_figure, render, report
+from pipeline.evaluate.loaded_model import evaluation_view, load_subject
 from pipeline.page import markdown
-from pipeline.weights_config import ScoreConfig
+from pipeline.settings import schema
+from pipeline.settings.weights import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
@@ -270,8 +270,8 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
 
     true = np.array([50, 50, 50, 40, 40, 7, 1, 2])
     predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])
-    drawn = figure.most_confused_classes(true, predicted, 60)
+    drawn = confusion_figure.most_confused_classes(true, predicted, 60)
     assert drawn.tolist() == [*range(26), 40, 41, 50, 51]
     pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is taken for 2i + 1 i + 1 times.
-    assert figure.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
-    assert figure.draw_confusion(true, predicted, names).startswith(b"\x89PNG")
+    assert confusion_figure.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
+    assert confusion_figure.draw_confusion(true, predicted, names).startswith(b"\x89PNG")

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
-from pipeline import schema
 from pipeline.errors import UserError
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.weights_config import ExplainConfig
+from pipeline.settings import schema
+from pipeline.settings.weights import ExplainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 16

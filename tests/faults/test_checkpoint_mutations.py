@@ -9,15 +9,16 @@ import torch
 from saving import CONFIG, save_all, tensors
 
 from pipeline import model as models
-from pipeline import resume, samples
-from pipeline.checkpoint import Checkpoints, WriterStatus, read_state, read_status, write_status
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, read_status, write_status
 from pipeline.committed import newest_whole
 from pipeline.console import Console
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.fragments import Fragments
-from pipeline.run_folder import read_failures
-from pipeline.run_folder import read_status as read_run_status
+from pipeline.lifecycle import samples
+from pipeline.lifecycle.run_folder import read_failures
+from pipeline.lifecycle.run_folder import read_status as read_run_status
+from pipeline.train import resume
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 FACTS = {"seed": 0, "excluded": "none", "evaluation_excluded": "none"}

@@ -21,17 +21,20 @@ import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 
-from data_tools import cluster, progress, shard, verify
+from data_tools import progress
+from data_tools.check import verify
+from data_tools.sharding import shard
+from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
-from pipeline.config import AugmentConfig
-from pipeline.data.bucket import AnyPath
-from pipeline.data.content import content_hash
-from pipeline.data.exclude import read_lists
-from pipeline.data.loader import Batch, Loader, train_view
-from pipeline.data.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
-from pipeline.data.patience import StorageError
-from pipeline.data_config import ShardConfig, VerifyConfig
+from pipeline.data.dataset.exclusion import read_lists
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data.loading.loader import Batch, Loader, train_view
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.content import content_hash
+from pipeline.data.storage.retry import StorageError
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig, VerifyConfig
+from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "train-000001.tar"  # rows 40 to 79 of 150
@@ -40,7 +43,7 @@ SHARD = "train-000001.tar"  # rows 40 to 79 of 150
 @pytest.fixture(scope="session", autouse=True)
 def ray_cluster(s3_server: S3) -> int:
     """Its workers know the way to the S3 server."""
-    return cluster.connect(num_cpus=2)
+    return ray_tasks.connect(num_cpus=2)
 
 
 @pytest.fixture

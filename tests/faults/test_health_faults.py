@@ -12,8 +12,8 @@ from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline.checkpoint import read_state
-from pipeline.run_folder import read_status
+from pipeline.checkpoint.store import read_state
+from pipeline.lifecycle.run_folder import read_status
 
 STEPS = 16
 

@@ -15,9 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import proof
-from pipeline.data.exclude import EXCLUDED, write_list
-from pipeline.data.manifest import INFO, ROWS, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import (
+    INFO,
+    ROWS,
+    SAMPLES_FILE,
+    SHARDS_FILE,
+    Dataset,
+    Shard,
+    open_dataset,
+    write_dataset,
+)
+from pipeline.data.storage import proof
 from pipeline.errors import UserError
 
 COUNT, FLIPS = 60, 200

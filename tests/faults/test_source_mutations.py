@@ -20,12 +20,12 @@ import vtab_originals
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from test_layouts import TINY, binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
 
+from data_tools.sharding.write_shard import Job, _read_image
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.vtab import prepare
 from data_tools.vtab.origin import Origin
-from data_tools.write_shard import Job, _read_image
-from pipeline.data_config import ShardConfig
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
 from pipeline.transfer.vtab_tasks import TASKS
 
 NUM_MUTATIONS = 600

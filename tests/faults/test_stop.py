@@ -23,11 +23,13 @@ from forked import Forge, ForkedRun, train, until
 from ranks import ROOT, metrics, settings
 from tiny import make_dataset
 
-from pipeline import distributed, schema, stop
+from pipeline import distributed
 from pipeline import model as models
-from pipeline.config import RunConfig
 from pipeline.errors import Stopped
-from pipeline.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
+from pipeline.lifecycle import stop
+from pipeline.lifecycle.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 
 SECONDS = 25
 STEPS = 48

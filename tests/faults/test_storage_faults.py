@@ -12,15 +12,15 @@ import pytest
 from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, stall, truncate
 
 from pipeline.command import mistakes_in_one_line
-from pipeline.config import AugmentConfig
-from pipeline.data import bucket
-from pipeline.data.bucket import ObjectReader, fetched
-from pipeline.data.cache import ShardCache, Storage
-from pipeline.data.loader import Loader, eval_view
-from pipeline.data.manifest import Dataset, open_dataset
-from pipeline.data.patience import Patience, StorageError
-from pipeline.data.storage import ShardReader
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.storage import bucket
+from pipeline.data.storage.bucket import ObjectReader, fetched
+from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.storage.retry import Patience, StorageError
 from pipeline.errors import UserError
+from pipeline.settings.run import AugmentConfig
 
 Server = tuple[S3, str]
 Open = Callable[..., Dataset]

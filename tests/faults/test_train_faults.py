@@ -16,14 +16,16 @@ from ranks import metrics, settings
 from saving import save_all
 
 from pipeline import model as models
-from pipeline import resume, samples, schema
-from pipeline.checkpoint import Checkpoints
-from pipeline.config import RunConfig
+from pipeline.checkpoint.store import Checkpoints
 from pipeline.console import Console
-from pipeline.data.manifest import open_dataset
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.tools_config import SamplesConfig
+from pipeline.lifecycle import samples
+from pipeline.settings import schema
+from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.run import RunConfig
+from pipeline.train import resume
 
 
 def load(overrides: list[str]) -> RunConfig:

@@ -21,7 +21,7 @@ from forked import Forge
 from hosts import Host
 from ranks import ROOT, metrics, settings
 
-from pipeline.run_folder import RESUME, read_status
+from pipeline.lifecycle.run_folder import RESUME, read_status
 
 STEPS = 36
 # Uneven: 4 ranks, and 3 once node3 is gone.

@@ -11,6 +11,7 @@ import hosts
 import psutil
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 _OWNER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -66,7 +67,7 @@ def test_hosts_share_a_network_and_a_folder_only(can_have_hosts: None, tmp_path:
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_hosts_end_with_the_process_that_made_them(can_have_hosts: None, ending: signal.Signals) -> None:
-    command = [sys.executable, "-c", _OWNER, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", _OWNER, str(ROOT / "tests/helpers")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
         assert owner.stdout is not None
         processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]

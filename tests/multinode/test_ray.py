@@ -21,7 +21,7 @@ from hosts import Host
 from ranks import metrics, settings
 from raw_images import contents, jpeg
 
-from pipeline.run_folder import RESUME, read_status
+from pipeline.lifecycle.run_folder import RESUME, read_status
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from forked import Forge
 
-from pipeline import memory, schema
-from pipeline.config import RunConfig
-from pipeline.plan import make_plan, new_model_config
+from pipeline.estimate import memory
+from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 
 NUM_CLASSES = 300
 ALL, PART = 4_000_000, 250_000  # elements of a bucket that may hold all gradients, and of one that does not

@@ -20,17 +20,19 @@ from forked import Forge
 from PIL import Image
 from ranks import ROOT, settings
 
-from pipeline import resume, samples, schema
-from pipeline.checkpoint import Checkpoints, checksum, read_state
-from pipeline.config import Limit, RunConfig
+from pipeline.checkpoint.store import Checkpoints, checksum, read_state
 from pipeline.console import Console
-from pipeline.data.exclude import EXCLUDED, write_list
-from pipeline.data.loader import Loader, train_requests, train_view
-from pipeline.data.manifest import Dataset, open_dataset
-from pipeline.data.order import SampleOrder
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.loader import Loader, train_requests, train_view
+from pipeline.data.loading.order import SampleOrder
 from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
-from pipeline.tools_config import SamplesConfig
+from pipeline.lifecycle import samples
+from pipeline.settings import schema
+from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.run import Limit, RunConfig
+from pipeline.train import resume
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 LEFT_OUT = [3, 40, 41, 149]

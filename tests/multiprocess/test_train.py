@@ -11,22 +11,24 @@ from forked import Forge, train
 from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
-from pipeline import objective, resume, schema
-from pipeline.checkpoint import read_state
-from pipeline.config import AugmentConfig, RunConfig
-from pipeline.data.loader import Loader, normalise, train_requests, train_view
-from pipeline.data.manifest import open_dataset
-from pipeline.data.mix import draw_mixing, mix_images
-from pipeline.data.order import SampleOrder
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.store import read_state
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
+from pipeline.data.loading.mix import draw_mixing, mix_images
+from pipeline.data.loading.order import SampleOrder
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
+from pipeline.estimate.plan import new_model_config
 from pipeline.evaluate.classify import predict, score
-from pipeline.evaluate.subject import load_subject
-from pipeline.fragments import Fragments
-from pipeline.masking import Masking
-from pipeline.plan import new_model_config
-from pipeline.schedule import learning_rate
-from pipeline.weights_config import WeightsConfig
+from pipeline.evaluate.loaded_model import load_subject
+from pipeline.objectives import classification
+from pipeline.objectives.masked_patches import Masking
+from pipeline.settings import schema
+from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.weights import WeightsConfig
+from pipeline.train import resume
+from pipeline.train.schedule import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
@@ -87,7 +89,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
                 masks = masking.inputs(batch, torch.device("cpu"))
                 loss = masking.batch_loss(model(images, *masks), masking.targets(batch.images, masks[1]), batch.valid)
             else:
-                loss = objective.batch_loss(
+                loss = classification.batch_loss(
                     model(images), batch.labels, batch.valid, config.train.loss, config.train.label_smoothing, own
                 )
             optimizer.zero_grad()
@@ -272,9 +274,9 @@ def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: in
 
 def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
     """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
-    from pipeline.config import AugmentConfig
     from pipeline.distributed import Ranks
     from pipeline.evaluate.classify import predict, score
+    from pipeline.settings.run import AugmentConfig
 
     split = open_dataset(dataset).split("val")
     for stage in (0, 1, 2, 3):

@@ -14,14 +14,14 @@ from ranks import metrics
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline import schema
-from pipeline.data.manifest import open_dataset
-from pipeline.data.subset import hold_out
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.subset import hold_out
 from pipeline.errors import UserError
 from pipeline.evaluate import compare
-from pipeline.length import Limit
-from pipeline.run_folder import RESUME
-from pipeline.suite_config import CompareConfig, GridConfig
+from pipeline.lifecycle.run_folder import RESUME
+from pipeline.settings import schema
+from pipeline.settings.quantities import Limit
+from pipeline.settings.reports import CompareConfig, GridConfig
 from pipeline.transfer import grid
 
 RUN = """

@@ -9,18 +9,18 @@ import torch
 from tiny import NUM_CLASSES, make_dataset
 
 from pipeline import model as models
-from pipeline import schema
-from pipeline.data.decode import decode
-from pipeline.data.loader import Loader, remembering_train_view, train_view
-from pipeline.data.manifest import Dataset, open_dataset
-from pipeline.data.order import SampleOrder
-from pipeline.data.storage import ShardReader
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.loader import Loader, remembering_train_view, train_view
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import UserError
-from pipeline.evaluate import fewshot
+from pipeline.evaluate.probes import fewshot
+from pipeline.settings import schema
+from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import Cell, Job, finetune, reader, run_cell, train_model, view_of
 from pipeline.transfer.vtab_tasks import TASKS
-from pipeline.transfer_config import VtabConfig
 
 CPU = torch.device("cpu")
 SIDE = 16

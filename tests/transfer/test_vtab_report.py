@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import schema
 from pipeline.errors import UserError
 from pipeline.evaluate import intervals
-from pipeline.suite_config import VtabReportConfig
+from pipeline.settings import schema
+from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import report
 from pipeline.transfer.published import PAPER
 from pipeline.transfer.score_table import OVERALL, column_as_published, columns, members, read_results

@@ -13,14 +13,14 @@ import pytest
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline import schema
 from pipeline.errors import UserError
-from pipeline.suite_config import VtabReportConfig
+from pipeline.settings import schema
+from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
 from pipeline.transfer.sweep import cell_name, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
-from pipeline.transfer_config import VtabConfig
 
 PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 PREPARED = ("dtd", "pets", "svhn")

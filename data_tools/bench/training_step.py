@@ -1,0 +1,199 @@
+"""What the pipeline's training step costs beside a bare PyTorch loop of the same model, batch and optimizer.
+
+In one process, in turns: a machine that is busy for a while is so for both. Or a short real run from shards.
+"""
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline import model as models
+from pipeline.data.loading.loader import Batch, normalise
+from pipeline.distributed import Ranks, from_environment
+from pipeline.errors import UserError
+from pipeline.estimate.plan import Plan
+from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
+from pipeline.monitor.tracking import read_metrics
+from pipeline.objectives import classification
+from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.quantities import ImageSize, Length
+from pipeline.settings.run import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackConfig,
+    TrainConfig,
+)
+from pipeline.train import loop, optimizers
+from pipeline.train.engine import Engine, start_ranks
+
+_CLASSES = 1000
+_LR = 1e-3
+_OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
+
+
+def run(config: TrainBenchConfig) -> None:
+    """Print the speed of a step beside a bare loop's; or of a run from shards when `config.data` is set."""
+    if from_environment().world_size > 1:
+        raise UserError("this is measured on one rank. Start it with python, without a launcher.")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if config.data:
+        from_shards(config)
+    else:
+        beside_a_bare_loop(config)
+
+
+def from_shards(config: TrainBenchConfig) -> dict[str, float]:
+    """Train on real data as anyone would, a log line and a checkpoint each round; prints and returns medians over rounds.
+
+    The first round, which warms up, does not count. Its last line is made before the evaluation that ends every run.
+    """
+    steps = Length.parse(f"{config.steps} steps")
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunConfig(
+            name="bench",
+            out=folder,
+            model=ModelConfig(name=config.model, image_size=ImageSize(config.image_size, config.image_size)),
+            data=DataConfig(path=config.data, threads=config.decoders, streams=math.gcd(config.batch, 16)),
+            train=TrainConfig(
+                length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.steps,
+                global_batch=config.batch, micro_batch=config.batch, loss="softmax",
+            ),
+            schedule=ScheduleConfig(warmup=Length.parse("0 steps")),
+            engine=EngineConfig(
+                zero_stage=config.zero_stage, precision=config.precision, peak_tflops=config.peak_tflops
+            ),
+            evaluate=EvaluateConfig(every=Length.parse("100%"), batch=config.batch),
+            checkpoint=CheckpointConfig(every=steps, keep=1),
+            track=TrackConfig(enabled=False),
+        )  # fmt: skip
+        run.check()
+        loop.run(run)
+        records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
+    lines = [record.metrics for record in records if "images_per_second" in record.metrics][1:]
+    found = {name: statistics.median(line[name] for line in lines) for name in _OF_A_RUN}
+    print(
+        f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, ZeRO stage {config.zero_stage}, "
+        f"{config.decoders} decoding threads, median of {len(lines)} rounds of {config.steps} steps: "
+        f"{found['images_per_second']:,.1f} images/s, MFU {found['mfu']:.1%}, data wait {found['data_wait']:.1%} of the time, "
+        f"peak memory {found['peak_memory_gib']:.2f} GiB, "
+        f"stalled {found['checkpoint_blocked_seconds']:.2f} s by a checkpoint"
+    )
+    return found
+
+
+def beside_a_bare_loop(config: TrainBenchConfig) -> float:
+    """Print the speed of both; returns the share by which the pipeline's step takes longer, the median over rounds.
+
+    By the clock; in CPU seconds too where it computes on a CPU, which say more on a machine that others use.
+    """
+    ranks = from_environment()
+    start_ranks(ranks, timeout_minutes=10)
+    batch = _batch(config.batch, config.image_size)
+    contestants = {"pipeline": _pipeline_step(config, ranks, batch), "bare PyTorch": _bare_step(config, ranks, batch)}
+    print(f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, on {ranks.device}; "
+          f"ZeRO stage {config.zero_stage}, {torch.get_num_threads()} threads", flush=True)  # fmt: skip
+    first = {name: step(0) for name, step in contestants.items()}
+    print("loss of the first step: " + ", ".join(f"{name} {loss:.5f}" for name, loss in first.items()), flush=True)
+
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(1, config.rounds + 1):
+        for name, step in contestants.items():
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            for i in range(config.steps):
+                step(1 + (round_number - 1) * config.steps + i)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append((time.perf_counter() - begin) / config.steps)
+            cpu_seconds[name].append((time.process_time() - cpu_begin) / config.steps)
+        told = ", ".join(f"{name} {taken[-1] * 1e3:,.1f} ms a step" for name, taken in seconds.items())
+        print(f"round {round_number} of {config.rounds}: {told}", flush=True)
+
+    overhead, cpu_overhead = (
+        statistics.median(ours / bare - 1 for ours, bare in zip(*taken.values(), strict=True))
+        for taken in (seconds, cpu_seconds)
+    )
+    per_image = _flops(config)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    peak, source = peak_flops(ranks.device, dtype, config.peak_tflops)
+    for name, taken in seconds.items():
+        rate = config.batch / statistics.median(taken)
+        print(f"{name:12}  {rate:10,.1f} images/s  MFU {per_image * rate / peak:.1%}")
+    print(f"peak {peak / 1e12:.2f} TFLOP/s ({source}), {peak_memory(ranks.device) / 2**30:.2f} GiB with both in memory")
+    in_cpu_seconds = "" if ranks.device.type == "cuda" else f", {cpu_overhead:+.1%} in CPU seconds"
+    print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {config.rounds} rounds)")
+    return overhead
+
+
+def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """As the loop of `train.py` does it, with its clock, meter and agreed loss."""
+    model, optimizer = _model_and_optimizer(config)
+    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=config.batch,
+                num_samples=10**6, global_batch=config.batch, world_size=1)  # fmt: skip
+    clock = StepClock(ranks.device)
+    engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
+    engine = Engine(model, optimizer, engine_config, OptimizerConfig(), plan, ranks, 0, clock)
+    meter = Meter(ranks, clock, flops_per_image=1.0, peak=1.0)
+    loss_of = partial(classification.batch_loss, kind="softmax", label_smoothing=0.0)
+
+    def step(number: int) -> float:
+        result = engine.train_step(number, [batch], _LR, loss_of)
+        meter.step(config.batch)
+        if (number + 1) % config.steps == 0:
+            meter.read()
+            ranks.mean(result.loss)
+        return float(result.loss) if number == 0 else 0.0
+
+    return step
+
+
+def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """What a person writes first: forward, loss, backward, clip, step."""
+    model, _ = _model_and_optimizer(config)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model.to(ranks.device, dtype)
+    optimizer = optimizers.build(model, model.weight_decay_mask(), OptimizerConfig(lr=_LR))
+
+    def step(number: int) -> float:
+        images = normalise(batch.images, ranks.device, dtype)
+        labels = batch.labels[:, 0].to(ranks.device)
+        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OptimizerConfig().clip)
+        optimizer.step()
+        return float(loss.detach()) if number == 0 else 0.0
+
+    return step
+
+
+def _model_and_optimizer(config: TrainBenchConfig) -> tuple[models.Model, torch.optim.Optimizer]:
+    model = models.create(config.model, config.image_size, _CLASSES, seed=0)
+    model.train()
+    return model, optimizers.build(model, model.weight_decay_mask(), OptimizerConfig())
+
+
+def _flops(config: TrainBenchConfig) -> float:
+    return models.training_flops_per_image(models.configure(config.model, config.image_size, _CLASSES))
+
+
+def _batch(size: int, image_size: int) -> Batch:
+    """Noise: a step takes the same time whatever it sees."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
+    labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))
+    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))

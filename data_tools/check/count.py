@@ -1,0 +1,158 @@
+"""One walk through a manifest: histograms of each split, and how each shard's classes are mixed.
+
+The manifest is read column by column in batches, twice: memory does not grow with the number of samples.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_parquet
+from pipeline.errors import UserError
+
+_BATCH = 2**18
+# Sides are counted to the pixel up to this one, where the larger ones are; JPEG ends here.
+_MAX_SIDE = 2**16 - 1
+# log2 of bytes and of width / height are counted in steps of 1/64: quantiles are right to 0.6 %.
+_STEPS = 64
+_MAX_LOG_BYTES, _MAX_LOG_ASPECT = 40, 16
+_MAX_LABELS = 1000
+_VERIFY = "To see what else is: python launch/verify.py data={}"
+
+# What each place of the histograms stands for: pixels, width / height, bytes.
+SIDES = np.arange(_MAX_SIDE + 1)
+ASPECTS = np.exp2(np.arange(2 * _MAX_LOG_ASPECT * _STEPS + 1) / _STEPS - _MAX_LOG_ASPECT)
+SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * _STEPS + 1) / _STEPS)
+
+
+@dataclass
+class SplitCounts:
+    """Histograms of one split, int64. classes: (K,) labels of each class. labels: samples by number of labels.
+
+    width, height, short: samples by side in pixels (SIDES). aspect: by width / height (ASPECTS). size: by bytes (SIZES).
+    formats: by file extension.
+    """
+
+    classes: np.ndarray
+    samples: int = 0
+    bytes: int = 0
+    labels: np.ndarray = field(default_factory=lambda: np.zeros(_MAX_LABELS + 1, np.int64))
+    width: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
+    height: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
+    short: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
+    aspect: np.ndarray = field(default_factory=lambda: np.zeros(len(ASPECTS), np.int64))
+    size: np.ndarray = field(default_factory=lambda: np.zeros(len(SIZES), np.int64))
+    formats: Counter[str] = field(default_factory=Counter)
+
+    def add(self, rows: pa.Table) -> None:
+        """Count more samples: columns labels, width, height, size, ext."""
+        self.samples += len(rows)
+        self.classes += _class_counts(rows, len(self.classes))
+        self.labels += _counts(pc.list_value_length(rows.column("labels")).to_numpy(), _MAX_LABELS)
+        width, height = rows.column("width").to_numpy(), rows.column("height").to_numpy()
+        size = rows.column("size").to_numpy()
+        self.bytes += int(size.sum())
+        self.width += _counts(width, _MAX_SIDE)
+        self.height += _counts(height, _MAX_SIDE)
+        self.short += _counts(np.minimum(width, height), _MAX_SIDE)
+        aspect = np.log2(np.maximum(width, 1) / np.maximum(height, 1)) + _MAX_LOG_ASPECT
+        self.aspect += _counts(np.rint(aspect * _STEPS), len(ASPECTS) - 1)
+        self.size += _counts(np.rint(np.log2(np.maximum(size, 1)) * _STEPS), len(SIZES) - 1)
+        for pair in rows.column("ext").value_counts().to_pylist():
+            self.formats[pair["values"]] += pair["counts"]
+
+
+@dataclass(frozen=True)
+class ShardMix:
+    """How far the classes of a shard are from those of its split.
+
+    largest: class with the most labels, and its share. distance: half the sum of the differences of the shares, from 0
+    (the same) to 1 (nothing in common). excess: chi-squared over its degrees of freedom; 1 is what a random choice of
+    as many samples gives, whatever the number of classes; many times 1 is a shard that is not mixed.
+    """
+
+    classes: int
+    largest: int
+    largest_share: float
+    distance: float
+    excess: float
+
+
+_EMPTY_MIX = ShardMix(0, -1, 0.0, 0.0, 1.0)
+
+
+def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
+    """Counts of each split, and how each shard is mixed, in the order of shards.parquet."""
+    shards = dataset.shards()
+    counts = {split: SplitCounts(np.zeros(dataset.num_classes, np.int64)) for split in dataset.splits}
+    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards)):
+        counts[shards[number].split].add(rows)
+    mixes = [_EMPTY_MIX] * len(shards)
+    waiting = np.zeros(dataset.num_classes, np.int64)
+    last = -1
+    for number, rows in _by_shard(dataset, ["labels"], len(shards)):
+        if number != last and last >= 0:
+            mixes[last] = _mix(waiting, counts[shards[last].split].classes)
+            waiting = np.zeros(dataset.num_classes, np.int64)
+        waiting += _class_counts(rows, dataset.num_classes)
+        last = number
+    if last >= 0:
+        mixes[last] = _mix(waiting, counts[shards[last].split].classes)
+    return counts, mixes
+
+
+def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator[tuple[int, pa.Table]]:
+    """(shard, rows) in order; a shard may come in several parts."""
+    path = dataset.path / SAMPLES_FILE
+    try:
+        for batch in open_parquet(path).iter_batches(_BATCH, columns=[*columns, "shard"]):
+            shard = batch.column("shard").to_numpy()
+            starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
+            rows = pa.Table.from_batches([batch])
+            for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+                if not 0 <= shard[start] < num_shards:
+                    raise UserError(
+                        f"{path} names shard {shard[start]} of {num_shards}. {_VERIFY.format(dataset.path)}"
+                    )
+                yield int(shard[start]), rows.slice(start, end - start)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. {_VERIFY.format(dataset.path)}") from None
+    except (pa.ArrowException, OSError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({line}). {_VERIFY.format(dataset.path)}") from None
+
+
+def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
+    values = pc.list_flatten(rows.column("labels")).to_numpy()
+    if len(values) and not 0 <= values.min() <= values.max() < num_classes:
+        raise UserError(
+            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are {num_classes} classes (0 to "
+            f"{num_classes - 1}). To see which: python launch/verify.py data=..."
+        )
+    return np.bincount(values, minlength=num_classes)
+
+
+def _counts(values: np.ndarray, largest: int) -> np.ndarray:
+    """(largest + 1,) int64: how often each of 0 ... largest is there; what is larger counts as the largest."""
+    return np.bincount(np.clip(values, 0, largest).astype(np.int64), minlength=largest + 1)
+
+
+def _mix(of_shard: np.ndarray, of_split: np.ndarray) -> ShardMix:
+    """of_shard, of_split: (K,) int64, labels of each class."""
+    num, total = int(of_shard.sum()), int(of_split.sum())
+    if not num:
+        return _EMPTY_MIX
+    present = np.flatnonzero(of_shard)
+    expected = of_split * (num / total)
+    known = np.count_nonzero(of_split)
+    # Drawn without replacement, from a split that is not infinite: a share of it varies less.
+    left = (total - num) / max(total - 1, 1)
+    chi2 = float((of_shard[present] ** 2 / expected[present]).sum() - num)
+    excess = chi2 / ((known - 1) * left) if known > 1 and left else 1.0
+    largest = int(of_shard.argmax())
+    distance = float(np.abs(of_shard - expected).sum() / (2 * num))
+    return ShardMix(len(present), largest, float(of_shard[largest] / num), distance, excess)

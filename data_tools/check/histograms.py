@@ -1,0 +1,153 @@
+"""The counts of a data set as one page of histograms."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+
+from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
+from data_tools.sources.listing import printable
+from pipeline.data.dataset.manifest import Dataset
+
+_MAX_NAMED = 20
+_MAX_NAME = 18
+_BINS = 60
+# Of each histogram so much is shown; one odd file must not squeeze all others into a line.
+_SHOWN = (0.001, 0.999)
+_COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
+
+Colours = dict[str, str]
+
+
+def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Sequence[ShardMix]) -> bytes:
+    """A PNG of six panels: classes, sides, aspect ratios, bytes, labels or formats, mixing; a colour for each split.
+
+    mixes: of each shard, in the order of shards.parquet.
+    """
+    figure = Figure(figsize=(15, 8.6), dpi=100, layout="constrained")
+    panels = figure.subplots(2, 3).ravel()
+    colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
+    total = sum(of.samples for of in counts.values())
+    title = f"{printable(dataset.path.name)}: {total:,} images of {dataset.num_classes:,} classes"
+    figure.suptitle(title, fontsize=15, parse_math=False)
+    _classes(panels[0], counts, dataset.classes, colours)
+    _histogram(panels[1], {split: of.short for split, of in counts.items()}, SIDES, colours)
+    panels[1].set(title="Short side", xlabel="pixels")
+    _histogram(panels[2], {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)
+    panels[2].set(title="Aspect ratio", xlabel="width / height")
+    _histogram(panels[3], {split: of.size for split, of in counts.items()}, SIZES, colours)
+    panels[3].set(title="Size of a file", xlabel="bytes")
+    _labels_or_formats(panels[4], counts, colours)
+    _mixing(panels[5], [shard.split for shard in dataset.shards()], mixes, colours)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
+    handles = [panels[1].plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], colours: Colours) -> None:
+    if len(names) <= _MAX_NAMED:
+        names = [printable(name) for name in names]
+        short = [name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…" for name in names]
+        _bars(axes, {split: of.classes.tolist() for split, of in counts.items()}, short, colours)
+        axes.set(title="Images of a class")
+        return
+    for split, of in counts.items():
+        ranked = np.sort(of.classes)[::-1]
+        axes.plot(np.arange(1, len(ranked) + 1), ranked, color=colours[split], linewidth=2)
+    axes.set_yscale("symlog", linthresh=1)  # A class may have none.
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(_number))
+    axes.set(title="Images of a class", xlabel="classes, the largest first")
+
+
+def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, colours: Colours) -> None:
+    """Share of each split's images by value; on a logarithmic axis where the values are spaced so."""
+    is_log = values is not SIDES
+    total = np.sum(list(counts.values()), axis=0)
+    share = np.cumsum(total) / max(total.sum(), 1)
+    first, last = (int(np.searchsorted(share, shown)) for shown in _SHOWN)
+    last = min(last, len(values) - 1)
+    # Whole steps of the values: other bins would hold now one of them, now two, and look like a comb.
+    step = max(1, -(-(last - first + 1) // _BINS))
+    margin = step * max(3, (last - first) // step // 20)
+    edges = np.arange(first - margin, last + margin + step + 1, step) - 0.5
+    for split, of in counts.items():
+        heights, _ = np.histogram(np.arange(len(of)), edges, weights=of / max(of.sum(), 1))
+        at = np.exp2(np.log2(values[0]) + edges / 64) if is_log else edges
+        axes.stairs(heights, at, fill=True, color=colours[split], alpha=0.35)
+        axes.stairs(heights, at, color=colours[split], linewidth=1.2)
+    if is_log:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(_round_numbers(*axes.get_xlim()))
+        axes.xaxis.set_major_formatter(FuncFormatter(_number))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.set_ylabel("share of the split's images")
+
+
+def _labels_or_formats(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> None:
+    most = max(int(np.flatnonzero(of.labels)[-1]) if of.samples else 0 for of in counts.values())
+    if most > 1:
+        _bars(axes, {split: of.labels[: most + 1].tolist() for split, of in counts.items()}, range(most + 1), colours)
+        axes.set(title="Labels of an image", xlabel="labels", ylabel="images")
+        return
+    formats = sorted({ext for of in counts.values() for ext in of.formats})
+    _bars(axes, {split: [of.formats[ext] for ext in formats] for split, of in counts.items()}, formats, colours)
+    axes.set(title="Formats", ylabel="images")
+
+
+def _bars(axes: Axes, heights: dict[str, list[int]], names: Sequence, colours: Colours) -> None:
+    width = 0.8 / max(len(heights), 1)
+    for number, (split, of_split) in enumerate(heights.items()):
+        places = np.arange(len(names)) - 0.4 + (number + 0.5) * width
+        axes.bar(places, of_split, width, color=colours[split])
+    turn = 40 if len(names) > 5 else 0
+    axes.set_xticks(range(len(names)), names, rotation=turn, ha="right" if turn else "center", parse_math=False)
+    if len(names) < 4:
+        axes.set_xlim(-1.5, len(names) + 0.5)
+    axes.yaxis.set_major_formatter(FuncFormatter(_number))
+
+
+def _mixing(axes: Axes, splits: Sequence[str], mixes: Sequence[ShardMix], colours: Colours) -> None:
+    excess = np.array([mix.excess for mix in mixes])
+    axes.axhline(1, color="0.5", linewidth=1, linestyle="--")
+    for split, colour in colours.items():
+        at = np.flatnonzero(np.array(splits) == split)
+        axes.plot(at, excess[at], "o", color=colour, markersize=5 if len(splits) < 200 else 2)
+    if excess.max(initial=0) > 10:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(_number))
+    else:
+        axes.set_ylim(0, max(2, 1.1 * excess.max(initial=0)))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.set(title="Class mix of a shard", xlabel="shard", ylabel="unevenness; dashed: a random choice")
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """The finest series of round numbers with at most seven of them in the range."""
+    powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.log10(high) + 1)
+    for series in (np.arange(1, 10, 0.5), np.arange(1, 10), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
+        numbers = np.sort(np.outer(powers, series).ravel())
+        inside = numbers[(numbers >= low) & (numbers <= high)]
+        if len(inside) <= 7:
+            break
+    return inside.tolist()
+
+
+def _number(value: float, _: object) -> str:
+    """1,500 as 1.5k; no exponents."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"

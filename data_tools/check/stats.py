@@ -1,0 +1,204 @@
+"""What is in a data set: counts, sizes, formats and mixing, from the manifest alone; and samples of it as a picture."""
+
+import csv
+import io
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_tools.check.contact_sheet import draw_sheet
+from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
+from data_tools.check.histograms import draw_histograms
+from data_tools.progress import data_size, duration
+from data_tools.sources.listing import printable
+from pipeline import ray_tasks
+from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset, replacing
+from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.errors import UserError
+from pipeline.outputs import try_output
+from pipeline.settings.data import StatsConfig
+
+STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
+HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
+_QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
+
+
+def run(config: StatsConfig) -> dict[str, Any]:
+    """Count, write the report and the pictures into the folder, print a table; returns what stats.json holds."""
+    begin = time.monotonic()
+    out = folder(config)
+    if config.mlflow and isinstance(out, BucketPath):
+        raise UserError(
+            f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
+        )
+    dataset = open_dataset(ray_tasks.shared_path("data", config.data))
+    if isinstance(out, Path):
+        try_output("out", out)
+    counts, mixes = count(dataset)
+    stats: dict[str, Any] = {
+        "name": dataset.path.name,
+        "data": str(dataset.path),
+        "fingerprint": dataset.fingerprint,
+        "num_classes": dataset.num_classes,
+        "splits": {split: _summary(of_split, dataset) for split, of_split in counts.items()},
+    }
+    shards = dataset.shards()
+    for split, of_split in stats["splits"].items():
+        of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
+    stats["seconds"] = time.monotonic() - begin
+    contents = {
+        STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
+        CLASSES: _class_table(counts, dataset.classes),
+        SHARDS: _shard_table(shards, mixes, dataset.classes),
+        HISTOGRAMS: draw_histograms(dataset, counts, mixes),
+    }
+    if config.sheet:
+        contents[SHEET] = draw_sheet(dataset, config.sheet, _total_classes(counts))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with replacing(out / name) as file:
+            file.write(content)
+    if not config.sheet:
+        (out / SHEET).unlink(missing_ok=True)  # Of an earlier run, perhaps of other data.
+    _say(stats, out)
+    return stats
+
+
+def folder(config: StatsConfig) -> AnyPath:
+    """Where everything goes."""
+    return (
+        ray_tasks.shared_path("out", config.out) if config.out else ray_tasks.shared_path("data", config.data) / "stats"
+    )
+
+
+def files(config: StatsConfig) -> list[str]:
+    """Names of what `run` writes there."""
+    return [STATS, CLASSES, SHARDS, HISTOGRAMS, *([SHEET] if config.sheet else [])]
+
+
+def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
+    classes = counts.classes
+    there = classes[classes > 0]
+    names = dataset.classes
+    empty = np.flatnonzero(classes == 0).tolist()
+    return {
+        "samples": counts.samples,
+        "bytes": counts.bytes,
+        "classes": {
+            "max": int(there.max(initial=0)),
+            "median": float(np.median(there)) if len(there) else 0.0,
+            "min": int(there.min()) if len(there) else 0,
+            "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
+            "largest": names[int(classes.argmax())],
+            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())],
+            "with_one_image": int((classes == 1).sum()),
+            "empty": len(empty),
+            "first_empty": [names[number] for number in empty[:10]],
+        },
+        "labels_per_sample": {str(n): int(c) for n, c in enumerate(counts.labels) if c},
+        "width": _quantiles(counts.width, SIDES),
+        "height": _quantiles(counts.height, SIDES),
+        "short_side": _quantiles(counts.short, SIDES),
+        "aspect_ratio": _quantiles(counts.aspect, ASPECTS),
+        "bytes_per_image": {"mean": counts.bytes / max(counts.samples, 1), **_quantiles(counts.size, SIZES)},
+        "formats": dict(counts.formats.most_common()),
+    }
+
+
+def _quantiles(histogram: np.ndarray, values: np.ndarray) -> dict[str, float]:
+    """min, 5 %, median, 95 % and max of samples counted by value."""
+    there = np.flatnonzero(histogram)
+    if not len(there):
+        return {}
+    below = np.cumsum(histogram)
+    places = {name: int(np.searchsorted(below, share * below[-1])) for name, share in _QUANTILES.items()}
+    places = {"min": int(there[0]), **places, "max": int(there[-1])}
+    return {name: round(float(values[place]), 4) for name, place in places.items()}
+
+
+def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
+    if not shards:
+        return {"count": 0}
+    samples, sizes = [s.samples for s, _ in shards], [s.bytes for s, _ in shards]
+    worst, mix = max(shards, key=lambda pair: pair[1].excess)
+    return {
+        "count": len(shards),
+        "samples_min": min(samples), "samples_max": max(samples),
+        "bytes_min": min(sizes), "bytes_max": max(sizes),
+        "mix_excess_median": float(np.median([m.excess for _, m in shards])),
+        "mix_excess_max": mix.excess, "mix_worst": worst.name,
+    }  # fmt: skip
+
+
+def _total_classes(counts: dict[str, SplitCounts]) -> np.ndarray:
+    return np.sum([of_split.classes for of_split in counts.values()], axis=0)
+
+
+def _class_table(counts: dict[str, SplitCounts], names: Sequence[str]) -> bytes:
+    columns = [of_split.classes.tolist() for of_split in counts.values()]
+    return _csv([("class", *counts), *zip(names, *columns, strict=True)])
+
+
+def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
+    header = ("shard", "split", "samples", "bytes", "classes", "largest_class", "largest_share", "distance", "excess")
+    rows = [
+        (s.name, s.split, s.samples, s.bytes, m.classes, names[m.largest] if m.classes else "",
+         f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
+        for s, m in zip(shards, mixes, strict=True)
+    ]  # fmt: skip
+    return _csv([header, *rows])
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def metrics(stats: dict[str, Any]) -> dict[str, float]:
+    """Every number of stats.json under a dotted name, as trackers want them: 'train.classes.median'."""
+    found: dict[str, float] = {"num_classes": stats["num_classes"]}
+
+    def walk(tree: dict[str, Any], prefix: str) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            elif isinstance(value, (int, float)):
+                found[prefix + name] = value
+
+    walk(stats["splits"], "")
+    return found
+
+
+def _say(stats: dict[str, Any], out: AnyPath) -> None:
+    print(f"{stats['data']}: {stats['num_classes']:,} classes, fingerprint {stats['fingerprint']}")
+    for name, of in stats["splits"].items():
+        classes, shards = of["classes"], of["shards"]
+        formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
+        print(f"  {name}: {of['samples']:,} images, {data_size(of['bytes'])} ({formats})")
+        empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
+            classes["empty"]
+        )
+        print(
+            f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
+            f"imbalance {classes['imbalance']:,.1f}{empty}"
+        )
+        if len(of["labels_per_sample"]) > 1 or "1" not in of["labels_per_sample"]:
+            print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
+        for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip
+            if of[key]:
+                q = {k: f"{v:,.2f}" if key == "aspect_ratio" else f"{v:,.0f}" for k, v in of[key].items()}
+                print(
+                    f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, nine in ten {q['p5']} to {q['p95']}"
+                )
+        if shards["count"]:
+            print(
+                f"    {shards['count']:,} shards of {shards['samples_min']:,} to {shards['samples_max']:,} images; class mix "
+                f"{shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
+                f"({shards['mix_worst']})"
+            )
+    print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")

@@ -1,0 +1,321 @@
+"""A data set on disk -> what is wrong with it: a table, a report, and the list of samples that training leaves out.
+
+It reads the manifest's tables itself: `Dataset.split` refuses what this is here to describe.
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
+from data_tools.driver import only_driver
+from data_tools.progress import Progress, data_size, duration
+from pipeline import ray_tasks
+from pipeline.data.dataset import exclusion, manifest, mapped_index
+from pipeline.data.dataset.manifest import (
+    INFO,
+    SAMPLES_FILE,
+    SHARDS_FILE,
+    Dataset,
+    Shard,
+    open_dataset,
+    open_parquet,
+    replacing,
+)
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.retry import StorageError
+from pipeline.errors import UserError
+from pipeline.settings.data import VerifyConfig
+
+LIST = "damaged"
+REPORT, DETAILS = "report.json", "damage.csv"
+_BATCH = 2**16
+_NAMED = 3
+
+
+def run(config: VerifyConfig) -> dict[str, Any]:
+    """Check the data set config.data; returns what report.json holds. Its "is_whole" is the answer in one word.
+
+    Raises UserError when there is nothing that could be checked.
+    """
+    begin = time.monotonic()
+    dataset = open_dataset(ray_tasks.shared_path("data", config.data))
+    out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
+    with only_driver(out):
+        return _check(dataset, out, config, begin)
+
+
+def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
+    tables = _read_tables(dataset)
+    findings = [findings_table(tables.findings)]
+    num_bytes = decoded = 0
+    keys = _Keys()
+    jobs = _jobs(dataset, tables, config.decode_share, keys)
+    num_cpus = ray_tasks.connect(config.num_tasks)
+    total = sum(shard.samples for shard in tables.shards)
+    progress = Progress(total, len(tables.shards), out, "verified")
+    tasks = ray_tasks.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
+        for number, checked in tasks:
+            findings.append(checked.findings)
+            num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
+            progress.add(tables.shards[number].samples, checked.bytes)
+    findings.append(findings_table(keys.duplicates(tables)))
+    found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
+
+    report = {
+        "data": str(dataset.path), "fingerprint": dataset.fingerprint, "is_whole": not len(found),
+        "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded,
+        "seconds": time.monotonic() - begin, **_summary(found),
+    }  # fmt: skip
+    with replacing(out / REPORT) as file:
+        file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+    _write_details(found, out / DETAILS)
+    # Without the rows there is no telling which samples are unfit: an older list stays.
+    listed = _write_list(dataset, found) if tables.samples else None
+    _say(dataset, report, out, listed)
+    return report
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The manifest as far as it can be read. counts: rows of each shard; samples is None when they are of no use."""
+
+    shards: list[Shard]
+    counts: np.ndarray
+    samples: pq.ParquetFile | None
+    findings: list[tuple]
+
+
+def _read_tables(dataset: Dataset) -> _Tables:
+    """Raises UserError when not even the list of shards is there."""
+    findings: list[tuple] = []
+
+    def say(detail: str) -> None:
+        findings.append(("manifest", "", "", -1, "", detail, False))
+
+    try:
+        shards = dataset.shards(prove=False)
+    except (pa.ArrowException, OSError, TypeError) as error:
+        raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_way_out(dataset)}") from None
+    for name, sha256 in dataset.info["files"].items():
+        path = dataset.path / name
+        if not path.exists():
+            say(f"{name} is missing")
+        elif manifest.file_sha256(path) != sha256:
+            say(f"{name} is not the file that {INFO} was written with")
+    if manifest.fingerprint(shards, dataset.classes) != dataset.fingerprint:
+        say(f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}")
+    samples, counts = _open_samples(dataset, shards, say)
+    if samples is not None:
+        _check_indexes(dataset, say)
+    return _Tables(shards, counts, samples, findings)
+
+
+def _check_indexes(dataset: Dataset, say: Any) -> None:
+    """Compare what training maps with samples.parquet; what differs is removed, so that training makes it again."""
+    for split in dataset.splits:
+        name = dataset.index_name(split)
+        for place in dataset.index_places():
+            wrong = mapped_index.damage(place, name, dataset.table(split, prove=False).read)
+            if wrong is None:
+                continue
+            say(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
+            shutil.rmtree(place / name, ignore_errors=True)
+
+
+def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
+    num_shards = len(shards)
+    none = np.zeros(num_shards, np.int64)
+    path = dataset.path / SAMPLES_FILE
+    if not path.exists():
+        return None, none
+    try:
+        file = open_parquet(path)
+        wanted = {*dataset.rows_schema.names, "split", "shard"}
+        if missing := wanted - set(file.schema_arrow.names):
+            say(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
+            return None, none
+        of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
+        # A damaged page shows when it is read.
+        for _ in file.iter_batches(_BATCH, columns=dataset.rows_schema.names):
+            pass
+    except (pa.ArrowException, OSError) as error:
+        say(f"{SAMPLES_FILE} cannot be read ({_one_line(error)}): its rows are not compared")
+        return None, none
+    if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < num_shards and (np.diff(of_shard) >= 0).all()):
+        say(f"{SAMPLES_FILE} is not in the order of the shards: its rows are not compared")
+        return None, none
+    counts = np.bincount(of_shard, minlength=num_shards)
+    of_split = dict.fromkeys(dataset.splits, 0)
+    for shard, count in zip(shards, counts.tolist(), strict=True):
+        of_split[shard.split] = of_split.get(shard.split, 0) + count
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    if of_split != dataset.info["samples"]:
+        rows = ", ".join(f"{count:,} of {split}" for split, count in of_split.items())
+        say(f"{SAMPLES_FILE} is of other data than {INFO}, with {rows}: its rows are not compared")
+        return None, none
+    if not np.isin(np.cumsum(list(of_split.values())), ends).all():
+        say(f"{SAMPLES_FILE} has splits that do not begin a row group: its rows are not compared")
+        return None, none
+    return file, counts
+
+
+def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[Job]:
+    again = _listed(dataset)
+    schema = dataset.rows_schema
+    batches = tables.samples.iter_batches(_BATCH, columns=schema.names) if tables.samples else iter(())
+    waiting = schema.empty_table()
+    first_row, split = 0, None
+    for shard, count in zip(tables.shards, tables.counts.tolist(), strict=True):
+        first_row, split = (first_row if shard.split == split else 0), shard.split
+        rows = decode = None
+        if tables.samples:
+            while len(waiting) < count:
+                batch = pa.Table.from_batches([next(batches)])
+                waiting = pa.concat_tables([waiting, batch.select(schema.names).cast(schema)])
+            rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
+            if not dataset.info["source"].get("indexed"):  # Tars of others may repeat keys, as `index.py` says.
+                keys.add(shard.split, rows["key"])
+            if decode_share < 1:
+                decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
+        yield Job(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode)
+        first_row += count
+
+
+def _is_chosen(key: str, share: float) -> bool:
+    """By a hash of the key that is not the one that holds out 'val'."""
+    return int.from_bytes(hashlib.sha256(f"decode:{key}".encode()).digest()[:8], "big") < share * 2**64
+
+
+def _listed(dataset: Dataset) -> set[tuple[str, str]]:
+    """(split, key) of what the last run listed: decoded again whatever the share, or a quick run would forget it."""
+    try:
+        table = exclusion.read_lists(dataset).get(LIST)
+    except StorageError:
+        raise
+    except UserError:
+        return set()  # Of other bytes, or damaged: it is replaced.
+    return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True)) if table else set()
+
+
+class _Keys:
+    """Keys that a split has twice, found by 8 bytes a key."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, list[np.ndarray]] = {}
+
+    def add(self, split: str, keys: list[str]) -> None:
+        self._hashes.setdefault(split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
+
+    def duplicates(self, tables: _Tables) -> list[tuple]:
+        """A finding for each row whose key came before in its split."""
+        findings = []
+        first = 0
+        for split, parts in self._hashes.items():
+            hashes = np.concatenate(parts)
+            order = np.argsort(hashes, kind="stable")
+            again = np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])
+            if len(again):
+                assert tables.samples is not None
+                keys = tables.samples.read(columns=["key"]).column("key").slice(first, len(hashes))
+                shard_of = np.repeat([shard.name for shard in tables.shards], tables.counts)[first:]
+                for row in again.tolist():
+                    detail = "an earlier row of the split has this key"
+                    findings.append(("duplicate", split, shard_of[row], row, keys[row].as_py(), detail, False))
+            first += len(hashes)
+        return findings
+
+
+def _summary(found: pa.Table) -> dict[str, Any]:
+    """Counts, and of each kind the first few."""
+    in_shard = found.filter(pc.not_equal(found["shard"], ""))
+    unfit = found.filter(found["is_unfit"])
+    kinds = {}
+    for kind in [*TAR_KINDS, *SAMPLE_KINDS]:
+        of_kind = found.filter(pc.equal(found["kind"], kind))
+        if len(of_kind):
+            first = of_kind.slice(0, _NAMED).select(["split", "shard", "row", "key", "detail"]).to_pylist()
+            kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(of_kind["shard"]).as_py(), "first": first}
+    return {
+        "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
+        "unfit_samples": len(unfit.group_by(["split", "row"]).aggregate([])),
+        "kinds": kinds,
+    }
+
+
+def _write_details(found: pa.Table, path: AnyPath) -> None:
+    path.unlink(missing_ok=True)
+    if not len(found):
+        return
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(found.column_names)
+    with replacing(path) as file:
+        for batch in found.to_batches(_BATCH):
+            writer.writerows(zip(*batch.to_pydict().values(), strict=True))
+            file.write(text.getvalue().encode())
+            text.seek(0)
+            text.truncate()
+
+
+def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
+    """Write the list of unfit samples; None when there is none, and no older one to replace."""
+    unfit = found.filter(found["is_unfit"])
+    path = dataset.path / exclusion.FOLDER / f"{LIST}.parquet"
+    if not len(unfit) and not path.exists():
+        return None
+    # A sample with two findings is listed once.
+    reasons = pc.binary_join_element_wise(unfit["kind"], unfit["detail"], ": ")
+    table = unfit.select(["split", "row", "key"]).append_column("reason", reasons)
+    table = table.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
+    return exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
+
+
+def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
+    share = report["decoded"] / max(report["samples"], 1)
+    read = (
+        f"read {report['shards']:,} shards, {report['samples']:,} images, {data_size(report['bytes'])} in "
+        f"{duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
+    )
+    if report["is_whole"]:
+        emptied = f"; {listed} is empty now" if listed else ""
+        print(f"{dataset.path}: whole. {read}; fingerprint {dataset.fingerprint}{emptied}")
+        return
+    print(f"{dataset.path}: DAMAGED. {read}.")
+    print(f"{'kind':<12} {'findings':>9} {'shards':>7}  first")
+    for kind, of_kind in report["kinds"].items():
+        print(f"{kind:<12} {of_kind['count']:>9,} {of_kind['shards']:>7,}  {(SAMPLE_KINDS | TAR_KINDS)[kind]}:")
+        for first in of_kind["first"]:
+            where = " ".join(filter(None, (first["shard"], first["key"])))
+            print(f"{'':<31} {where}: {first['detail']}" if where else f"{'':<31} {first['detail']}")
+    print(f"All of them: {out / DETAILS}")
+    if listed:
+        print(f"{report['unfit_samples']:,} of {report['samples']:,} images are unfit, and listed in {listed}.")
+    print(_way_out(dataset))
+
+
+def _way_out(dataset: Dataset) -> str:
+    source = dataset.info["source"].get("path")
+    if dataset.info["source"].get("indexed"):
+        return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."
+    return (
+        f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
+        "shards again, and leaves whole ones as they are. Then verify once more. Or train without the listed images."
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

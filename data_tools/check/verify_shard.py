@@ -1,0 +1,265 @@
+"""The task that checks one shard against its rows of the manifest: the tar, every header in it, every image.
+
+Two kinds of finding are kept apart. Some say that a sample cannot be trusted: its bytes, or its label. The others say that
+the tar is not what it was, though the samples in it may be whole: those stay in use.
+"""
+
+import hashlib
+import os
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from data_tools.sources.layouts.archive import Member, tar_members
+from data_tools.sources.layouts.webdataset import NO_LABEL, TarSample, samples_of, split_name
+from data_tools.sources.listing import printable
+from pipeline.data.dataset.manifest import Shard
+from pipeline.data.loading.decode import DecodeError, inspect
+from pipeline.data.storage.bucket import fetched, locate, to_path
+from pipeline.data.storage.content import content_hash
+from pipeline.errors import UserError
+
+# Kinds of finding, and what each means. The first group makes a sample unfit for training.
+SAMPLE_KINDS = {
+    "lost": "the image's bytes are not there to be read",
+    "content": "the image's bytes are not those of the manifest",
+    "undecodable": "the image cannot be decoded to its last row",
+    "label": "the tar's label is not the manifest's",
+    "label range": "a label is no class",
+}
+TAR_KINDS = {
+    "missing": "the tar is not there",
+    "size": "the tar has another size than in the manifest",
+    "checksum": "the tar has other bytes than in the manifest",
+    "unreadable": "reading the tar fails",
+    "structure": "a header in the tar is damaged",
+    "member": "the tar has no such member where the manifest says; the image's bytes are whole",
+    "duplicate": "a name is there twice",
+    "properties": "width, height or format are not the manifest's",
+    "manifest": "the manifest's files do not fit together",
+}
+_BLOCK = tarfile.BLOCKSIZE
+_CHUNK = 2**20
+
+# shard: name of the tar, "" for a finding about all of them. row: in its split, -1 for a finding about the whole tar.
+# is_unfit: whether training should leave the sample out.
+FINDINGS = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("split", pa.string()),
+        ("shard", pa.string()),
+        ("row", pa.int64()),
+        ("key", pa.string()),
+        ("detail", pa.string()),
+        ("is_unfit", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to check. rows: its columns of samples.parquet, or None when that table cannot be read.
+
+    first_row: of the shard in its split. decode: keys whose images are decoded; None is all.
+    """
+
+    folder: str
+    shard: Shard
+    rows: dict[str, list[Any]] | None
+    first_row: int
+    num_classes: int
+    decode: frozenset[str] | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was read of a shard, and what was found (FINDINGS)."""
+
+    bytes: int
+    decoded: int
+    findings: pa.Table
+
+
+class _Findings:
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.rows: list[tuple] = []
+
+    def add(self, kind: str, detail: str, row: int = -1, key: str = "", is_unfit: bool | None = None) -> None:
+        assert kind in SAMPLE_KINDS or kind in TAR_KINDS, kind
+        unfit = kind in SAMPLE_KINDS if is_unfit is None else is_unfit
+        # Details may quote names in the tar, which may be anything.
+        self.rows.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
+
+    def table(self) -> pa.Table:
+        return findings_table(self.rows)
+
+
+def findings_table(rows: list[tuple]) -> pa.Table:
+    """FINDINGS of tuples in the order of its columns."""
+    return pa.Table.from_pydict(
+        {name: [row[i] for row in rows] for i, name in enumerate(FINDINGS.names)}, schema=FINDINGS
+    )
+
+
+def check_shard(job: Job) -> Checked:
+    """Read a shard from its first byte to its last. Whatever is wrong with it is a finding, not an exception.
+
+    Raises UserError when this machine does not see the folder, StorageError for a bucket out of reach.
+    """
+    folder = to_path(job.folder)
+    if isinstance(folder, Path) and not folder.exists():
+        raise UserError(f"A worker does not see {folder}: it must be on storage that all nodes share.")
+    findings = _Findings(job.shard)
+    if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
+        findings.add("manifest", f"{len(job.rows['key'])} rows for {job.shard.samples} samples")
+    try:
+        with fetched(locate(folder, job.shard.name)) as file:
+            size = os.fstat(file.fileno()).st_size
+            is_whole = _check_bytes(file, size, job.shard, findings)
+            members = _check_structure(file, size, is_whole, findings)
+            decoded = _check_rows(file, size, job, members, is_whole, findings)
+    except FileNotFoundError:
+        findings.add("missing", "no such file")
+        size = decoded = 0
+        for number, key in enumerate(job.rows["key"] if job.rows else ()):
+            findings.add("lost", "the tar is not there", job.first_row + number, key)
+    return Checked(size, decoded, findings.table())
+
+
+def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
+    """Whether the tar is the manifest's to the byte."""
+    if size != shard.bytes:
+        findings.add("size", f"{size:,} bytes, not {shard.bytes:,}")
+        return False
+    try:
+        is_same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256  # type: ignore[arg-type]
+    except OSError as error:
+        findings.add("unreadable", str(error))
+        return False
+    if not is_same:
+        findings.add("checksum", f"its sha256 is not {shard.sha256[:16]}...")
+    return is_same
+
+
+def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, Member]:
+    """Every member, by the offset of its bytes; past a damaged header, from the next good one on."""
+    members: dict[int, Member] = {}
+    names = set()
+    position = 0
+    while position < size or not size:
+        try:
+            for member in tar_members(file, position, size):
+                position = member.offset + -(-member.size // _BLOCK) * _BLOCK
+                if member.is_folder:
+                    continue
+                # A tar that is the manifest's to the byte came with its names, if from others: it is not damaged.
+                if member.name in names and not is_whole:
+                    findings.add("duplicate", f"{member.name} is in the tar twice")
+                if member.fault and not is_whole:
+                    findings.add("structure", f"{member.name}: {member.fault}")
+                names.add(member.name)
+                members[member.offset] = member
+            # A block of zeros over a header looks like the end.
+            follows = _next_header(file, position, size)
+            if follows < size:
+                findings.add("structure", f"an end mark at byte {position:,}, but a member at byte {follows:,}")
+            position = follows
+        except (tarfile.TarError, ValueError) as error:
+            findings.add("structure", str(error))
+            position = _next_header(file, position + _BLOCK, size)
+        except OSError as error:
+            findings.add("unreadable", str(error))
+            break
+        if not size:
+            break
+    return members
+
+
+def _next_header(file: BinaryIO, position: int, end: int) -> int:
+    """Where the next block begins that is a header with a right checksum; `end` when there is none."""
+    while position < end:
+        file.seek(position)
+        chunk = file.read(_CHUNK)
+        for start in range(0, len(chunk), _BLOCK):
+            if chunk[start + 257 : start + 262] == b"ustar":
+                try:
+                    tarfile.TarInfo.frombuf(chunk[start : start + _BLOCK], "utf-8", "surrogateescape")
+                except tarfile.HeaderError:
+                    continue
+                return position + start
+        position += _CHUNK
+    return end
+
+
+def _check_rows(
+    file: BinaryIO, size: int, job: Job, members: dict[int, Member], is_whole: bool, findings: _Findings
+) -> int:
+    """Every row against the tar's bytes; how many images were decoded."""
+    if job.rows is None:
+        return 0
+    decoded = 0
+    in_tar = _samples(file, members, findings)
+    # A label that cannot be read is no reason to leave its image out.
+    is_whole = is_whole and all(kind != "unreadable" for kind, *_ in findings.rows)
+    names = ("key", "offset", "size", "labels", "ext", "width", "height")
+    columns = [job.rows[name] for name in names]
+    # Data sets of the first format have the other.
+    column, hash_of = ("xxh128", content_hash) if "xxh128" in job.rows else ("sha256", _sha256)
+    for number, (key, offset, length, of_row, *properties, digest) in enumerate(
+        zip(*columns, job.rows[column], strict=True)
+    ):
+        row = job.first_row + number
+        if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
+            findings.add("label range", f"label {wrong[0]} of {job.num_classes} classes", row, key)
+        if (sample := in_tar.get(offset)) and (sample.fault or sample.labels != sorted(set(of_row))):
+            # In a tar that is not what it was, it is the tar's label that is wrong, and training reads the manifest's.
+            found = sample.fault or sample.labels
+            findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_whole)
+        if not 0 <= offset <= offset + length <= size:
+            findings.add("lost", f"bytes {offset:,} to {offset + length:,} of a tar of {size:,}", row, key)
+            continue
+        try:
+            data = os.pread(file.fileno(), length, offset)
+        except OSError as error:
+            findings.add("lost", str(error), row, key)
+            continue
+        if hash_of(data) != digest:
+            findings.add("content", f"its {column} is not the manifest's", row, key)
+            continue
+        name, _, _, num_bytes, _ = members.get(offset, Member("", False, offset, -1))
+        if split_name(name)[0] != key or num_bytes != length:
+            there = f"{name} of {num_bytes:,} bytes" if name else "no member"
+            findings.add("member", f"{there} at byte {offset:,}, where {length:,} bytes should be", row, key)
+        if job.decode is None or key in job.decode:
+            decoded += 1
+            try:
+                is_now = inspect(data, whole=True)
+            except DecodeError as error:
+                findings.add("undecodable", str(error), row, key)
+                continue
+            if is_now != tuple(properties):
+                said = "{} {} x {}"
+                findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
+    return decoded
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:
+    """The samples that have a label in the tar, by the offset of their image."""
+
+    def read(offset: int, length: int) -> bytes:
+        try:
+            return os.pread(file.fileno(), length, offset)
+        except OSError as error:
+            findings.add("unreadable", str(error))
+            return b""
+
+    samples = samples_of(members.values(), read)
+    return {sample.offset: sample for sample in samples if sample.fault != NO_LABEL}

@@ -1,0 +1,312 @@
+"""Which images of a data set are copies of test images: thumbnails of all, then a search of them, a Ray task a shard.
+
+Everything it writes is in the data set's own folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png,
+dedup/thumbnails/, one file for each shard that was ever read, named by the shard's sha256, and dedup/search/, a folder for
+each choice of test images, with one file for each shard that was searched for copies of them.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup import search_shard
+from data_tools.dedup.pair_sheet import Picture, draw_pairs
+from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
+from data_tools.dedup.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, read_states
+from data_tools.driver import only_driver
+from data_tools.progress import Progress, duration
+from pipeline import ray_tasks
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, open_parquet, replacing
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.errors import UserError
+from pipeline.settings.data import DedupConfig
+
+LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
+THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"
+_HISTOGRAM_BINS = 10
+_MAX_PICTURED = 96
+
+
+@dataclass(frozen=True)
+class Part:
+    """A split that is searched, or searched for, and its shards."""
+
+    dataset: Dataset
+    split: str
+    jobs: list[Job]
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset.path.name}:{self.split}"
+
+    def __len__(self) -> int:
+        return self.dataset.info["samples"][self.split]
+
+
+def run(config: DedupConfig) -> dict[str, Any]:
+    """Search, report and mark; what report.json says. Raises UserError; then no list is written."""
+    searched, tests = _open(config)
+    with only_driver(searched.dataset.path / FOLDER):
+        return _run(searched, tests, config)
+
+
+def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, Any]:
+    started = time.monotonic()
+    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(exist_ok=True)
+    _read_images([searched, *tests], config)
+    states = [_states(part) for part in (searched, *tests)]
+    _check_readable([searched, *tests], states, config.max_bad_share)
+    pairs = _search(searched, tests, config)
+
+    nearest = _nearest(pairs)
+    marks, pictures = _describe(searched, tests, nearest)
+    report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
+    folder = searched.dataset.path / FOLDER
+    with replacing(folder / REPORT) as file:
+        file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+    (folder / SHEET).unlink(missing_ok=True)
+    if pictures:
+        with replacing(folder / SHEET) as file:
+            file.write(draw_pairs(pictures))
+    _print(report)
+    if config.dry_run:
+        print(f"dry_run: marked none of the {len(marks):,} copies; report and pictures are in {folder}")
+    else:
+        path = write_list(searched.dataset, LIST, marks)
+        print(f"marked {len(marks):,} copies in {path}; look at {folder / SHEET}" if len(marks) else f"wrote {path}")
+    return report
+
+
+def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
+    """The split that is searched, and the parts of test images."""
+    data = open_dataset(ray_tasks.shared_path("data", config.data))
+    folder = data.path / FOLDER / THUMBNAILS
+    searched = _part(data, config.split, folder)
+    tests: dict[tuple[AnyPath, str], Part] = {}
+    for entry in config.against:
+        path, split = _location_and_split(entry)
+        dataset = open_dataset(ray_tasks.shared_path("against", path))
+        splits = [split] if split else dataset.splits
+        if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
+            raise UserError(
+                f"against = {entry} is the data that is searched: every image would be its own copy. Name another "
+                f"split of it (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')}) or "
+                "another data set."
+            )
+        for name in splits:
+            tests[dataset.path, name] = _part(dataset, name, folder)
+    return searched, list(tests.values())
+
+
+def _location_and_split(entry: str) -> tuple[str, str]:
+    """'folder:split' or 'folder'; of a URL, options follow: 's3://bucket/set:split?region=...'."""
+    location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
+    folder, slash, name = location.rpartition("/")
+    name, _, split = name.rpartition(":") if ":" in name else (name, "", "")
+    return folder + slash + name + mark + options, split
+
+
+def _part(dataset: Dataset, split: str, folder: AnyPath) -> Part:
+    if not dataset.info["samples"].get(split, 0):
+        known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
+        raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
+    return Part(dataset, split, list(jobs(dataset, split, folder)))
+
+
+def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
+    """Thumbnails of every shard that has none yet."""
+    every = {job.out: job for part in parts for job in part.jobs}
+    folder = parts[0].dataset.path / FOLDER / THUMBNAILS
+    there = {str(path) for path in folder.iterdir()}
+    missing = [job for job in every.values() if job.out not in there]
+    print(
+        f"{sum(map(len, parts)):,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before",
+        flush=True,
+    )
+    _run_tasks(make_thumbnails, missing, missing, "read", parts[0], config)
+
+
+def _run_tasks(
+    function: Callable[[Any], int],
+    tasks: Sequence[Any],
+    shards: Sequence[Job],
+    done: str,
+    searched: Part,
+    config: DedupConfig,
+) -> None:
+    """One task for each of shards; done is the word for what it does to them."""
+    if not tasks:
+        return
+    num_cpus = ray_tasks.connect(config.num_tasks)
+    progress = Progress(sum(len(job.offsets) for job in shards), len(shards), searched.dataset.path / FOLDER, done)
+    results = ray_tasks.run_tasks(function, tasks, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(results):
+        for number, _ in results:
+            progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
+
+
+def _states(part: Part) -> np.ndarray:
+    return np.concatenate([read_states(job) for job in part.jobs])
+
+
+def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad_share: float) -> None:
+    for part, of_part in zip(parts, states, strict=True):
+        bad = np.flatnonzero(of_part == BAD)
+        if len(bad) > max_bad_share * len(part):
+            keys = ", ".join(_manifest_rows(part, bad[:3]).column("key").to_pylist())
+            raise UserError(
+                f"{len(bad):,} of the {len(part):,} images of {part.name} cannot be decoded, more than max_bad_share = "
+                f"{max_bad_share} allows: {keys}. Mend or remove them and shard again, or raise max_bad_share."
+            )
+
+
+def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs:
+    """Every pair of a searched image and a test image that are copies: the same bytes, or alike."""
+    test_jobs = [job for part in tests for job in part.jobs]
+    names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
+    choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
+    folder = searched.dataset.path / FOLDER / SEARCH / choice
+    folder.mkdir(parents=True, exist_ok=True)
+    every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
+    there = {str(path) for path in folder.iterdir()}
+    missing = [job for job in every if job.out not in there]
+    if missing and str(folder / TESTS) not in there:
+        write_tests(test_jobs, folder / TESTS)
+    print(
+        f"{len(every) - len(missing):,} of {len(every):,} shards were searched for these test images before", flush=True
+    )
+    _run_tasks(search_shard.search_shard, missing, [job.shard for job in missing], "searched", searched, config)
+    found = [read_pairs(job) for job in every]
+    rows, others, distances = (
+        np.concatenate(column) for column in zip(*((p.rows, p.tests, p.distances) for p in found), strict=True)
+    )
+    kept = distances <= config.max_distance
+    return Pairs(rows[kept], others[kept], distances[kept])
+
+
+def _nearest(pairs: Pairs) -> Pairs:
+    """The nearest test image of each row."""
+    order = np.lexsort((pairs.tests, pairs.distances, pairs.rows))
+    _, first = np.unique(pairs.rows[order], return_index=True)
+    return Pairs(pairs.rows[order][first], pairs.tests[order][first], pairs.distances[order][first])
+
+
+def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa.Table, list[tuple[Picture, Picture]]]:
+    """The list of marks (EXCLUDED), and pairs to picture: (test image, copy), least certain first."""
+    starts = np.cumsum([0] + [len(part) for part in tests])
+    of_part = np.searchsorted(starts, nearest.tests, side="right") - 1
+    own = _manifest_rows(searched, nearest.rows).to_pylist()
+    theirs: list[dict[str, Any]] = [{}] * len(own)
+    for number, part in enumerate(tests):
+        chosen = np.flatnonzero(of_part == number)
+        for i, row in zip(
+            chosen, _manifest_rows(part, nearest.tests[chosen] - starts[number]).to_pylist(), strict=True
+        ):
+            theirs[i] = {**row, "name": f"{part.name}/{row['key']}"}
+    columns = {
+        "split": [searched.split] * len(own),
+        "row": nearest.rows.tolist(),
+        "key": [row["key"] for row in own],
+        "reason": [
+            f"copy of {other['name']}, distance {distance:.3f}"
+            for other, distance in zip(theirs, nearest.distances.tolist(), strict=True)
+        ],
+    }
+    pictures = []
+    for i in np.argsort(-nearest.distances, kind="stable")[:_MAX_PICTURED].tolist():
+        test = Picture.read(tests[of_part[i]].dataset, theirs[i], theirs[i]["name"])
+        copy = Picture.read(searched.dataset, own[i], f"{nearest.distances[i]:.3f}  {own[i]['key']}")
+        pictures.append((test, copy))
+    return pa.Table.from_pydict(columns, EXCLUDED), pictures
+
+
+def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
+    """key, offset, size and shard of these rows of a split, in their order; reads the row groups that hold them."""
+    samples = part.dataset.info["samples"]
+    start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
+    file = open_parquet(part.dataset.path / SAMPLES_FILE)
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    groups = np.searchsorted(ends, start + rows, side="right")
+    columns = ["key", "offset", "size", "shard"]
+    tables, order = [file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
+    for group in np.unique(groups).tolist():
+        chosen = np.flatnonzero(groups == group)
+        table = file.read_row_group(group, columns=columns)
+        tables.append(table.take(pa.array((start + rows)[chosen] - (ends[group] - len(table)))))
+        order.append(chosen)
+    return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
+
+
+def _report(
+    config: DedupConfig,
+    searched: Part,
+    tests: Sequence[Part],
+    states: Sequence[np.ndarray],
+    pairs: Pairs,
+    seconds: float,
+) -> dict[str, Any]:
+    edges = np.linspace(0, config.max_distance or 1e-6, _HISTOGRAM_BINS + 1)
+    starts = np.cumsum([0] + [len(part) for part in tests])
+
+    def counts(of_part: np.ndarray) -> dict[str, int]:
+        return {
+            "images": len(of_part),
+            "plain": int((of_part == PLAIN).sum()),
+            "unreadable": int((of_part == BAD).sum()),
+        }
+
+    against = []
+    for number, part in enumerate(tests):
+        chosen = (pairs.tests >= starts[number]) & (pairs.tests < starts[number + 1])
+        of_part = Pairs(pairs.rows[chosen], pairs.tests[chosen], pairs.distances[chosen])
+        against.append(
+            {
+                "name": part.name,
+                "path": str(part.dataset.path),
+                "fingerprint": part.dataset.fingerprint,
+                **counts(states[number + 1]),
+                "images_with_copies": len(np.unique(of_part.tests)),
+                "copies": len(np.unique(of_part.rows)),
+                "histogram": np.histogram(_nearest(of_part).distances, edges)[0].tolist(),
+            }
+        )
+    return {
+        "data": {
+            "name": searched.name,
+            "path": str(searched.dataset.path),
+            "fingerprint": searched.dataset.fingerprint,
+            **counts(states[0]),
+            "copies": len(np.unique(pairs.rows)),
+        },
+        "max_distance": config.max_distance,
+        "marked": not config.dry_run,
+        "histogram_edges": edges.round(6).tolist(),
+        "against": against,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    data, edges = report["data"], report["histogram_edges"]
+    rows = [["evaluation set", "images", "with copies", "copies", *(f"<{edge:.2g}" for edge in edges[1:])]]
+    for part in report["against"]:
+        counts = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
+        rows.append([part["name"], *(f"{count:,}" for count in counts)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        print("  ".join([name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+    everything = [data, *report["against"]]
+    plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
+    print(
+        f"{data['copies']:,} of the {data['images']:,} images of {data['name']} are copies of test images; columns of "
+        f"distances: the nearest test image. {plain:,} images are too plain to compare (equal files only), {bad:,} "
+        f"cannot be decoded; {duration(report['seconds'])}"
+    )

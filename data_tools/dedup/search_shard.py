@@ -1,0 +1,159 @@
+"""The task that searches one shard's images for copies of test images, and keeps what it found."""
+
+import io
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import cv2
+import numpy as np
+
+from data_tools.dedup.near_copies import TestImages
+from data_tools.dedup.thumbnails import FINE, Job, read_image, read_thumbnails
+from data_tools.dedup.verify_pair import distance, reduced
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.retry import StorageError
+from pipeline.errors import UserError
+
+# Pairs up to this distance are kept, so that another max_distance needs no other search.
+KEPT_DISTANCE = 0.5
+# Of what a search finds in the same thumbnails: results of another format are not read.
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """A shard whose thumbnails were made; the file of test images, by `write_tests`; where the pairs go."""
+
+    shard: Job
+    tests: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Copies found, each pair once. rows: of the searched images. tests: of all test images, one shard after another."""
+
+    rows: np.ndarray
+    tests: np.ndarray
+    distances: np.ndarray
+
+
+def write_tests(jobs: Sequence[Job], path: AnyPath) -> None:
+    """All that the search needs of the test images, in one file: 1.1 KB each."""
+    kept = [read_thumbnails(job) for job in jobs]
+    with replacing(path) as file:
+        np.savez(
+            file,
+            thumbs=np.concatenate([k.thumbs for k in kept]),
+            states=np.concatenate([k.states for k in kept]),
+            hashes=np.concatenate([k.hashes for k in kept]),
+            tars=np.array([job.tar for job in jobs]),
+            tar=np.repeat(np.arange(len(jobs)), [len(job.offsets) for job in jobs]),
+            offsets=np.concatenate([job.offsets for job in jobs]),
+            sizes=np.concatenate([job.sizes for job in jobs]),
+        )
+
+
+def search_shard(job: SearchJob) -> int:
+    """Write the pairs of one shard; returns how many. Raises UserError when a shard or a file of thumbnails is damaged."""
+    cv2.setNumThreads(1)
+    tests = _load_tests(job.tests)
+    own = read_thumbnails(job.shard)
+    usable = np.flatnonzero(own.states == FINE)
+    likely = tests.index.find(own.thumbs[usable])
+    rows, others = usable[likely.query], tests.fine[likely.test]
+    distances = np.array(
+        [
+            distance(tests.look(other), _look(job.shard.tar, offset, size), crop, mirrored)
+            for other, offset, size, crop, mirrored in zip(
+                others.tolist(),
+                job.shard.offsets[rows].tolist(),
+                job.shard.sizes[rows].tolist(),
+                likely.crop,
+                likely.mirrored.tolist(),
+                strict=True,
+            )
+        ],
+        np.float32,
+    )
+    near = distances <= KEPT_DISTANCE
+    same, same_others = tests.files.find(own.hashes)
+    pairs = _each_once(
+        np.concatenate([rows[near], same]),
+        np.concatenate([others[near], same_others]),
+        np.concatenate([distances[near], np.zeros(len(same), np.float32)]),
+    )
+    with replacing(to_path(job.out)) as out:
+        np.savez(out, rows=pairs.rows, tests=pairs.tests, distances=pairs.distances)
+    return len(pairs.rows)
+
+
+def read_pairs(job: SearchJob) -> Pairs:
+    """What `search_shard` wrote, rows as the split has them. Raises UserError when it is damaged."""
+    try:
+        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
+            return Pairs(job.shard.first_row + arrays["rows"], arrays["tests"], arrays["distances"])
+    except StorageError:
+        raise
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+
+
+class _Tests:
+    """Test images as a worker holds them. fine: the rows, of all, that the index has."""
+
+    def __init__(self, path: str) -> None:
+        with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
+            self.fine = np.flatnonzero(arrays["states"] == FINE)
+            self.index = TestImages(arrays["thumbs"][self.fine])
+            self.files = _ByBytes(arrays["hashes"])
+            self._tars, self._tar = arrays["tars"].tolist(), arrays["tar"]
+            self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
+
+    def look(self, row: int) -> np.ndarray:
+        return _look(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
+
+
+@lru_cache(maxsize=1)
+def _load_tests(path: str) -> _Tests:
+    """Once in a worker's life, not for each of its shards: the index of 100,000 images takes half a minute to build."""
+    return _Tests(path)
+
+
+@lru_cache(maxsize=4096)
+def _look(tar: str, offset: int, size: int) -> np.ndarray:
+    return reduced(read_image(tar, offset, size))
+
+
+class _ByBytes:
+    """Finds equal files by the first 8 bytes of their hashes (of 1e12 pairs none is expected to agree by chance)."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        digests = _digests(hashes)
+        self._order = np.argsort(digests, kind="stable")
+        self._sorted = digests[self._order]
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs (row of hashes, row of the test images) of equal files."""
+        digests = _digests(hashes)
+        first = np.searchsorted(self._sorted, digests, side="left")
+        count = np.searchsorted(self._sorted, digests, side="right") - first
+        rows = np.repeat(np.arange(len(digests)), count)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+        return rows, self._order[np.repeat(first, count) + within]
+
+
+def _digests(hashes: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
+
+
+def _each_once(rows: np.ndarray, tests: np.ndarray, distances: np.ndarray) -> Pairs:
+    """Equal files are found by their pixels, too, and there at a distance that only rounds to 0."""
+    order = np.lexsort((distances, tests, rows))
+    rows, tests, distances = rows[order], tests[order], distances[order]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (rows[1:] != rows[:-1]) | (tests[1:] != tests[:-1])
+    return Pairs(rows[is_first], tests[is_first], np.maximum(distances[is_first], 0))

@@ -1,0 +1,153 @@
+"""The task that reads a shard's images once, and keeps a thumbnail of each (1 KB) for every later comparison."""
+
+import io
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import cv2
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, Shard, open_parquet, replacing
+from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.storage.bucket import AnyPath, fetched, to_path
+from pipeline.data.storage.content import HASH_BYTES, content_hash
+from pipeline.data.storage.retry import StorageError
+from pipeline.errors import UserError
+
+FINE, PLAIN, BAD = range(3)
+# Of the files: with another rule of what is plain, or another hash, it is another.
+_FORMAT = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to be read, and where its thumbnails go. offsets, sizes: (n,) int64.
+
+    first_row: of the shard's samples in its split, as the manifest has it.
+    """
+
+    tar: str
+    out: str
+    first_row: int
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Thumbnails:
+    """What is kept of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD. hashes: (n, 16) uint8,
+    of the files (`content_hash`)."""
+
+    thumbs: np.ndarray
+    states: np.ndarray
+    hashes: np.ndarray
+
+
+def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
+    """A job for each shard of a split, samples of every exclusion list included."""
+    rows = _rows_of_shards(dataset)
+    first_row = 0
+    for shard, table in rows:
+        if shard.split != split:
+            continue
+        yield Job(
+            tar=str(dataset.shard_path(shard.name)),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}.{_FORMAT}.npz"),
+            first_row=first_row,
+            offsets=table.column("offset").to_numpy(),
+            sizes=table.column("size").to_numpy(),
+        )
+        first_row += shard.samples
+
+
+def make_thumbnails(job: Job) -> int:
+    """Read one shard and write its thumbnails; returns bytes read.
+
+    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early; StorageError
+    for a bucket out of reach.
+    """
+    cv2.setNumThreads(1)
+    thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
+    states = np.full(len(job.offsets), BAD, np.uint8)
+    hashes = np.zeros((len(job.offsets), HASH_BYTES), np.uint8)
+    try:
+        with fetched(to_path(job.tar)) as file:
+            for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
+                data = _read(file, job.tar, offset, size)
+                hashes[i] = np.frombuffer(content_hash(data), np.uint8)
+                try:
+                    pixels = decode(data)
+                except DecodeError:
+                    continue
+                thumbs[i] = thumbnail(pixels)
+                states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
+    except FileNotFoundError:
+        raise _unseen(job.tar) from None
+    with replacing(to_path(job.out)) as out:
+        np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
+    return int(job.sizes.sum())
+
+
+def read_thumbnails(job: Job) -> Thumbnails:
+    """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return Thumbnails(*_load(job, "thumbs", "states", "hashes"))
+
+
+def read_states(job: Job) -> np.ndarray:
+    """The states alone, (n,) uint8, of what `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    return _load(job, "states")[0]
+
+
+def read_image(tar: str, offset: int, size: int) -> np.ndarray:
+    """(H, W, 3) uint8 RGB of an image that could be decoded when its thumbnail was made.
+
+    Raises UserError when it is not there any more: the shard is missing or damaged.
+    """
+    try:
+        with to_path(tar).open("rb", buffering=0) as file:
+            return decode(_read(file, tar, offset, size))
+    except FileNotFoundError:
+        raise _unseen(tar) from None
+    except DecodeError as error:
+        raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
+
+
+def _unseen(tar: str) -> UserError:
+    return UserError(f"A worker does not see {tar}: data sets must be on storage that all nodes share.")
+
+
+def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
+    return data
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
+    try:
+        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
+            found = [arrays[name] for name in names]
+    except StorageError:
+        raise
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+    if any(len(array) != len(job.offsets) for array in found):
+        raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
+    return found
+
+
+def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
+    """Every shard with its rows of the manifest; few of them in memory."""
+    batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size"])
+    schema = pa.schema([("offset", pa.int64()), ("size", pa.int64())])
+    waiting = pa.Table.from_batches([], schema)
+    for shard in dataset.shards():
+        while len(waiting) < shard.samples:
+            waiting = pa.concat_tables([waiting, pa.Table.from_batches([next(batches)], schema)])
+        yield shard, waiting.slice(0, shard.samples).combine_chunks()
+        waiting = waiting.slice(shard.samples)

@@ -1,0 +1,156 @@
+"""Rules on classes: which a data set has, in which order, which are merged, and their readable names."""
+
+import difflib
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.sources import Listing
+from data_tools.sources.class_numbers import read_lines, read_names
+from data_tools.sources.listing import TABLE, label_lists, printable
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+
+def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
+    """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
+
+    A sample that loses its last label goes, and is counted in the notes. Raises UserError for a file that cannot be read
+    or names classes that are not there, and when nothing is left.
+    """
+    if config.class_map:
+        listing = _merge(listing, config.class_map)
+    if config.class_list:
+        wanted = read_names(config.class_list, "class_list")
+        _refuse_unknown(wanted, listing.classes, f"class_list = {config.class_list}")
+        listing = _choose(listing, wanted, f"not in class_list = {config.class_list}")
+    if config.min_images:
+        counts = _count(listing, listing.splits.index("train"))
+        kept = [name for name, count in zip(listing.classes, counts, strict=True) if count > config.min_images]
+        if not kept:
+            raise UserError(
+                f"min_images = {config.min_images:,} leaves no class: the largest has {counts.max(initial=0):,} images."
+            )
+        listing = _choose(listing, kept, f"of at most min_images = {config.min_images:,} images")
+    return listing
+
+
+def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
+    """Raises UserError for classes of other splits that `train` has no image of, unless settings choose the classes.
+
+    A layout that was misread makes such classes, and every score on them would be wrong.
+    """
+    # These settings say what becomes of such classes.
+    if "train" not in listing.splits or config.class_map or config.class_list:
+        return
+    trained = _count(listing, listing.splits.index("train")) > 0
+    for number, split in enumerate(listing.splits):
+        there = _count(listing, number) > 0
+        unknown = [name for name, is_new in zip(listing.classes, there & ~trained, strict=True) if is_new]
+        if unknown:
+            tiny = " (Tiny-ImageNet: layout=tiny_imagenet.)" if unknown == ["images"] else ""
+            raise UserError(
+                f"{listing.source}: 'train' has no image of {len(unknown):,} of the {int(there.sum()):,} classes of {split!r}, such "
+                f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes?{tiny} If they are, name the "
+                "classes to keep: class_list=FILE."
+            )
+
+
+def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
+    """The readable name of each class, its own where the file has none; None when no file is given."""
+    if not synset_names:
+        return None
+    lines = read_lines(synset_names, "synset_names")
+    names = {parts[0]: parts[1] for parts in (line.split(None, 1) for line in lines) if len(parts) == 2}
+    if not names.keys() & set(classes):
+        raise UserError(
+            f"synset_names = {synset_names} names none of the {len(classes):,} classes, such as {classes[0]}. Its lines "
+            f"are 'wnid name', such as: {lines[0][:60]}"
+        )
+    return [names.get(name, name) for name in classes]
+
+
+def renamed(old: list[str] | None, new: list[str] | None) -> str:
+    """How names of classes differ, in words; empty when they do not. None is without names."""
+    if old is None or new is None or len(old) != len(new):
+        counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
+        return "" if old == new else "{} names, not {}".format(*counts)
+    differing = [number for number, (was, now) in enumerate(zip(old, new, strict=True)) if was != now]
+    if not differing:
+        return ""
+    more = f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
+    return f"class {differing[0]} is {old[differing[0]]!r}, not {new[differing[0]]!r}{more}"
+
+
+def _merge(listing: Listing, path: str) -> Listing:
+    pairs: dict[str, str] = {}
+    for line in read_lines(path, "class_map"):
+        old, _, new = (part.strip() for part in line.partition("\t" if "\t" in line else ","))
+        if not old or not new:
+            raise UserError(f"class_map = {path}: {line!r} is not of the form 'old,new'.")
+        if pairs.setdefault(old, new) != new:
+            raise UserError(f"class_map = {path} sends {old!r} to {pairs[old]!r} and to {new!r}.")
+    _refuse_unknown(list(pairs), listing.classes, f"class_map = {path}")
+    # A merged class stands where the first of those that it is made of stood; new names do not re-order the rest.
+    targets = [pairs.get(name, name) for name in listing.classes]
+    classes = list(dict.fromkeys(targets))
+    number = {name: place for place, name in enumerate(classes)}
+    return _relabel(listing, classes, np.array([number[name] for name in targets], np.int32), "")
+
+
+def _choose(listing: Listing, classes: list[str], reason: str) -> Listing:
+    number = {name: place for place, name in enumerate(classes)}
+    return _relabel(listing, classes, np.array([number.get(name, -1) for name in listing.classes], np.int32), reason)
+
+
+def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str) -> Listing:
+    """The listing with `classes`. new: (old classes,) the number of each among them, -1 for one that goes."""
+    rows, labels = listing.label_pairs()
+    stays = new[labels] >= 0
+    table = listing.table.set_column(
+        TABLE.get_field_index("labels"), "labels", label_lists(rows[stays], new[labels][stays], len(listing))
+    )
+    # Samples without any label from the start have lost none.
+    lost = np.zeros(len(listing), bool)
+    lost[rows] = True
+    lost[rows[stays]] = False
+    notes = list(listing.notes)
+    if lost.any():
+        table = table.filter(pa.array(~lost)).combine_chunks()
+        num_classes = int((new < 0).sum())
+        notes.append(f"left out {int(lost.sum()):,} images with {num_classes:,} classes {reason}")
+    if not len(table):
+        raise UserError(f"{listing.source}: no image is left, all are of classes {reason}.")
+    return replace(listing, classes=classes, table=table, notes=notes)
+
+
+def _count(listing: Listing, split: int) -> np.ndarray:
+    """(classes,) int64: images of each class in a split."""
+    rows, labels = listing.label_pairs()
+    in_split = listing.table["split"].to_numpy()[rows] == split
+    return np.bincount(labels[in_split], minlength=len(listing.classes))
+
+
+def small_classes(listing: Listing) -> list[str]:
+    """A line for people: a class that cannot be learned is more often a mistake than a wish."""
+    if "train" not in listing.splits:
+        return []
+    counts = _count(listing, listing.splits.index("train"))
+    notes = []
+    for count, what in ((0, "no image"), (1, "one image only")):
+        few = [name for name, images in zip(listing.classes, counts, strict=True) if images == count]
+        if few:
+            some = ", ".join(few[:5]) + (", ..." if len(few) > 5 else "")
+            notes.append(f"{len(few):,} class{'es' * (len(few) > 1)} with {what} in train: {some}")
+    return notes
+
+
+def _refuse_unknown(names: list[str], known: list[str], what: str) -> None:
+    there = set(known)
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known[:5])}{', ...' * (len(known) > 5)}"
+        more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
+        raise UserError(f"{what}: no class is called {unknown[0]!r}{more}. {hint}")

@@ -1,0 +1,303 @@
+"""A manifest for webdataset shards that are there already: every tar is read once, nothing is copied or changed.
+
+The manifest is that of any data set, and names the tars where they lie. Each tar's rows are found by one Ray task and kept
+as a part file, so a killed job goes on where it was.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import posixpath
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_tools.driver import only_driver
+from data_tools.progress import Progress, duration
+from data_tools.sharding.classes import renamed
+from data_tools.sharding.shard import SKIPPED, resolve, write_table
+from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
+from data_tools.sources.class_numbers import ClassNumbers
+from data_tools.sources.layouts.webdataset import known_class_names, whole_samples
+from data_tools.sources.listing import printable
+from data_tools.sources.split_files import split_files
+from pipeline import ray_tasks
+from pipeline.data.dataset.manifest import (
+    INFO,
+    ROWS,
+    SAMPLES_FILE,
+    SHARDS_FILE,
+    Dataset,
+    Shard,
+    open_dataset,
+    open_parquet,
+    write_dataset,
+)
+from pipeline.data.loading.decode import check_end, inspect
+from pipeline.data.storage.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
+from pipeline.data.storage.content import content_hash
+from pipeline.errors import UserError
+from pipeline.settings.data import IndexConfig
+
+_READ_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class IndexJob:
+    """A tar to be read. name: as the manifest has it. part: the file that keeps what was found.
+
+    num_classes: labels must be below it; 0 is unknown.
+    """
+
+    path: str
+    name: str
+    split: str
+    part: str
+    whole: bool
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the metadata of a part file says. seen: which tar it is of, and for which job."""
+
+    seen: dict[str, Any]
+    shard: Shard
+    skipped: list[tuple[str, str, str]]
+
+
+def run(config: IndexConfig) -> Dataset:
+    """Make, finish or verify the manifest of config.source's tars in config.out. Raises UserError."""
+    source = resolve("source", config.source)
+    out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
+    with only_driver(out):
+        return _run(source, out, config)
+
+
+def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
+    started = time.monotonic()
+    files = split_files(source, config.splits, ".tar")
+    finished = open_dataset(out) if (out / INFO).exists() else None
+    names = known_class_names(out if finished else source, config.label_names)
+    if finished and (other := renamed(finished.classes, names)):
+        raise UserError(
+            f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
+            f"{INFO} and index again."
+        )
+    jobs = [
+        IndexJob(
+            path=str(path),
+            name=_name_in_manifest(path, out),
+            split=split,
+            part=str(out / PARTS / f"{number:06d}.parquet"),
+            whole=config.inspect == "decode",
+            num_classes=len(names),
+        )
+        for number, (split, _, path) in enumerate(files)
+    ]
+    _sweep(out)
+    if finished:
+        # Whether the tars are still those of the manifest, only they themselves can tell.
+        remove_tree(out / PARTS)
+    (out / PARTS).mkdir(exist_ok=True)
+    try:
+        results = _run_jobs(jobs, out, config)
+        if finished:
+            _refuse_others(finished, results)
+            dataset = finished
+        else:
+            dataset = _finish(out, jobs, results, names, source)
+        remove_tree(out / PARTS)
+    finally:
+        with contextlib.suppress(OSError):
+            (out / PARTS).rmdir()  # Nothing was found that could be gone on with.
+    _say_done(dataset, results, time.monotonic() - started, verified=finished is not None)
+    return dataset
+
+
+def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
+    """Relative to the data set's folder, so that both may move together; the URL of a tar that is in another bucket."""
+    if isinstance(tar, Path) and isinstance(out, Path):
+        return os.path.relpath(tar, out)
+    if isinstance(tar, Path):
+        raise UserError(
+            f"out = {out} is in a bucket, but {tar} is not: who reads the manifest there would not find it."
+        )
+    if isinstance(out, BucketPath) and tar.bucket == out.bucket and tar.query == out.query:
+        return posixpath.relpath(tar.key, out.key)
+    return str(tar)
+
+
+def index_tar(job: IndexJob) -> Done:
+    """Read a tar and write its part file, unless that is there and of this very tar. Raises UserError for a damaged tar."""
+    path, part = to_path(job.path), to_path(job.part)
+    try:
+        num_bytes = path.stat().st_size
+        seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
+    except FileNotFoundError:
+        raise UserError(f"A worker does not see {path}: the tars must be on storage that all nodes share.") from None
+    if part.exists() and (found := _read_part(part, seen)):
+        return found
+    cv2.setNumThreads(1)
+    columns, skipped, sha256 = _scan(job, path)
+    shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
+    about = json.dumps({"seen": seen, "shard": asdict(shard), "skipped": skipped})
+    write_part(part, pa.Table.from_pydict(columns, ROWS), about)
+    return Done(shard, skipped, made=True)
+
+
+def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], str]:
+    """Rows of the manifest, bad samples, and hex sha256 of the tar: its images are read once, for both."""
+    columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
+    skipped = []
+    numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
+    digest = hashlib.sha256()
+    with fetched(path) as file:
+        hashed = 0
+        for sample in whole_samples(file, path):
+            _hash(file, hashed, sample.offset, digest)
+            data = file.read(sample.size)
+            digest.update(data)
+            hashed = sample.offset + sample.size
+            try:
+                if sample.fault:
+                    raise ValueError(sample.fault)
+                ext, width, height = inspect(data, job.whole)
+                if not job.whole:
+                    check_end(data, ext)
+            except ValueError as error:
+                skipped.append((printable(sample.key), printable(f"{job.name}: {sample.name}"), str(error)))
+                continue
+            for label in sample.labels:
+                numbers.name(label, f"{path}: {sample.name}")
+            row = {
+                "key": sample.key,
+                "offset": sample.offset,
+                "size": sample.size,
+                "ext": ext,
+                "labels": sorted(set(sample.labels)),
+                "width": width,
+                "height": height,
+                "xxh128": content_hash(data),
+            }
+            for column, value in row.items():
+                columns[column].append(value)
+        _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
+    return columns, skipped, digest.hexdigest()
+
+
+def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
+    """Take file[start:end] into the digest; the file is at `end` after that."""
+    file.seek(start)
+    while start < end and (part := file.read(min(_READ_BYTES, end - start))):
+        digest.update(part)
+        start += len(part)
+
+
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
+    """Every tar's result, in order. Stops when too many samples are bad."""
+    results: dict[int, Done] = {}
+    num_cpus = ray_tasks.connect(config.num_tasks)
+    progress = Progress(None, len(jobs), out, done="indexed")
+    tasks = ray_tasks.run_tasks(index_tar, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
+        for number, done in tasks:
+            results[number] = done
+            progress.add(done.shard.samples, done.shard.bytes)
+    ordered = [results[number] for number in range(len(jobs))]
+    skipped = [row for done in ordered for row in done.skipped]
+    num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
+    if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
+        raise UserError(
+            f"{len(skipped):,} of {num_samples:,} samples are bad, more than max_bad_share = {config.max_bad_share} "
+            "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+        )
+    return ordered
+
+
+def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list[str], source: AnyPath) -> Dataset:
+    kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
+    if not kept:
+        raise UserError(f"{source}: no tar has an image with labels (<key>.jpg and <key>.cls or <key>.json).")
+    highest = max(_highest_label(part) for part, _ in kept)
+    classes = names or [str(number) for number in range(highest + 1)]
+    write_table(out / SKIPPED, ("key", "where", "reason"), sorted(row for done in results for row in done.skipped))
+    tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
+    about = {"path": str(source), "indexed": True}
+    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
+    if repeated := _num_repeated(kept):
+        print(
+            f"note: {repeated:,} samples have a key that an earlier one has, too: all are used, but a key alone does not tell "
+            "them apart (samples.py sample=...)"
+        )
+    return dataset
+
+
+def _num_repeated(kept: list[tuple[AnyPath, Shard]]) -> int:
+    """Samples whose key came before in their split, told by 8 bytes a key."""
+    of_split: dict[str, list[np.ndarray]] = {}
+    for part, shard in kept:
+        keys = open_parquet(part).read(columns=["key"])["key"].to_pylist()
+        of_split.setdefault(shard.split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
+    return sum(len(hashes) - len(np.unique(hashes)) for hashes in map(np.concatenate, of_split.values()))
+
+
+def _highest_label(part: AnyPath) -> int:
+    labels = pc.list_flatten(open_parquet(part).read(columns=["labels"])["labels"])
+    return pc.max(labels).as_py() if len(labels) else -1
+
+
+def _refuse_others(finished: Dataset, results: list[Done]) -> None:
+    """A finished manifest is one of these very tars."""
+    found = {done.shard.name: done.shard for done in results if done.shard.samples}
+    known = {shard.name: shard for shard in finished.shards(prove=False)}
+    for name in sorted(found.keys() | known.keys()):
+        if found.get(name) != known.get(name):
+            what = "is new" if name not in known else "is gone" if name not in found else "has changed"
+            raise UserError(
+                f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. Put it back, or remove {INFO} and "
+                "index again."
+            )
+    if not finished.is_whole():
+        raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
+
+
+def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
+    """What a part file says, if it is whole and of the tar as it is now. Raises StorageError."""
+    about = load_part(path, _About)
+    if about is None or about.seen != seen:
+        return None
+    return Done(about.shard, about.skipped, made=False)
+
+
+def _sweep(out: AnyPath) -> None:
+    """Remove what a killed run left half-written; the folder may be the user's own, with files like these."""
+    if isinstance(out, BucketPath):
+        return  # Nothing is there before it is whole.
+    names = (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED)
+    for leftover in [path for name in names for path in out.glob(f".{name}.*.tmp")] + list(
+        (out / PARTS).glob(".*.tmp")
+    ):
+        leftover.unlink(missing_ok=True)
+
+
+def _say_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
+    if verified:
+        print(f"checked {len(results)} tars: nothing to do")
+    empty = sum(not done.shard.samples for done in results)
+    if empty:
+        print(f"left out {empty:,} tars without samples")
+    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+    num_skipped = sum(len(done.skipped) for done in results)
+    skipped = f"skipped {num_skipped:,} bad samples (see {SKIPPED})" if num_skipped else "skipped none"
+    print(
+        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {len(results) - empty:,} tars, {skipped}; "
+        f"{duration(seconds)}; fingerprint {dataset.fingerprint}"
+    )

@@ -1,0 +1,407 @@
+"""Raw images -> a data set on disk (`pipeline/data/dataset/manifest.py`): list, plan, write each shard in a Ray task, merge.
+
+A shard is a pure function of (sample table, seed, number, settings). So a killed job is run again by the same command,
+which finds the finished shards by their part files and checksums, and two runs give the same bytes.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools.driver import only_driver
+from data_tools.progress import PROGRESS_FILE, Progress, data_size, duration
+from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
+from data_tools.sharding.copies import Copies, merge_copies
+from data_tools.sharding.holdout import hash_keys, hold_out
+from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
+from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
+from data_tools.sources import Listing, list_source
+from data_tools.sources.layouts.archive import remove_unpacked
+from data_tools.sources.listing import Skipped, printable
+from pipeline import json_record, ray_tasks
+from pipeline.data.dataset.manifest import (
+    INFO,
+    ROWS,
+    Dataset,
+    Shard,
+    open_dataset,
+    open_parquet,
+    replacing,
+    write_dataset,
+)
+from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, remove_tree
+from pipeline.data.storage.retry import StorageError
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+# What finds the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
+Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
+STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"
+# Settings that decide what the bytes are; a folder made with others is left alone.
+_DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
+# The same, but kept only where they are set. (Lists and maps of classes are not here: the listing's digest has them.)
+_DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which sample goes where. order: rows of the listing, mixed, split after split; bounds[i]: shard i's."""
+
+    order: np.ndarray
+    names: list[str]
+    splits: list[str]
+    bounds: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _HeldSource:
+    """What a data set was made of, as `_identity` has it."""
+
+    path: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Settings and source of a data set in a folder, finished or not."""
+
+    settings: dict[str, Any]
+    source: _HeldSource
+
+
+def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
+    """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written.
+
+    list_samples: what finds the samples of config.source.
+    """
+    source, out = _folders(config)
+    with only_driver(out):
+        return _run(source, out, config, list_samples)
+
+
+def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
+    started = time.monotonic()
+    held = _held(out)
+    _refuse_other_settings(out, config, held)
+    try:
+        _sweep(out)
+        listing = apply_rules(list_samples(source, config, out / STAGING), config)
+        refuse_untrained(listing, config)
+        names = readable_names(listing.classes, config.synset_names)
+        identity = _identity(listing, config)
+        _refuse_other_source(out, identity, held, listing)
+        _refuse_other_names(out, names)
+        _say_listing(listing, time.monotonic() - started)
+        split = hold_out(listing, config)
+        for note in small_classes(split):
+            print(note)
+
+        finished = open_dataset(out) if (out / INFO).exists() else None
+        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
+        (out / PARTS).mkdir(exist_ok=True)
+        with replacing(out / PARTS / PLAN) as file:
+            file.write(json.dumps(identity).encode())
+        if not (out / SOURCE_TABLE).exists():
+            save(listing, out / SOURCE_TABLE)
+        for name, table in listing.beside.items():
+            with replacing(out / name) as file:
+                pq.write_table(table, file, compression="zstd")
+        listing, copies = split, None
+        if config.merge_copies:
+            hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
+            listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
+            _say_copies(copies)
+        plan = make_plan(listing, config)
+        results = _run_jobs(listing, plan, config, out, known)
+        if known:
+            dataset = _check_remade(out, results, known)
+        else:
+            dataset = _finish(out, results, listing, names, copies, identity)
+        remove_tree(out / PARTS)
+        remove_tree(out / STAGING)
+        _sweep(out)
+    except StorageError:
+        raise  # Out of reach, or not for us: nothing can be tidied there.
+    except UserError:
+        # What was unpacked waits for the job to go on; of a source that was refused nothing is left but, for the next try,
+        # lists of tars in a bucket.
+        if not (out / PARTS / PLAN).exists():
+            (remove_tree if held else remove_unpacked)(out / STAGING)
+        raise
+    _say_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
+    return dataset
+
+
+def make_plan(listing: Listing, config: ShardConfig) -> Plan:
+    """Mix each split by a hash of seed and key, and cut it into shards."""
+    split = listing.table["split"].to_numpy()
+    mix = hash_keys(listing, f"{config.seed}:")
+    orders, names, of_split, bounds = [], [], [], []
+    start = 0
+    for number, name in enumerate(listing.splits):
+        rows = np.flatnonzero(split == number)
+        orders.append(rows[np.argsort(mix[rows], kind="stable")])
+        for shard in range(math.ceil(len(rows) / config.samples_per_shard)):
+            first = start + shard * config.samples_per_shard
+            bounds.append((first, min(first + config.samples_per_shard, start + len(rows))))
+            names.append(f"{name}-{shard:06d}.tar")
+            of_split.append(name)
+        start += len(rows)
+    return Plan(np.concatenate(orders), names, of_split, bounds)
+
+
+def make_jobs(
+    listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
+) -> Iterator[Job]:
+    """A job for each shard of the plan, one by one. known: by name, those of a finished data set in `out`."""
+    for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
+        yield Job(
+            source=str(listing.source),
+            out=str(out),
+            name=name,
+            split=split,
+            rows=listing.rows(plan.order[first:last]),
+            resize_short=config.resize_short,
+            resize_filter=config.resize_filter,
+            jpeg_quality=config.jpeg_quality,
+            whole=config.inspect == "decode",
+            known=known.get(name),
+            convert=listing.convert,
+        )
+
+
+def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
+    """Every shard's result, in the plan's order. Stops when too many images are bad."""
+    results: dict[int, Done] = {}
+    skipped = list(listing.skipped)
+    _check_budget(skipped, listing, config, 0)
+    num_cpus = ray_tasks.connect(config.num_tasks)
+    jobs = make_jobs(listing, plan, config, out, known)
+    progress = Progress(len(listing), len(plan.names), out, "sharded")
+    tasks = ray_tasks.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
+    with progress, contextlib.closing(tasks):
+        for number, done in tasks:
+            results[number] = done
+            skipped += done.skipped
+            first, last = plan.bounds[number]
+            progress.add(last - first, done.shard.bytes, made=done.made or bool(known))
+            _check_budget(skipped, listing, config, progress.images)
+    return [results[number] for number in range(len(plan.names))]
+
+
+def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
+    """Raises UserError when too many images are bad. num_read: images read so far."""
+    budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
+    if len(skipped) > budget:
+        of = f"of the {num_read:,} images read so far are bad" if num_read else "items of the source cannot be used"
+        raise UserError(
+            f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
+            f"{len(listing):,}: "
+            + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
+            + ". To go on, make them readable or raise max_bad_share, and run again; if you remove them, or their "
+            "sizes change, choose another out=... too."
+        )
+
+
+def _finish(
+    out: AnyPath,
+    results: list[Done],
+    listing: Listing,
+    names: list[str] | None,
+    copies: Copies | None,
+    identity: dict[str, Any],
+) -> Dataset:
+    """Merge the parts into the manifest."""
+    kept = [done.shard for done in results if done.shard.samples]
+    kept_names = {shard.name for shard in kept}
+    for part in (out / PARTS).glob("*.parquet"):
+        if (name := f"{part.stem}.tar") not in kept_names:
+            # Every image of it was bad, and readers need not learn of empty shards; or images that could not be read at
+            # first were found to be copies, and fewer shards were needed.
+            (out / name).unlink(missing_ok=True)
+    skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
+    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
+    source = identity["source"]
+    if copies is not None:
+        write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
+        source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
+    tables = (_read_rows(part_path(out, shard.name)) for shard in kept)
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
+
+
+def _skipped_before(out: AnyPath) -> set[str]:
+    """Keys of the images that an earlier run of this job could not read."""
+    parts = (read_part(part) for part in (out / PARTS).glob("*.parquet"))
+    return {key for part in parts if part for key, *_ in part.skipped}
+
+
+def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
+    """A CSV for people; no rows, no file."""
+    path.unlink(missing_ok=True)
+    if rows:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([header, *rows])
+        with replacing(path) as file:
+            file.write(text.getvalue().encode())
+
+
+def _read_rows(part: AnyPath) -> pa.Table:
+    return open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
+
+
+def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
+    """A shard made again must be the one that the manifest knows."""
+    for done in results:
+        name = done.shard.name
+        if not done.shard.samples:
+            (out / name).unlink(missing_ok=True)
+        elif done.shard != known.get(name):
+            raise UserError(
+                f"{out / name} was damaged, and made again it differs: images have changed in the source, though their "
+                "names and sizes have not. Shard into a new folder (out=...)."
+            )
+    return open_dataset(out)
+
+
+def resolve(setting: str, value: str) -> AnyPath:
+    """The absolute path or the URL of a folder or file that a setting names."""
+    path = ray_tasks.shared_path(setting, value)
+    if setting == "source" and not path.exists():
+        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
+    return path
+
+
+def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
+    source, out = resolve("source", config.source), resolve("out", config.out)
+    if name_inside(out, source) is not None:
+        raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out = {config.out} is a file. Choose a folder.")
+    return source, out
+
+
+def _held(out: AnyPath) -> _Held | None:
+    """What the folder holds, if anything. Raises UserError for files of others, and for a damaged record of a job."""
+    if (out / INFO).exists():
+        info = open_dataset(out).info
+        if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
+            raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
+        return json_record.convert(info, _Held, str(out / INFO))
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        plan = (out / PARTS / PLAN).read_bytes()
+        try:
+            return json_record.parse(plan, _Held, str(out / PARTS / PLAN))
+        except UserError as error:
+            # Without it, shards made with other settings could not be told from ours.
+            raise UserError(f"{error} Remove {out}, or choose another out=...") from None
+    # A job that was killed while it listed leaves its progress, and no plan.
+    names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
+    if strangers := sorted(name for name in names if not name.startswith(".")):
+        raise UserError(
+            f"out = {out} is not empty (it holds {strangers[0]}), and holds no data set. Choose an empty folder."
+        )
+    return None
+
+
+def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(ShardConfig, name)]
+    return {
+        "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
+        "source": {
+            "path": printable(str(listing.source)),
+            "samples": len(listing),
+            "bytes": listing.num_bytes,
+            "sha256": listing.digest(),
+            **listing.about,
+        },
+    }
+
+
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: _Held | None) -> None:
+    if not held:
+        return
+    others = []
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held.settings}:
+        old, new = held.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
+        if old != new:
+            others.append(f"{name} = {old}, not {new}")
+    if others:
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
+
+
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: _Held | None, listing: Listing) -> None:
+    if held and held.source.sha256 != identity["source"]["sha256"]:
+        old, new = held.source, identity["source"]
+        what = difference(out / SOURCE_TABLE, listing)
+        raise UserError(
+            f"{out} was made of {old.samples:,} images ({old.bytes:,} bytes) of {old.path}; {new['path']} has "
+            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
+        )
+
+
+def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
+    """Those of a finished data set are in dataset.json, beside what the listing's digest is made of."""
+    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
+        raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
+
+
+def _sweep(out: AnyPath) -> None:
+    """Remove what killed runs and workers left half-written. (In a bucket, nothing is there before it is whole.)"""
+    if isinstance(out, BucketPath):
+        return
+    for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+
+def _say_listing(listing: Listing, seconds: float) -> None:
+    for note in listing.notes:
+        print(note)
+    print(
+        f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
+        f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
+        flush=True,
+    )
+
+
+def _say_copies(copies: Copies) -> None:
+    within = len(copies.rows) - copies.of_test
+    print(
+        f"merged {within:,} exact copies into others of their split; left out {copies.of_test:,} train images that are "
+        f"copies of images in other splits{f' (see {COPIES})' if copies.rows else ''}",
+        flush=True,
+    )
+
+
+def _say_done(
+    dataset: Dataset, results: list[Done], listing: Listing, plan: Plan, seconds: float, verified: bool
+) -> None:
+    made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
+    whole = len(results) - len(made)
+    if verified:
+        print(f"checked {len(results)} shards: {f'made {len(made)} again' if made else 'nothing to do'}")
+    elif whole:
+        print(f"{whole} of {len(results)} shards were whole already")
+    num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
+    rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
+    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+    num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
+    num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
+    skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
+    print(
+        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "
+        f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
+        f"fingerprint {dataset.fingerprint}"
+    )

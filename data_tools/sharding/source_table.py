@@ -1,0 +1,60 @@
+"""What a data set was made of, kept beside it: so that a source that has changed is refused with the difference."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools.sources import Listing
+from pipeline.data.dataset.manifest import open_parquet, replacing
+from pipeline.data.storage.bucket import AnyPath
+
+SOURCE_TABLE = "source.parquet"
+_NAMED = 3
+_BATCH = 2**16
+
+
+def save(listing: Listing, path: AnyPath) -> None:
+    """Write split, key and size in bytes of every image of the source, in the listing's order."""
+    split = pa.DictionaryArray.from_arrays(listing.table["split"].combine_chunks(), listing.splits)
+    table = pa.table({"split": split, "key": listing.table["key"], "size": listing.table["size"]})
+    # Keys are sorted, and most of each is as in the one before: a few bytes an image.
+    encoding = {"key": "DELTA_BYTE_ARRAY", "size": "DELTA_BINARY_PACKED"}
+    with replacing(path) as file:
+        pq.write_table(table, file, compression="zstd", use_dictionary=["split"], column_encoding=encoding)
+
+
+def difference(path: AnyPath, listing: Listing) -> str:
+    """What came, went and changed since `save` wrote path, in words; less precise when it cannot be read."""
+    try:
+        old = open_parquet(path).read(columns=["split", "key", "size"])
+    except (OSError, pa.ArrowInvalid):
+        return "with other names, sizes, classes or splits"
+    new = listing.table
+    old_ids = _ids(old["split"].cast(pa.string()), old["key"])
+    new_ids = _ids(
+        pa.chunked_array([pa.array(listing.splits).take(chunk) for chunk in new["split"].chunks]), new["key"]
+    )
+    _, in_old, in_new = np.intersect1d(old_ids, new_ids, return_indices=True)
+    is_changed = old["size"].to_numpy()[in_old] != new["size"].to_numpy()[in_new]
+    found = [
+        _named("came", new["key"], np.setdiff1d(np.arange(len(new_ids)), in_new)),
+        _named("went", old["key"], np.setdiff1d(np.arange(len(old_ids)), in_old)),
+        _named("changed in size", new["key"], np.sort(in_new[is_changed])),
+    ]
+    return "; ".join(filter(None, found)) or "the same images, but in other classes"
+
+
+def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:
+    """(samples,) int64 that stand for (split, key) in this process."""
+    parts = []
+    for start in range(0, len(keys), _BATCH):
+        pairs = zip(splits.slice(start, _BATCH).to_pylist(), keys.slice(start, _BATCH).to_pylist(), strict=True)
+        parts.append(np.fromiter(map(hash, pairs), np.int64))
+    return np.concatenate(parts)
+
+
+def _named(what: str, keys: pa.ChunkedArray, rows: np.ndarray) -> str:
+    if not len(rows):
+        return ""
+    names = ", ".join(keys.take(pa.array(rows[:_NAMED])).to_pylist())
+    return f"{len(rows):,} {what} ({names}{', ...' if len(rows) > _NAMED else ''})"

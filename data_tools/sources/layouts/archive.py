@@ -1,0 +1,201 @@
+"""A .tar, .tar.gz, .tgz or .zip of a folder of class folders.
+
+Plain tars and zips are read where they are, by offset. A compressed tar has no offsets: it is unpacked once, to one
+plain tar.
+"""
+
+import bz2
+import contextlib
+import errno
+import gzip
+import hashlib
+import lzma
+import shutil
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from data_tools.progress import Reading
+from data_tools.sources.listing import Collector
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.bucket import AnyPath, version
+from pipeline.errors import UserError
+
+COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
+# What zipfile raises for a damaged zip.
+ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
+              struct.error, zlib.error)  # fmt: skip
+# Ending of lists of a tar's members that are kept (imagenet21k.py).
+LIST = ".members"
+_BLOCK = 512
+_END = bytes(_BLOCK)
+# A long name or a pax header is some hundred bytes; a damaged size must not fill the memory.
+_MAX_HEADER_BYTES = 2**20
+
+
+class Member(NamedTuple):
+    """A member of a plain tar. offset, size: of its bytes in the file. fault: why it cannot be used, else ""."""
+
+    name: str
+    is_folder: bool
+    offset: int
+    size: int
+    fault: str = ""
+
+
+def kind(source: AnyPath) -> str:
+    """What a file is, by its first bytes: tar, zip, gzip, bzip2 or xz. Raises UserError for anything else."""
+    with source.open("rb") as file:
+        start = file.read(_BLOCK)
+    for magic, name in _MAGIC.items():
+        if start.startswith(magic):
+            return name
+    try:
+        tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        raise UserError(
+            f"source = {source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}). Is it whole?"
+        ) from None
+    return "tar"
+
+
+def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
+    """A compressed tar as a plain one in `staging`; whole or not there, and made once."""
+    plain = staged_path(source, staging, ".tar")
+    if plain.exists():
+        return plain
+    try:
+        with Reading(source, "unpacked") as raw, COMPRESSED[kind](raw, "rb") as packed, replacing(plain) as file:
+            shutil.copyfileobj(packed, file, 2**20)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk's; what gzip and bz2 raise for bad data has no number.
+        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+    return plain
+
+
+def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
+    """Where what is unpacked of a file belongs: another place when the file changes."""
+    staging.mkdir(parents=True, exist_ok=True)
+    place = source.resolve() if isinstance(source, Path) else source
+    identity = f"{place}\n{source.stat().st_size}\n{version(source)}"
+    return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+
+
+def remove_unpacked(staging: AnyPath) -> None:
+    """Remove what was unpacked. Lists of members stay: they are small, and cost a request for each MiB of their tars."""
+    for path in staging.glob("*"):
+        if path.suffix != LIST:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        staging.rmdir()
+
+
+def walk_tar(source: AnyPath, collector: Collector) -> None:
+    """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
+    container = collector.add_container(source)
+    with source.open("rb") as file:
+        for member in tar_members(file, 0, source.stat().st_size):
+            if member.is_folder:
+                collector.folder(member.name)
+            else:
+                collector.file(member.name, container, member.offset, member.size, fault=member.fault)
+
+
+def walk_zip(source: AnyPath, collector: Collector) -> None:
+    """Tell the collector every folder and file of a zip."""
+    members = zip_members(source)
+    container, num_bytes = collector.add_container(source), source.stat().st_size
+    for member in members:
+        if member.is_dir():
+            collector.folder(member.filename)
+            continue
+        place = (member.header_offset, member.file_size, max(member.compress_size, 1))
+        fault = ""
+        if member.flag_bits & 1:
+            fault = "it is encrypted; unpack the zip, and shard the folder"
+        elif member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            fault = "it is packed by a rare method; unpack the zip, and shard the folder"
+        elif not (0 <= place[0] <= place[0] + place[2] <= num_bytes and place[1] < 2**63):
+            fault = "damaged zip member (it lies outside the zip)"
+        # 0 means "not packed" in the table; an empty file is none the wiser for a read of one byte.
+        collector.file(member.filename, container, *place, fault=fault)
+
+
+def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
+    """The table of contents of a zip. Raises UserError for a damaged one."""
+    try:
+        with source.open("rb") as file, zipfile.ZipFile(file) as opened:
+            return opened.infolist()
+    except ZIP_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # The disk's; EINVAL is a damaged offset.
+        raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
+
+
+def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
+    """Each member of the plain tar at file[start:end].
+
+    tarfile.TarFile takes a damaged header for the end and keeps every member in memory; hence this loop around its
+    header parser. Links and devices are told as files called .link, which are no images. Raises tarfile.TarError for a
+    damaged tar.
+    """
+    position, long_name, fault = start, "", ""
+    pax: dict[str, str] = {}
+    while position + _BLOCK <= end:
+        file.seek(position)
+        block = file.read(_BLOCK)
+        if block == _END:
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {position}") from None
+        offset = position + _BLOCK
+        size = header.size
+        if "size" in pax:
+            if pax["size"].isascii() and pax["size"].isdigit() and len(pax["size"]) < 20:
+                size = int(pax["size"])
+            else:
+                fault = f"its pax header says size = {pax['size'][:40]!a}, which is no number"
+        position = offset + -(-size // _BLOCK) * _BLOCK
+        if size < 0 or offset + size > end:
+            raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE) and size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a name or pax header of {size:,} bytes at byte {offset - _BLOCK}")
+        if header.type == tarfile.GNUTYPE_LONGNAME:
+            long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+        elif header.type == tarfile.XHDTYPE:
+            try:
+                pax = _pax_records(file.read(size))
+            except ValueError as error:
+                pax, fault = {}, f"its pax header is damaged ({error})"
+        elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+            name = pax.get("path") or long_name or header.name
+            is_link = not (header.isdir() or header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE))
+            yield Member(f"{name}.link" if is_link else name, header.isdir(), offset, size, fault)
+            long_name, pax, fault = "", {}, ""
+    raise tarfile.ReadError(f"cut off at byte {end}: it has no end mark")
+
+
+def _pax_records(data: bytes) -> dict[str, str]:
+    """Records are `<length> <name>=<value>\\n`, length counting itself. Raises ValueError for what is none."""
+    records, position = {}, 0
+    while position < len(data) and data[position]:  # Zeros may follow the last one.
+        digits, _, rest = data[position : position + 20].partition(b" ")
+        if not digits.isdigit() or not rest:
+            raise ValueError(f"a record begins with {digits!r}, which is no length")
+        length = int(digits)
+        record = data[position : position + length]
+        name, is_record, value = record[len(digits) + 1 : -1].partition(b"=")
+        if len(record) != length or not is_record or record[-1:] != b"\n":
+            raise ValueError(f"a record of {length} bytes does not end where it should")
+        # Names and values in other encodings are kept as they are; whoever uses one sees what it is.
+        records[name.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
+        position += length
+    return records

@@ -1,0 +1,196 @@
+"""CIFAR-10 and CIFAR-100 (fine or coarse labels) as they are handed out: python or binary version, as .tar.gz or unpacked.
+
+Both hold bare pixels, 3 planes of 32x32, and both are read where they lie: of a pickle, the place of its array of pixels
+is looked up. A pickle is a program; only the few calls that make up a NumPy array are obeyed, by stand-ins.
+"""
+
+import io
+import pickle
+import pickletools
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_tools.sources.class_numbers import ClassNumbers, read_names
+from data_tools.sources.layouts.archive import tar_members
+from data_tools.sources.listing import Collector, printable
+from data_tools.sources.reader import PIXELS
+from pipeline.data.storage.bucket import AnyPath, walk_files
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+SPLITS = {"train": "train", "test": "test"}
+_BYTES = 3 * 32 * 32
+_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+# Names of the files of each version -> the split that they belong to.
+_TRAIN = {*_BATCHES, *(f"{name}.bin" for name in _BATCHES), "train", "train.bin"}
+_TEST = {"test_batch", "test_batch.bin", "test", "test.bin"}
+_NAMES = {"batches.meta", "batches.meta.txt", "meta", "fine_label_names.txt"}
+FILES = _TRAIN | _TEST | _NAMES
+_OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the source: size bytes at offset of path, which is itself or the tar that holds it."""
+
+    name: str
+    path: AnyPath
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path.name == self.name else f"{self.path}: {self.name}"
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+def is_cifar(names: set[str]) -> bool:
+    """Whether files of these names, without folders, are CIFAR: a test file and a table of class names."""
+    return bool(names & _TEST) and bool(names & _NAMES)
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every image of every file. source: a folder or a plain tar."""
+    files = {file.name: file for file in _files(source)}
+    kind = config.cifar100_labels
+    if kind == "coarse" and not files.keys() & _OF_CIFAR100:
+        raise UserError(f"cifar100_labels = coarse, but {source} is no CIFAR-100. It has: {', '.join(sorted(files))}.")
+    numbers = ClassNumbers(_class_names(files, kind, config.label_names))
+    containers: dict[AnyPath, int] = {}
+    for split, part in collector.splits.items():
+        if part not in SPLITS:
+            raise UserError(f"splits.{split} = {part!r}: CIFAR's own splits are called train and test.")
+        found = sorted(files.keys() & (_TRAIN if part == "train" else _TEST))
+        if not found:
+            raise UserError(f"{source} has no file of CIFAR's {part} split. It has: {', '.join(sorted(files))}.")
+        for file in (files[name] for name in found):
+            if file.path not in containers:
+                containers[file.path] = collector.add_container(file.path)
+            stem = file.name.removesuffix(".bin")
+            images = (_of_binary if file.name.endswith(".bin") else _of_pickle)(file, kind)
+            for number, (label, offset) in enumerate(images):
+                name = numbers.name(label, f"{file}, image {number}")
+                place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
+                collector.sample(split, f"{name}/{stem}_{number:05d}", [name], *place)
+    collector.classes = numbers.classes()
+
+
+def _files(source: AnyPath) -> Iterator[_File]:
+    if source.is_dir():
+        for path, size in walk_files(source):
+            yield _File(path.name, path, 0, size)
+        return
+    with source.open("rb") as file:
+        for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
+            if fault:
+                raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A file of CIFAR holds thousands of images.
+            if not is_folder:
+                yield _File(name.rpartition("/")[2], source, offset, size)
+
+
+def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[str]:
+    if label_names:
+        return read_names(label_names, "label_names")
+    for name, key in (("batches.meta", "label_names"), ("meta", f"{kind}_label_names")):
+        if name in files:
+            names = _unpickle(files[name]).get(key)
+            if not isinstance(names, list):
+                raise UserError(f"{files[name]} has no {key}: it is no table of CIFAR's. Fetch it again.")
+            return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+    for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
+        if name in files:
+            try:
+                return files[name].read().decode().split()
+            except UnicodeDecodeError:
+                raise UserError(f"{files[name]} is no text in UTF-8. Fetch it again.") from None
+    return []
+
+
+def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
+    """(label, offset of the pixels) of each image. Records are a label (CIFAR-100: coarse, then fine) and the pixels."""
+    num_labels = 2 if file.name in _OF_CIFAR100 else 1
+    record = num_labels + _BYTES
+    if file.size % record or not file.size:
+        raise UserError(f"{file} has {file.size:,} bytes, which are no whole records of {record:,}. Fetch it again.")
+    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
+    for number, label in enumerate(labels.tolist()):
+        yield label, number * record + num_labels
+
+
+def _of_pickle(file: _File, kind: str) -> Iterator[tuple[int, int]]:
+    """(label, offset of the pixels) of each image."""
+    batch = _unpickle(file)
+    labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
+    if not isinstance(labels, list) or not isinstance(data, _Array) or len(data.content) != len(labels) * _BYTES:
+        raise UserError(f"{file} is no batch of CIFAR's: it has no `data` of 3,072 bytes for each of its `labels`.")
+    start = file.read().find(data.content)
+    if start < 0:
+        raise UserError(f"{file} was pickled so that its pixels are not in it as they are. Fetch the original.")
+    for number, label in enumerate(labels):
+        yield int(label), start + number * _BYTES
+
+
+class _Array:
+    """Stands in for numpy.ndarray while a pickle is read, and keeps the bytes of its elements."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        self.content = bytes(content)
+
+    def __setstate__(self, state: tuple) -> None:
+        *_, self.content = state
+
+
+class _Dtype:
+    """Stands in for numpy.dtype: that elements are bytes, their number tells."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+# The calls that a pickled array is made of (NumPy 1 and 2, protocols 2 to 5) -> what is done instead.
+_CALLS: dict[str, Any] = {
+    "_codecs.encode": lambda text, *_: text.encode("latin1"),
+    "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
+    "numpy._core.multiarray._reconstruct": lambda *_: _Array(),
+    "numpy.core.numeric._frombuffer": lambda content, *_: _Array(content),
+    "numpy._core.numeric._frombuffer": lambda content, *_: _Array(content),
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _CALLS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not obeyed")
+        return _CALLS[f"{module}.{name}"]
+
+
+def _refuse_large_memo(data: bytes) -> None:
+    """Raises ValueError for a pickle that would fill the memory: a flipped bit of a number that it says."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and not 0 <= (argument or 0) < len(data):
+            raise ValueError(f"{opcode.name} {argument}")
+
+
+def _unpickle(file: _File) -> dict[str, Any]:
+    data = file.read()
+    try:
+        _refuse_large_memo(data)
+        # The originals are of Python 2, whose text is bytes here.
+        content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+    except Exception as error:  # A damaged pickle raises anything.
+        raise UserError(f"{file} is no pickle of CIFAR's ({' '.join(str(error).split())}). Fetch it again.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is no pickle of CIFAR's (it holds no dict). Fetch it again.")
+    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}

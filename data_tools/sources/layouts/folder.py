@@ -1,0 +1,72 @@
+"""A folder of class folders: `<split's folder>/<class>/<name>.jpg`."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from data_tools.sources.listing import Collector
+from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def walk(source: AnyPath, collector: Collector) -> None:
+    """Tell the collector every folder and file below source."""
+    if isinstance(source, BucketPath):
+        for path, size in source.walk():
+            name = name_inside(path, source)
+            assert name
+            collector.folder(name.rpartition("/")[0])
+            collector.file(name, -1, 0, size)
+    else:
+        _walk(source, collector)
+
+
+def _walk(source: Path, collector: Collector) -> None:
+    folders = [""]  # Names inside source, each but the first with a slash at its end.
+    while folders:
+        inside = folders.pop()
+        try:
+            found = os.scandir(f"{source}/{inside}")
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            collector.skip(inside, str(error.strerror))
+            continue
+        with found as entries:
+            for entry in entries:
+                name = inside + entry.name
+                try:
+                    is_folder = entry.is_dir()
+                except OSError as error:
+                    # A loop of links has no end, and a path may become too long.
+                    collector.skip(name, str(error.strerror))
+                    continue
+                if not is_folder:
+                    collector.file(name, -1, 0, *_size(entry))
+                elif entry.is_symlink() and _holds_itself(source, name):
+                    collector.skip(name, "a link to a folder that it lies in")
+                else:
+                    collector.folder(name)
+                    # Hidden folders may be huge (.git), and hold nothing of ours.
+                    if not entry.name.startswith("."):
+                        folders.append(f"{name}/")
+
+
+def _size(entry: os.DirEntry) -> tuple[int, int, str]:
+    """(bytes, 0, why it cannot be read or "") of what is no folder."""
+    try:
+        found = entry.stat()
+    except OSError as error:
+        # A broken link: listed, so that the job finds it unreadable, counts it and names it.
+        return 0, 0, str(error.strerror) if error.errno == errno.ELOOP else ""
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode))
+    return found.st_size, 0, f"{kind}, not a regular file" if kind else ""
+
+
+def _holds_itself(source: Path, name: str) -> bool:
+    """Whether the folder is one of those that lead to it; a walk that followed it would not end."""
+    parents = name.split("/")[:-1]
+    paths = [source, *(source / "/".join(parents[: depth + 1]) for depth in range(len(parents)))]
+    return any(os.path.samefile(source / name, path) for path in paths)

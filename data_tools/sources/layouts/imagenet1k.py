@@ -1,0 +1,152 @@
+"""ImageNet-1k (ILSVRC 2012) as it is handed out: a tar of <wnid>.tar to train on, a flat tar of images for validation.
+
+The classes of the flat tar's images stand in a file of their own (val_labels); in ReaL's (arXiv 2006.07159) an image has
+several, or none, and is then left out as in its score. Nothing is extracted.
+"""
+
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
+from data_tools.sources.layouts.archive import tar_members
+from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
+from pipeline import json_record
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector the images of the tar of every split."""
+    of_flat: set[str] = set()
+    for split, name in collector.splits.items():
+        path = source / name
+        if not path.is_file():
+            raise UserError(
+                f"{source} has no {name!r} (split {split!r}). Name the tars there are: splits.train=... splits.val=..."
+            )
+        try:
+            if is_tar_of_tars(path):
+                walk_tar(path, staging, collector, f"{name}/")
+            else:
+                of_flat |= _walk_flat(path, split, config, collector)
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+    _check_classes(of_flat, config, collector)
+
+
+def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector) -> None:
+    """Raises UserError where val_labels and the tars of classes do not speak of the same classes."""
+    of_tars = collector.class_folders()
+    unnamed = of_tars - set(collector.classes) if collector.classes else set()
+    if unnamed:
+        raise UserError(f"label_names = {config.label_names} lacks {min(unnamed)!r}, a class of the train tar.")
+    unknown = of_flat - of_tars if of_tars else set()
+    # These settings say what becomes of such classes.
+    if unknown and not (config.class_map or config.class_list):
+        raise UserError(
+            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {len(of_flat):,} classes, "
+            f"such as {min(unknown)!r}. Give the labels that go with it, or the classes to keep: class_list=FILE."
+        )
+
+
+def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> set[str]:
+    """Tell the collector the images of a flat tar; their classes."""
+    if not config.val_labels:
+        raise UserError(
+            f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
+            "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat, or ReaL's real.json."
+        )
+    with path.open("rb") as file:
+        members = []
+        for name, is_folder, offset, size, fault in tar_members(file, 0, path.stat().st_size):
+            if fault or not is_utf8(name):
+                collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
+            elif not is_folder:
+                members.append((name.rpartition("/")[2].partition(".")[0], name, offset, size))
+    members.sort()
+    stems = [stem for stem, *_ in members]
+    if config.val_labels.endswith(".json"):
+        labels, collector.classes = _read_real(config.val_labels, config.label_names, stems)
+        bare = sum(not wnids for wnids in labels.values())
+        collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
+    else:
+        wnids = _read_wnids(config.val_labels, stems)
+        if wnids and all(wnid.isdecimal() for wnid in wnids.values()):
+            wnids, collector.classes = _by_name(wnids, config.val_labels, config.label_names)
+        labels = {stem: [wnid] for stem, wnid in wnids.items()}
+    container = collector.add_container(path)
+    for stem, name, offset, size in members:
+        if labels[stem]:
+            collector.sample(split, f"{labels[stem][0]}/{stem}", labels[stem], name, container, offset, size)
+    return {wnid for wnids in labels.values() for wnid in wnids}
+
+
+def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """(classes of each image, all classes in order) of real.json: a list of class numbers for each image, in their order."""
+    if not label_names:
+        raise UserError(f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line.")
+    names = ClassNumbers(read_names(label_names, "label_names"))
+    text = "\n".join(read_lines(val_labels, "val_labels"))
+    numbers = json_record.parse(text, list[list[int]], f"val_labels = {val_labels}")
+    if len(numbers) != len(stems):
+        raise UserError(f"val_labels = {val_labels} must be a list of {len(stems):,} lists, one for each image.")
+    labels = {
+        stem: [names.name(n, f"{val_labels}, {stem}") for n in row] for stem, row in zip(stems, numbers, strict=True)
+    }
+    return labels, names.classes()
+
+
+def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
+    """The class of each image, by its file name without the extension. stems: of all images, sorted."""
+    rows = [re.split(r"[\s,]+", line) for line in read_lines(val_labels, "val_labels")]
+    if len(rows[0]) > 1:
+        # More columns may follow: Kaggle's LOC_val_solution.csv has boxes there. A header names no image.
+        wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
+    else:
+        if len(rows) != len(stems):
+            raise UserError(f"val_labels = {val_labels} has {len(rows):,} lines for {len(stems):,} images.")
+        column = [row[0] for row in rows]
+        if column[0].isdigit():
+            column = _by_number(column, val_labels)
+        wnids = dict(zip(stems, column, strict=True))
+    missing = [stem for stem in stems if stem not in wnids]
+    if missing:
+        raise UserError(
+            f"val_labels = {val_labels} names no class for {len(missing):,} of {len(stems):,} images, such as {missing[0]}."
+        )
+    return {stem: wnids[stem] for stem in stems}
+
+
+def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
+    """(class of each image, all classes in order) of lines 'filename number', as Caffe's val.txt has them."""
+    if not label_names:
+        raise UserError(
+            f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
+        )
+    names = ClassNumbers(read_names(label_names, "label_names"))
+    wnids = {stem: names.name(int(number), f"{val_labels}, {stem}") for stem, number in numbers.items()}
+    return wnids, names.classes()
+
+
+def _by_number(numbers: list[str], val_labels: str) -> list[str]:
+    """Wnids of ILSVRC2012_IDs, which are not in the order of names: the development kit's meta.mat lists them."""
+    from scipy.io import loadmat
+
+    meta = Path(val_labels).expanduser().parent / "meta.mat"
+    if not meta.is_file():
+        raise UserError(
+            f"val_labels = {val_labels} has numbers, and {meta} is missing, which says what they stand for (it is in "
+            "data/ of the development kit, ILSVRC2012_devkit_t12.tar.gz)."
+        )
+    synsets: Any = loadmat(meta, squeeze_me=True)["synsets"]
+    wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    unknown = [number for number in numbers if number not in wnids]
+    if unknown:
+        raise UserError(f"val_labels = {val_labels}: {unknown[0]!r} is none of the {len(wnids):,} numbers in {meta}.")
+    return [wnids[number] for number in numbers]

@@ -1,0 +1,122 @@
+"""Parquet files with a column of encoded images, as Hugging Face hands data sets out.
+
+An image in a Parquet file has no place of its own, and shards want samples in mixed order: the column is unpacked once,
+one file of bare images for each Parquet file. (Reading a row group of 100 images for each one of them would be dearer.)
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as types
+
+from data_tools.sources.class_numbers import read_names
+from data_tools.sources.labels import LabelColumn, check_columns
+from data_tools.sources.layouts.archive import staged_path
+from data_tools.sources.listing import Collector
+from data_tools.sources.split_files import split_files
+from pipeline import json_record
+from pipeline.data.dataset.manifest import open_parquet, replacing
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+_IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every row of every *.parquet below source."""
+    labels: LabelColumn | None = None
+    given = read_names(config.label_names, "label_names") if config.label_names else []
+    for split, name, path in split_files(source, collector.splits, ".parquet"):
+        try:
+            # Not mapped: all of it is read, once.
+            file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
+            schema = file.schema_arrow
+            check_columns(
+                schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)
+            )
+            if labels is None:
+                where = f"{path}, its metadata `huggingface`"
+                known = given or _class_label_names(schema, config.label_column, where)
+                labels = LabelColumn(schema.field(config.label_column), str(path), known)
+            images, sizes = _unpack(path, file, config.image_column, staging)
+            container, offset, row = collector.add_container(images), 0, 0
+            for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[config.label_column]):
+                for value in batch.column(0).to_pylist():
+                    where = f"{name}, row {row}"
+                    names = labels.names(value, f"{path}, row {row}")
+                    key = f"{name.removesuffix('.parquet')}/{row:06d}"
+                    collector.sample(split, key, names, where, container, offset, int(sizes[row]))
+                    offset += int(sizes[row])
+                    row += 1
+        except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # A full disk is not the file's fault.
+            raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}). Fetch it again.") from None
+    assert labels is not None
+    collector.classes = labels.classes()
+
+
+@dataclass(frozen=True)
+class _Info:
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _HuggingFace:
+    """The metadata of a schema, as far as it matters here."""
+
+    info: _Info | None = None
+
+
+def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
+    """Names of the classes that a number in `column` stands for, as Hugging Face's `datasets` keeps them in a schema.
+
+    Raises UserError for metadata that is there and makes no sense: numbers would silently take the place of names.
+    """
+    metadata = (schema.metadata or {}).get(b"huggingface")
+    if metadata is None:
+        return []
+    info = json_record.parse(metadata, _HuggingFace, where).info
+    feature: Any = info.features.get(column) if info else None
+    # Of lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or once [{"names": ...}].
+    if isinstance(feature, list):
+        feature = feature[0] if feature else None
+    if isinstance(feature, dict):
+        feature = feature.get("feature") or feature
+    if not isinstance(feature, dict) or feature.get("names") is None:
+        return []
+    names = json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
+    if len(set(names)) != len(names):
+        raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
+    return names
+
+
+def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:
+    """(file of all images of the column, one after another; (rows,) int64 sizes of them); made once."""
+    kind = file.schema_arrow.field(column).type
+    is_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+    if not (is_struct or types.is_binary(kind) or types.is_large_binary(kind)):
+        raise UserError(f"{path}: column {column!r} holds {kind}, not encoded images (binary, or struct<bytes, path>).")
+    images, table = (staged_path(path, staging, f".{column}.{ext}") for ext in ("images", "npy"))
+    if table.exists() and images.exists():
+        with table.open("rb") as file_of_sizes:
+            return images, np.load(file_of_sizes)
+    sizes: list[int] = []
+    with replacing(images) as target:
+        for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[column]):
+            for image in batch.column(0).to_pylist():
+                data = image["bytes"] if is_struct and image else image
+                if data is None and image and image.get("path"):
+                    raise UserError(
+                        f"{path}, row {len(sizes)}: {column!r} names a file ({image['path']}) instead of holding it. Shard a "
+                        "list of such paths and their labels (CSV or Parquet): layout=list."
+                    )
+                # A row without an image: an empty file, which the job finds unreadable, counts and names.
+                sizes.append(target.write(data or b""))
+    with replacing(table) as target:
+        np.save(target, np.array(sizes, np.int64))
+    return images, np.array(sizes, np.int64)

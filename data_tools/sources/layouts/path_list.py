@@ -1,0 +1,124 @@
+"""A list of image files and their labels, as CSV (.csv, .tsv) or Parquet."""
+
+import os
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pacsv
+import pyarrow.types as types
+
+from data_tools.sources.class_numbers import read_names
+from data_tools.sources.labels import LabelColumn, check_columns
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
+from pipeline.data.dataset.manifest import open_parquet
+from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+_ROWS_AT_ONCE = 2**16
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every row of the list of every split.
+
+    source: the list, or a folder that holds one for each split. Paths are relative to the list's folder, or absolute, or
+    URLs. A file that is not there is listed all the same: the job finds it unreadable, counts it and names it.
+    """
+    given = read_names(config.label_names, "label_names") if config.label_names else []
+    labels: LabelColumn | None = None
+    sizes = _Sizes()
+    lists = {split: source / name if name else source for split, name in collector.splits.items()}
+    collector.root = source.parent if source.is_file() else source
+    for split, path in lists.items():
+        if not path.is_file():
+            raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
+        table = _read(path, config)
+        if labels is None:
+            field = table.schema.field(config.label_column)
+            if path.suffix != ".parquet" and _are_numbers(table[config.label_column], config.label_separator):
+                field = field.with_type(pa.int64())
+            labels = LabelColumn(field, str(path), given, config.label_separator)
+        folder = path.parent
+        inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
+        row = 0
+        for batch in table.to_batches(_ROWS_AT_ONCE):
+            for name, value in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                row += 1
+                if not name:
+                    raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
+                names = labels.names(value, f"{path}, row {row}")
+                if isinstance(name, bytes):
+                    name = name.decode("utf-8", "surrogateescape")
+                if "\0" in name or not is_utf8(name):
+                    collector.skip(
+                        f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
+                    )
+                    continue
+                place = name if name.startswith("/") or "://" in name else inside + name
+                collector.sample(split, _key(name), names, place, -1, 0, sizes.of(locate(folder, name)))
+    assert labels is not None
+    collector.classes = labels.classes()
+
+
+def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
+    """The columns of paths (text) and of labels."""
+    wanted = {"path_column": config.path_column, "label_column": config.label_column}
+    columns = list(wanted.values())
+    try:
+        if path.suffix == ".parquet":
+            file = open_parquet(path)
+            check_columns(file.schema_arrow.names, wanted, str(path))
+            table = file.read(columns=columns).select(columns)
+        else:
+            parse = pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
+            with path.open("rb") as text, pacsv.open_csv(text, parse_options=parse) as reader:
+                check_columns(reader.schema.names, wanted, str(path))
+            # Paths as bytes: one that is not UTF-8 must not spoil all others.
+            kinds = {config.label_column: pa.string(), config.path_column: pa.binary()}
+            convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
+            with path.open("rb") as text:
+                table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk's; what Arrow raises for damaged data has no number.
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    kind = table.schema.field(0).type
+    if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):
+        raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
+    return table
+
+
+def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
+    """Whether the text of a CSV is whole numbers: as names, class 10 would come before class 2."""
+    parts = pc.list_flatten(pc.split_pattern(pc.unique(labels), separator))
+    parts = pc.utf8_trim_whitespace(parts)
+    parts = parts.filter(pc.not_equal(parts, ""))
+    if not len(parts) or not pc.all(pc.match_substring_regex(parts, r"^-?\d{1,18}$")).as_py():
+        return False
+    # Codes of one width (001, 010) are names, whose order is that of the numbers.
+    is_padded = pc.any(pc.match_substring_regex(parts, r"^0\d")).as_py()
+    return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
+
+
+class _Sizes:
+    """Bytes of files, 0 for one that is not there; of a bucket by one listing of each folder that holds some."""
+
+    def __init__(self) -> None:
+        self._folders: dict[BucketPath, dict[str, int]] = {}
+
+    def of(self, path: AnyPath) -> int:
+        if isinstance(path, BucketPath):
+            if path.parent not in self._folders:
+                self._folders[path.parent] = path.parent.sizes()
+            return self._folders[path.parent].get(path.name, 0)
+        try:
+            return path.stat().st_size
+        except OSError:
+            return 0  # The job finds it unreadable, counts it and names it.
+
+
+def _key(name: str) -> str:
+    """The path without its extension, and staying inside whatever folder a tar is unpacked in."""
+    _, is_url, rest = name.partition("://")
+    plain = rest.partition("?")[0] if is_url else name
+    return "/".join(part for part in os.path.splitext(plain)[0].split("/") if part not in ("", ".", ".."))

@@ -1,0 +1,97 @@
+"""Tiny-ImageNet as it is published: a folder, or a zip or tar of it.
+
+    train/<wnid>/images/<wnid>_0.JPEG ...   val/images/val_0.JPEG ...   val/val_annotations.txt   test/images/test_0.JPEG ...
+
+The classes of val stand in val_annotations.txt, lines of `val_0.JPEG wnid x y w h`; those of test were never published. Boxes
+are not read; words.txt may be given as synset_names.
+"""
+
+import re
+import zipfile
+from collections.abc import Callable
+
+from data_tools.sources.layouts import archive
+from data_tools.sources.listing import printable
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+
+SPLITS = {"train": "train", "val": "val"}
+ANNOTATIONS = "val/val_annotations.txt"
+_MAX_BYTES = 2**26
+_TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/images/([^/]+)")
+
+
+def is_tiny_imagenet(folder: AnyPath) -> bool:
+    """Whether a folder is one."""
+    return (folder / ANNOTATIONS).is_file()
+
+
+def renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
+    """For `Collector.rename`. Raises UserError without annotations, and for a split that has no labels."""
+    before, text = _read_annotations(source)
+    wanted = {split: folder.strip("/").removeprefix(before) for split, folder in splits.items()}
+    for split, folder in wanted.items():
+        if folder not in SPLITS:
+            raise UserError(
+                f"splits.{split} = {splits[split]!r}: Tiny-ImageNet has labels of its folders train and val only."
+            )
+    # In an archive everything lies in one folder, which settings may name or not.
+    removed = "" if any(folder.strip("/").startswith(before) for folder in splits.values()) else before
+    class_of = _parse(text, f"{source}: {before}{ANNOTATIONS}")
+
+    def rename(name: str) -> str:
+        inner = name.removeprefix(before)
+        if match := _TRAIN.fullmatch(inner):
+            inner = f"train/{match[1]}/{match[2]}"
+        elif match := _VAL.fullmatch(inner):
+            if match[1] not in class_of:
+                raise ValueError("no class: val_annotations.txt has no line for it")
+            inner = f"val/{class_of[match[1]]}/{match[1]}"
+        return inner if removed else f"{before}{inner}"
+
+    return rename
+
+
+def _parse(text: bytes, where: str) -> dict[str, str]:
+    """Name of a validation image -> its class."""
+    try:
+        rows = [line.split() for line in text.decode().splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise UserError(f"{where} is no text in UTF-8. Fetch it again.") from None
+    for number, row in enumerate(rows, start=1):
+        if len(row) < 2 or "/" in row[1]:
+            raise UserError(
+                f"{where}, line {number}: {printable(' '.join(row))[:100]!r} is not of the form 'val_0.JPEG n03444034 ...'."
+            )
+    return {row[0]: row[1] for row in rows}
+
+
+def _read_annotations(source: AnyPath) -> tuple[str, bytes]:
+    """(the folder that everything lies in, with a slash, or "", content of the annotations)."""
+    if source.is_dir():
+        if not is_tiny_imagenet(source):
+            raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
+        return "", (source / ANNOTATIONS).read_bytes()
+    if archive.kind(source) == "zip":
+        for member in archive.zip_members(source):
+            if _is_annotations(member.filename, member.file_size):
+                try:
+                    with source.open("rb") as file, zipfile.ZipFile(file) as opened:
+                        return _before(member.filename), opened.read(member)
+                except archive.ZIP_ERRORS as error:
+                    raise UserError(f"{source} is damaged ({member.filename}: {error}). Fetch it again.") from None
+    else:
+        with source.open("rb") as file:
+            for tar_member in archive.tar_members(file, 0, source.stat().st_size):
+                if _is_annotations(tar_member.name, tar_member.size) and not tar_member.fault:
+                    file.seek(tar_member.offset)
+                    return _before(tar_member.name), file.read(tar_member.size)
+    raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
+
+
+def _is_annotations(name: str, size: int) -> bool:
+    return f"/{name}".endswith(f"/{ANNOTATIONS}") and size <= _MAX_BYTES
+
+
+def _before(name: str) -> str:
+    return name.removeprefix("./").removesuffix(ANNOTATIONS)

@@ -1,0 +1,140 @@
+"""Shards in the form of the webdataset library, whoever wrote them: tars of `<key>.jpg` and `<key>.cls` or `<key>.json`."""
+
+import itertools
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO
+
+from data_tools.sources.class_numbers import ClassNumbers, read_names
+from data_tools.sources.layouts.archive import Member, tar_members
+from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8, printable
+from data_tools.sources.split_files import split_files
+from pipeline import json_record
+from pipeline.data.dataset.manifest import INFO, open_dataset
+from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+NO_LABEL = "no .cls and no .json"
+_LABEL_KEYS = ("labels", "label", "cls")
+_MEMBERS_TO_LOOK_AT = 16
+# A .json may hold captions and boxes beside the labels, but no more than this.
+_MAX_LABEL_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class TarSample:
+    """A sample of a tar: its key, its image (name, offset and size in the tar), its labels or why it has none.
+
+    labels: ascending, each once.
+    """
+
+    key: str
+    name: str
+    offset: int
+    size: int
+    labels: list[int]
+    fault: str
+
+
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Tell the collector every sample of every *.tar below source; classes are called by label_names, or by number."""
+    numbers = ClassNumbers(known_class_names(source, config.label_names))
+    faults: list[str] = []
+    for split, name, path in split_files(source, collector.splits, ".tar"):
+        container = collector.add_container(path)
+        collector.prefixes.append(name.removesuffix(".tar"))
+        with path.open("rb") as file:
+            for sample in whole_samples(file, path):
+                where = f"{name}: {sample.name}"
+                if sample.fault == NO_LABEL:
+                    faults.append(f"{printable(where)} ({sample.fault})")
+                    continue
+                if sample.fault:
+                    collector.skip(where, sample.fault)
+                    continue
+                names = [numbers.name(label, where) for label in sample.labels]
+                collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
+    if faults:
+        collector.notes.append(f"ignored {len(faults):,} sample{'s' * (len(faults) > 1)}: {'; '.join(faults[:3])}")
+    collector.classes = numbers.classes()
+
+
+def known_class_names(source: AnyPath, label_names: str) -> list[str]:
+    """From the file that label_names names, else from a data set of ours, else none."""
+    if label_names:
+        return read_names(label_names, "label_names")
+    return open_dataset(source).classes if (source / INFO).is_file() else []
+
+
+def is_shard(path: AnyPath) -> bool:
+    """Whether a tar holds labels among its first members."""
+    with path.open("rb") as file:
+        members = itertools.islice(tar_members(file, 0, path.stat().st_size), _MEMBERS_TO_LOOK_AT)
+        return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
+
+
+def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
+    """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
+    try:
+        members = tar_members(file, 0, path.stat().st_size)
+        yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
+    except tarfile.TarError as error:
+        raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None
+
+
+def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
+    """Every sample that has an image, of a tar's files in their order.
+
+    Files of one key that follow one another are a sample, as in webdataset; a .cls counts before a .json.
+    read: bytes of the tar by offset and size.
+    """
+    parts = ((*split_name(member.name), member) for member in members)
+    for key, group in itertools.groupby(parts, key=lambda part: part[0]):
+        image: Member | None = None
+        labels, fault = [], NO_LABEL
+        for _, ext, member in group:
+            if f".{ext}" in EXTENSIONS:
+                image = image or member
+            elif ext in ("cls", "json") and (fault or ext == "cls"):
+                try:
+                    labels, fault = _read_labels(ext, member, read), ""
+                except ValueError as error:
+                    fault = f".{ext}: {error}"
+        if image is not None:
+            fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
+            yield TarSample(key, image.name, image.offset, image.size, labels, fault)
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(key, extension in lower case): a key ends at the first dot of the file name, as in webdataset."""
+    folder, slash, last = name.removeprefix("./").rpartition("/")
+    stem, _, ext = last.partition(".")
+    return folder + slash + stem, ext.lower()
+
+
+def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
+    """Labels, ascending, each once. Raises ValueError when these are none."""
+    if member.fault or member.size > _MAX_LABEL_BYTES:
+        raise ValueError(member.fault or f"{member.size:,} bytes are too many for labels")
+    data = read(member.offset, member.size)
+    if ext == "cls":
+        if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):
+            raise ValueError(f"{data[:40]!r} is no whole number")
+        return [int(data)]
+    content: Any = json_record.parse(data, Any, "it")
+    if isinstance(content, dict):
+        content = next((content[key] for key in _LABEL_KEYS if key in content), None)
+    labels = content if isinstance(content, list) else [content]
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
+        raise ValueError(f"no whole numbers under any of {', '.join(_LABEL_KEYS)}")
+    return sorted(set(labels))

@@ -1,0 +1,237 @@
+"""Readers of the source data sets that are arrays of pixels: binary records, MATLAB, HDF5, NumPy, NORB's matrices.
+
+Only the images that are asked for are read, block by block, so that memory does not grow with the data set.
+"""
+
+import contextlib
+import errno
+import gzip
+import math
+import zipfile
+from collections.abc import Iterator
+from typing import IO
+
+import h5py
+import numpy as np
+from scipy.io import loadmat
+
+from data_tools.sources.reader import PIXELS
+from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.readers import labels
+from data_tools.vtab.readers.files import Files, Place
+from data_tools.vtab.readers.original import Original, Pixels, Pool
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import Task
+
+_CIFAR_PIXELS = 3 * 32 * 32
+_CIFAR_RECORD = 2 + _CIFAR_PIXELS  # Coarse label, fine label, red, green, blue.
+_DSPRITES = DATASETS["dsprites"].files[0].name
+_DSPRITES_ORIENTATION, _DSPRITES_X = 3, 4  # Columns of latents/classes.
+_NORB_TYPES: dict[int, np.dtype] = {507333717: np.dtype(np.uint8), 507333716: np.dtype("<i4")}
+_NORB_ELEVATION, _NORB_AZIMUTH = 1, 2  # Columns of info.
+_BLOCK_BYTES = 2**27
+
+
+def cifar100(files: Files, task: Task) -> Original:
+    """cifar-100-binary/{train,test}.bin; keys are numbers of records."""
+    pools = {}
+    for pool in ("train", "test"):
+        place = files.find(f"{pool}.bin")
+        if place is None:
+            raise files.missing(f"{pool}.bin")
+        records = np.frombuffer(files.read([place])[0], np.uint8)
+        if len(records) % _CIFAR_RECORD:
+            raise UserError(f"{files.folder}: {pool}.bin is no whole number of records. Fetch it again.")
+        fine = records.reshape(-1, _CIFAR_RECORD)[:, 1].astype(np.int64)
+        starts = range(place.offset + 2, place.offset + place.size, _CIFAR_RECORD)
+        images = [Place(place.name, place.archive, start, _CIFAR_PIXELS, PIXELS) for start in starts]
+        pools[pool] = Pool(_numbers(len(fine)), fine, images)
+    return Original(files.text("fine_label_names.txt").split(), pools)
+
+
+def svhn(files: Files, task: Task) -> Original:
+    """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, which stands for 0; keys are numbers of images."""
+    pools = {}
+    for pool in ("train", "test"):
+        path = files.plain(f"{pool}_32x32.mat")
+        digits = mat(path, "y").ravel().astype(np.int64) % 10
+        pools[pool] = Pool(_numbers(len(digits)), digits, _of_mat(path))
+    return Original([str(digit) for digit in range(10)], pools)
+
+
+def _of_mat(path: AnyPath) -> Pixels:
+    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
+        images = mat(path, "X")
+        for row in rows.tolist():
+            yield np.ascontiguousarray(images[..., row])
+
+    return read
+
+
+def mat(path: AnyPath, name: str) -> np.ndarray:
+    """An array of a MATLAB file. Raises UserError for a damaged file, and one without the array."""
+    with _damage_named(str(path)), path.open("rb") as file:
+        arrays = loadmat(file, variable_names=[name])
+        if name not in arrays:
+            raise ValueError(f"it has no array {name}")
+        return arrays[name]
+
+
+@contextlib.contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    """Make a UserError of whatever a reader of NumPy's, MATLAB's or HDF5's files raises for a damaged one."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # They raise anything.
+        # The disk's have a number; EINVAL is a damaged offset.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise UserError(f"{what} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
+
+
+def patch_camelyon(files: Files, task: Task) -> Original:
+    """camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5.gz: x (n, 96, 96, 3), y (n, 1, 1, 1); keys are <part>_<number>."""
+    pools = {}
+    for pool, part in {"train": "train", "validation": "valid", "test": "test"}.items():
+        stem = f"camelyonpatch_level_2_split_{part}"
+        images, tumour = files.plain(f"{stem}_x.h5"), files.plain(f"{stem}_y.h5")
+        with _hdf5(tumour) as file:
+            of_image = file["y"][()].ravel().astype(np.int64)
+        pools[pool] = Pool([f"{part}_{number}" for number in range(len(of_image))], of_image, _of_hdf5(images, "x"))
+    return Original(["no tumour", "tumour"], pools)
+
+
+def dsprites(files: Files, task: Task) -> Original:
+    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5, or as .npz; keys are numbers of images."""
+    is_location = task.name == "dsprites_location"
+    npz = files.find(_DSPRITES.replace(".hdf5", ".npz"))
+    if files.find(_DSPRITES) or not npz:
+        path = files.plain(_DSPRITES)
+        with _hdf5(path) as file:
+            latents = file["latents/classes"][()]
+        images = _of_hdf5(path, "imgs")
+    else:
+        path = files.folder / npz.name
+        latents, images = _npz(path, "latents_classes"), _of_npz(path, "imgs")
+
+    def white(rows: np.ndarray) -> Iterator[np.ndarray]:
+        return (pixels * np.uint8(255) for pixels in images(rows))
+
+    column = latents[:, _DSPRITES_X if is_location else _DSPRITES_ORIENTATION]
+    of_image = labels.dsprites_location(column) if is_location else labels.dsprites_orientation(column)
+    names = labels.LOCATIONS if is_location else labels.ORIENTATIONS
+    return Original(names, {"train": Pool(_numbers(len(of_image)), of_image.astype(np.int64), white)})
+
+
+@contextlib.contextmanager
+def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
+    with _damage_named(str(path)), path.open("rb") as file, h5py.File(file, "r") as opened:
+        yield opened
+
+
+def _of_hdf5(path: AnyPath, name: str) -> Pixels:
+    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
+        with _hdf5(path) as file:
+            images = file[name]
+            # A chunk may be few pixels of very many images: all that are wanted of it are taken at once.
+            chunk = images.chunks[0] if images.chunks else 1
+            block = min(chunk, max(_BLOCK_BYTES // math.prod(images.shape[1:]), 1))
+            for wanted in np.split(rows, np.flatnonzero(np.diff(rows // block)) + 1):
+                first, last = int(wanted[0]), int(wanted[-1])
+                yield from images[first : last + 1][wanted - first]
+
+    return read
+
+
+def _npz(path: AnyPath, name: str) -> np.ndarray:
+    with _damage_named(str(path)), path.open("rb") as file, np.load(file) as arrays:
+        return arrays[name]
+
+
+def _of_npz(path: AnyPath, name: str) -> Pixels:
+    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
+        with (
+            _damage_named(str(path)),
+            path.open("rb") as file,
+            zipfile.ZipFile(file) as arrays,
+            arrays.open(f"{name}.npy") as array,
+        ):
+            # Not np.load, which holds all of it: 3 GB.
+            version = np.lib.format.read_magic(array)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = header(array)
+            if is_fortran:
+                raise ValueError("its columns come before its rows")
+            yield from _in_turn(array, shape, dtype, rows, str(path))
+
+    return read
+
+
+def smallnorb(files: Files, task: Task) -> Original:
+    """smallnorb-*-{training,testing}-{dat,info}.mat.gz, of two cameras the first; keys are numbers of images."""
+    is_azimuth = task.name == "smallnorb_azimuth"
+    stems = {pool: next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
+             for pool, part in (("train", "training"), ("test", "testing"))}  # fmt: skip
+    pools = {}
+    for pool, stem in stems.items():
+        with _norb(files, f"{stem}-info.mat") as (file, where):
+            shape, dtype = _norb_header(file, where)
+            info = np.frombuffer(file.read(), dtype).reshape(shape)
+        # Azimuth is in units of 10 degrees, and always even.
+        column = info[:, _NORB_AZIMUTH] // 2 if is_azimuth else info[:, _NORB_ELEVATION]
+        pools[pool] = Pool(_numbers(len(info)), column.astype(np.int64), _of_norb(files, f"{stem}-dat.mat"))
+    return Original(labels.AZIMUTHS if is_azimuth else labels.ELEVATIONS, pools)
+
+
+def _of_norb(files: Files, name: str) -> Pixels:
+    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
+        with _norb(files, name) as (file, where):
+            shape, dtype = _norb_header(file, where)
+            for cameras in _in_turn(file, shape, dtype, rows, where):
+                yield cameras[0]
+
+    return read
+
+
+@contextlib.contextmanager
+def _norb(files: Files, name: str) -> Iterator[tuple[IO[bytes], str]]:
+    """A matrix, open, packed or not, and what it is called in errors."""
+    place = files.find(name) or files.find(f"{name}.gz")
+    if place is None:
+        raise files.missing(f"{name}.gz")
+    path = files.folder / place.name
+    with _damage_named(str(path)), path.open("rb") as raw:
+        yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
+
+
+def _norb_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of a matrix: int32 of a magic number, the number of dimensions, and at least three dimensions."""
+    magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
+    if magic not in _NORB_TYPES:
+        raise UserError(f"{where} is no matrix of small NORB (it begins with {magic}). Fetch it again.")
+    dims = np.frombuffer(file.read(4 * max(num_dims, 3)), "<i4").tolist()
+    return tuple(dims[:num_dims]), _NORB_TYPES[magic]
+
+
+def _in_turn(
+    file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype, rows: np.ndarray, where: str
+) -> Iterator[np.ndarray]:
+    """Some rows, ascending, of an array that can only be read from its start."""
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if row_bytes <= 0:
+        raise ValueError(f"shape {shape}")
+    per_block = max(_BLOCK_BYTES // row_bytes, 1)
+    for start in range(0, int(rows[-1]) + 1, per_block):
+        data = file.read(min(per_block, shape[0] - start) * row_bytes)
+        block = np.frombuffer(data[: len(data) // row_bytes * row_bytes], dtype).reshape(-1, *shape[1:])
+        wanted = rows[(rows >= start) & (rows < start + per_block)] - start
+        if len(wanted) and wanted[-1] >= len(block):
+            raise UserError(f"{where} is cut off: it has not all of its {shape[0]:,} rows. Fetch it again.")
+        yield from block[wanted]
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]

@@ -1,0 +1,189 @@
+"""The files of a source data set: those in its folder, and those in its archives, which stay packed."""
+
+import errno
+import functools
+import hashlib
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from data_tools.progress import Reading
+from data_tools.sources import Reader
+from data_tools.sources.layouts import archive
+from data_tools.sources.listing import printable
+from data_tools.vtab.datasets import DataSet, File
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.bucket import AnyPath, name_inside, version, walk_files
+from pipeline.errors import UserError
+
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
+# Archives that others hand the same files out in.
+_ALSO = {"caltech101": ["101_ObjectCategories.tar.gz"]}
+_BLOCK = 2**24
+
+
+class Place(NamedTuple):
+    """Where the bytes of a sample lie: see `sources.listing.TABLE`. archive: path; "" for a file of its own."""
+
+    name: str
+    archive: str
+    offset: int
+    size: int
+    packed: int = 0
+
+
+class MissingError(UserError):
+    """A data set, or a file of one, is not there."""
+
+
+class Files:
+    """All files of one data set, by name; a published archive wins over its unpacked folder.
+
+    staging: a folder for what must be unpacked to be read in any order. Raises UserError for a published file of another
+    size or checksum (where check is set), and for a damaged archive.
+    """
+
+    def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
+        self.dataset, self.folder, self._staging = dataset, folder, staging
+        self._own = {name: (path, size) for path, size in walk_files(folder) if (name := name_inside(path, folder))}
+        known = [*(file.name for file in dataset.files), *_ALSO.get(dataset.name, [])]
+        archives = [self._own[name][0] for name in known if name.endswith(_ARCHIVES) and name in self._own]
+        if check:
+            for file in dataset.files:
+                if file.name in self._own:
+                    _check(self._own[file.name][0], file)
+        self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in self._own]
+        self._places: dict[str, Place] = {}
+        for path in archives:
+            try:
+                for place in self._members(path):
+                    self._places.setdefault(place.name, place)
+            except UserError:
+                raise
+            except (tarfile.TarError, *archive.ZIP_ERRORS) as error:
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                    raise  # The disk's; EINVAL is a damaged offset.
+                raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
+        for name, (_, size) in self._own.items():
+            self._places.setdefault(name, Place(name, "", 0, size))
+
+    def below(self, folder: str) -> dict[str, Place]:
+        """Every file below a folder that is called so, wherever it is: name inside the folder -> place."""
+        found: dict[str, Place] = {}
+        for name, place in self._places.items():
+            before, mark, rest = f"/{name}".partition(f"/{folder}/")
+            if mark and not _is_hidden(before) and not _is_hidden(rest):
+                found.setdefault(rest, place)
+        if not found:
+            raise self.missing(f"a folder {folder}")
+        return dict(sorted(found.items()))
+
+    def beginning(self, start: str) -> list[Place]:
+        """Every file whose own name begins so, sorted. Raises MissingError when there is none."""
+        found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
+        if not found:
+            raise self.missing(f"{start}*")
+        return sorted(found)
+
+    def find(self, name: str) -> Place | None:
+        """The file whose path ends in this name."""
+        return next((place for other, place in self._places.items() if f"/{other}".endswith(f"/{name}")), None)
+
+    def text(self, name: str) -> str:
+        """A text file of this name. Raises MissingError."""
+        return self.content(name).decode()
+
+    def content(self, name: str) -> bytes:
+        """A file of this name. Raises MissingError."""
+        place = self.find(name)
+        if place is None:
+            raise self.missing(name)
+        return self.read([place])[0]
+
+    def read(self, places: Iterable[Place]) -> list[bytes]:
+        """The bytes of some files. Raises UserError for one that cannot be read."""
+        with Reader() as reader:
+            return [self._read(reader, place) for place in places]
+
+    def _read(self, reader: Reader, place: Place) -> bytes:
+        try:
+            return reader.read(place.archive or str(self.folder / place.name), *place[2:])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.folder}: {place.name} cannot be read ({error}). Fetch it again.") from None
+
+    def plain(self, name: str) -> AnyPath:
+        """The path of a file that must be read in any order: of <name>.gz an unpacked copy. Raises MissingError."""
+        place = self.find(name)
+        if place is not None and not place.archive:
+            return self.folder / place.name
+        packed = self.find(f"{name}.gz")
+        if packed is None or packed.archive:
+            raise self.missing(name)
+        return archive.unpack(self.folder / packed.name, "gzip", self._staging)
+
+    def missing(self, what: str) -> MissingError:
+        """An error that says where the data set comes from."""
+        return MissingError(f"{self.folder} has not {what}. {sources_of(self.dataset)}")
+
+    def _members(self, path: AnyPath) -> Iterable[Place]:
+        if archive.kind(path) == "zip":
+            yield from self._members_of_zip(path)
+            return
+        plain = self._plain_tar(path)
+        with plain.open("rb") as file:
+            for member in archive.tar_members(file, 0, plain.stat().st_size):
+                if member.fault:
+                    raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
+                if not member.is_folder:
+                    yield Place(member.name.removeprefix("./"), str(plain), member.offset, member.size)
+
+    def _plain_tar(self, path: AnyPath) -> AnyPath:
+        kind = archive.kind(path)
+        return archive.unpack(path, kind, self._staging) if kind in archive.COMPRESSED else path
+
+    def _members_of_zip(self, path: AnyPath) -> Iterable[Place]:
+        with path.open("rb") as file, zipfile.ZipFile(file) as zipped:
+            for member in zipped.infolist():
+                name = member.filename
+                if name.rpartition("/")[2] in _ALSO.get(self.dataset.name, []) and not _is_hidden(name):
+                    yield from self._members(self._unpacked(path, zipped, member))
+                elif not member.is_dir():
+                    yield Place(name, str(path), member.header_offset, member.file_size, max(member.compress_size, 1))
+
+    def _unpacked(self, path: AnyPath, zipped: zipfile.ZipFile, member: zipfile.ZipInfo) -> AnyPath:
+        """An archive in an archive, as a file of its own."""
+        inner = archive.staged_path(path, self._staging, f".{member.filename.rpartition('/')[2]}")
+        if not inner.exists():
+            with zipped.open(member) as packed, replacing(inner) as file:
+                while part := packed.read(_BLOCK):
+                    file.write(part)
+        return inner
+
+
+def sources_of(dataset: DataSet) -> str:
+    """What to fetch, from where, and how, in words."""
+    files = ", ".join(f"{file.name} ({file.url})" for file in dataset.files)
+    return f"{dataset.name} is made of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
+
+
+def _check(path: AnyPath, file: File) -> None:
+    size = path.stat().st_size
+    if file.size and size != file.size:
+        raise UserError(f"{path} has {size:,} bytes, but {file.size:,} were published. Fetch it again: {file.url}")
+    if file.sha256 and _sha256(path, size, version(path)) != file.sha256:
+        raise UserError(f"{path} has not the published checksum. Fetch it again: {file.url}")
+
+
+@functools.cache
+def _sha256(path: AnyPath, size: int, version: str) -> str:
+    """Hex; once for each version of a file, because tasks share source data sets."""
+    digest = hashlib.sha256()
+    with Reading(path, "hashed") as content:
+        while part := content.read(_BLOCK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))

@@ -1,0 +1,81 @@
+"""VTAB-1k as it is passed around among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
+
+Exported once from tensorflow_datasets (NOAH's get_vtab1k.py, and what was made of it), with the images encoded anew and
+named by number. So the splits are as the lists say, and nothing in them can prove it.
+"""
+
+from data_tools.sources.listing import Collector, Listing
+from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
+from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import Task
+
+# The folder of a task, as NOAH and others call it.
+_FOLDERS = {
+    "cifar100": ["cifar", "cifar_100", "cifar100"],
+    "flowers102": ["oxford_flowers102", "flowers102"],
+    "pets": ["oxford_iiit_pet", "pets"],
+    "retinopathy": ["diabetic_retinopathy", "retinopathy"],
+    "clevr_count": ["clevr_count"],
+    "clevr_distance": ["clevr_dist", "clevr_distance"],
+    "kitti_distance": ["kitti", "kitti_distance"],
+    "dsprites_location": ["dsprites_loc", "dsprites_location"],
+    "dsprites_orientation": ["dsprites_ori", "dsprites_orientation"],
+    "smallnorb_azimuth": ["smallnorb_azi", "smallnorb_azimuth"],
+    "smallnorb_elevation": ["smallnorb_ele", "smallnorb_elevation"],
+}
+_UNION = "train800val200"
+
+
+def find(task: Task, lists: AnyPath) -> AnyPath | None:
+    """The folder of a task, if there is one."""
+    return next((mark.parent for mark in marks(task, lists) if mark.is_file()), None)
+
+
+def marks(task: Task, lists: AnyPath) -> list[AnyPath]:
+    """The files of which one must be there."""
+    return [lists / name / "test.txt" for name in _FOLDERS.get(task.name, [task.name])]
+
+
+def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
+    """All samples of the lists. check: refuse lists that have not the numbers of images that VTAB has."""
+    rows = {split: _read(folder / f"{split}.txt") for split in SPLITS if (folder / f"{split}.txt").is_file()}
+    if missing := [split for split in ("train800", "val200", "test") if split not in rows]:
+        raise UserError(f"{folder} has no {', '.join(f'{split}.txt' for split in missing)}.")
+    union = [*rows["train800"], *rows["val200"]]
+    if sorted(label for _, label in rows.setdefault(_UNION, union)) != sorted(label for _, label in union):
+        raise UserError(f"{folder}: {_UNION}.txt has other labels than train800.txt and val200.txt together.")
+    if check:
+        _check_counts(task, folder, rows)
+    sizes = {name_inside(path, folder): size for path, size in walk_files(folder)}
+    collector = Collector(folder, dict.fromkeys(SPLITS, ""), by_folders=False)
+    collector.classes = [str(label) for label in range(task.num_classes)]
+    for split in SPLITS:
+        for name, label in rows[split]:
+            if name not in sizes:
+                raise UserError(f"{folder}: {split}.txt names {name}, which is not there.")
+            if not 0 <= label < task.num_classes:
+                raise UserError(f"{folder}: {split}.txt gives {name} label {label} of {task.num_classes} classes.")
+            collector.sample(split, name.rpartition(".")[0], [str(label)], name, -1, 0, sizes[name])
+    return collector.finish()
+
+
+def _read(path: AnyPath) -> list[tuple[str, int]]:
+    rows = []
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8.") from None
+    for number, line in enumerate(lines, start=1):
+        name, _, label = line.strip().rpartition(" ")
+        if not name or not label.isdecimal():
+            raise UserError(f"{path}, line {number}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
+        rows.append((name, int(label)))
+    return rows
+
+
+def _check_counts(task: Task, folder: AnyPath, rows: dict[str, list[tuple[str, int]]]) -> None:
+    expected = dict(zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True))
+    for split, count in expected.items():
+        if len(rows[split]) != count:
+            raise UserError(f"{folder}: {split}.txt has {len(rows[split]):,} images, but VTAB has {count:,}.")

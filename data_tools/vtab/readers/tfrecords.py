@@ -1,0 +1,237 @@
+"""Data sets that are TFRecord files: DMLab as its authors publish it, and any as tensorflow_datasets has prepared it.
+
+The latter are <name>/<version>/<name>-<split>.tfrecord-00000-of-00016 and so on. Their records stand in the order of the
+hash, so each is checked against the key that it should have; of versions that keep no key (a number), the order tells it.
+Images stay where they are, and are read by offset.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from data_tools.vtab.datasets import DataSet
+from data_tools.vtab.readers import labels
+from data_tools.vtab.readers.examples import Example, records
+from data_tools.vtab.readers.files import Files, MissingError, Place, sources_of
+from data_tools.vtab.readers.original import Original, Pool
+from data_tools.vtab.split import hashed_order
+from pipeline import json_record
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import Task
+
+# What makes the key of a record; given the class names, too, that the data set keeps.
+Key = Callable[[Example, list[str]], str | None]
+
+# Folders of Caltech101 that do not have the name of their class, which is all lower case.
+_CALTECH_FOLDERS = {
+    name.lower(): name for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "Leopards", "Motorbikes")
+}
+
+
+def dmlab(files: Files, task: Task) -> Original:
+    """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label; read within the tar."""
+    pools = {}
+    for pool in ("train", "validation", "test"):
+        content = _Content(_KEYS["dmlab"], [], _label)
+        for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
+            path = to_path(shard.archive) if shard.archive else files.folder / shard.name
+            content.add(path, shard.offset, shard.size, shard.name)
+        pools[pool] = Pool([str(key) for key in content.keys], np.array(content.labels, np.int64), content.places)
+    return Original([str(number) for number in range(task.num_classes)], pools)
+
+
+def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
+    """Every record of every pool of a prepared data set. versions: its folder.
+
+    Raises MissingError when there is none of the right version, UserError for one that is damaged.
+    """
+    folder = _version(dataset, versions)
+    names = _label_names(folder)
+    pools, notes = {}, []
+    for pool in dataset.counts:
+        content = _Content(_KEYS[dataset.name], names, _LABELS[task.name])
+        for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
+            found = content.add(path, 0, path.stat().st_size, path.name)
+            if found != expected:
+                raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
+        if None in content.keys:
+            notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
+        keys = _checked(content.keys, pool, folder)
+        pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
+    return Original(_class_names(task, names), pools, notes)
+
+
+@dataclass(frozen=True)
+class _DatasetInfo:
+    """dataset_info.json, as far as it matters here. Numbers in it are text, as in JSON of protocol buffers."""
+
+    splits: list[dict[str, Any]]
+
+
+@dataclass
+class _Content:
+    """The samples of some files."""
+
+    key_of: Key
+    names: list[str]
+    label_of: Callable[[Example], int]
+    keys: list[str | None] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def add(self, path: AnyPath, start: int, size: int, name: str) -> int:
+        """Every record of the file at path[start : start + size]; how many there are."""
+        before = len(self.keys)
+        with path.open("rb") as file:
+            for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
+                where = f"{name}, record {number}"
+                try:
+                    example = Example(data)
+                    first, end = example.span("image")
+                    self.keys.append(self.key_of(example, self.names))
+                    self.labels.append(self.label_of(example))
+                except (KeyError, ValueError, IndexError, OverflowError) as error:
+                    raise UserError(f"{path}: {where} has not what it should have ({error}).") from None
+                self.places.append(Place(where, str(path), offset + first, end - first))
+        return len(self.keys) - before
+
+
+def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
+    """The newest version that has the major number of the official task."""
+    pattern = re.compile(rf"{dataset.tfds_major}\.(\d+)\.(\d+)")
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if match := pattern.fullmatch(path.name):
+            found[tuple(map(int, match.groups()))] = path
+    if not found:
+        raise MissingError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
+    return found[max(found)]
+
+
+def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
+    """(file, number of its records) of a pool, in order."""
+    where = f"{folder}/dataset_info.json"
+    try:
+        info = json_record.parse((folder / "dataset_info.json").read_bytes(), _DatasetInfo, where)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror or error}).") from None
+    counts: list[int] = []
+    for number, split in enumerate(info.splits):
+        if split.get("name") == pool:
+            place = f"splits[{number}].shardLengths"
+            lengths: list[int | str] = json_record.convert(split.get("shardLengths"), list[int | str], where, place)
+            if wrong := [length for length in lengths if not re.fullmatch(r"\d{1,12}", str(length))]:
+                raise UserError(f"{where}: {place} has {json_record.quoted(wrong[0])}, which is no number of records.")
+            counts += map(int, lengths)
+    if not counts:
+        raise UserError(f"{folder} has no split {pool!r}.")
+    total = len(counts)
+    shards = [(folder / f"{name}-{pool}.tfrecord-{n:05d}-of-{total:05d}", count) for n, count in enumerate(counts)]
+    for path, _ in shards:
+        if not path.is_file():
+            raise UserError(f"{path} is missing. Prepare {name} again.")
+    return shards
+
+
+def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
+    """The keys of a pool's records, in the order of the hash; those of records without one are numbers."""
+    known = [str(number) for number in range(len(keys))] if None in keys else [str(key) for key in keys]
+    order = hashed_order(pool, known)
+    if None in keys:
+        return [known[row] for row in order.tolist()]
+    if wrong := np.flatnonzero(order != np.arange(len(keys))).tolist():
+        raise UserError(
+            f"{folder}: the records of {pool!r} are not in the order of the hash of their keys; record {wrong[0]:,} is "
+            f"{known[wrong[0]]!r}. Prepare it again, with shuffling as it is by default."
+        )
+    return known
+
+
+def _label_names(folder: AnyPath) -> list[str]:
+    path = folder / "label.labels.txt"
+    try:
+        return path.read_text().split("\n")[:-1] if path.is_file() else []
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8. Prepare the data set again.") from None
+
+
+def _class_names(task: Task, names: list[str]) -> list[str]:
+    return _NAMES.get(task.name) or names or [str(number) for number in range(task.num_classes)]
+
+
+def _feature(name: str) -> Callable[[Example, list[str]], str]:
+    return lambda example, names: example.text(name)
+
+
+def _number(example: Example, names: list[str]) -> str | None:
+    """Of train_00012 or 000012 the number; None of versions that have no id."""
+    return str(int(example.text("id").rpartition("_")[2])) if "id" in example.spans else None
+
+
+def _caltech(example: Example, names: list[str]) -> str:
+    name = names[example.integer("label")]
+    return f"{_CALTECH_FOLDERS.get(name, name)}/{example.text('image/file_name')}"
+
+
+def _class_and_name(example: Example, names: list[str]) -> str:
+    """AnnualCrop_1.jpg -> AnnualCrop_AnnualCrop_1.jpg"""
+    name = example.text("filename")
+    return f"{name.rpartition('_')[0]}_{name}"
+
+
+_KEYS: dict[str, Key] = {
+    "caltech101": _caltech,
+    "cifar100": _number,
+    "dtd": _feature("file_name"),
+    "flowers102": _feature("file_name"),
+    "pets": _feature("file_name"),
+    "sun397": _feature("file_name"),
+    "svhn": _number,
+    "patch_camelyon": _feature("id"),
+    "eurosat": _class_and_name,
+    "resisc45": _class_and_name,
+    "retinopathy": _feature("name"),
+    "clevr": _feature("file_name"),
+    "dmlab": _feature("filename"),
+    "kitti": _feature("image/file_name"),
+    "dsprites": _number,
+    "smallnorb": _number,
+}
+
+
+def _label(example: Example) -> int:
+    return example.integer("label")
+
+
+def _vehicles(example: Example) -> np.ndarray:
+    """z of each object of type Car, Van or Truck, which are 0, 1 and 2."""
+    return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
+
+
+_LABELS: dict[str, Callable[[Example], int]] = {
+    **dict.fromkeys(
+        ("caltech101", "cifar100", "dtd", "flowers102", "pets", "sun397", "svhn", "patch_camelyon", "eurosat", "resisc45",
+         "retinopathy", "dmlab"),
+        _label,
+    ),
+    "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
+    "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),
+    "kitti_distance": lambda example: labels.kitti_distance(_vehicles(example)),
+    "dsprites_location": lambda example: int(labels.dsprites_location(example.list("label_x_position"))[0]),
+    "dsprites_orientation": lambda example: int(labels.dsprites_orientation(example.list("label_orientation"))[0]),
+    "smallnorb_azimuth": lambda example: example.integer("label_azimuth"),
+    "smallnorb_elevation": lambda example: example.integer("label_elevation"),
+}  # fmt: skip
+_NAMES = {
+    "clevr_count": labels.COUNTS,
+    "clevr_distance": labels.DEPTHS,
+    "kitti_distance": labels.DISTANCES,
+    "dsprites_location": labels.LOCATIONS,
+    "dsprites_orientation": labels.ORIENTATIONS,
+    "smallnorb_azimuth": labels.AZIMUTHS,
+    "smallnorb_elevation": labels.ELEVATIONS,
+}

@@ -1,0 +1,255 @@
+"""A rank's side of saving: the copy to host memory, which is all that training waits for, and word from the writer.
+
+The memory is an anonymous file that both processes map: it needs no room in /dev/shm, and is gone when both are. There is
+one, and it is used again: host memory is bounded by what the rank owns, and one save is in flight at most.
+"""
+
+import contextlib
+import io
+import json
+import math
+import mmap
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pipeline import json_record
+from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
+from pipeline.distributed import Ranks
+from pipeline.errors import CrashError, UserError
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Deaf to signals and nobody's child before it does anything that takes time.
+_START = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork():
+    os._exit(0)
+from pipeline.checkpoint.writer import main
+main()
+"""
+# How long a run that ends with an error waits for the save in flight; the writer finishes it in any case.
+_LAST_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes. ranges: (name, start, length). tensors: by state, a flat fp32 tensor for each range."""
+
+    ranges: list[tuple[str, int, int]]
+    tensors: dict[str, Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the writer was asked for. step: of a save, None for a word on the best. again: a writer was killed at it."""
+
+    request: Request
+    step: int | None
+    again: bool = False
+
+
+class Saver:
+    """Saves checkpoints in the background. All methods but tend and close are collective.
+
+    A writer that is killed is replaced, and does its work again: the copy that it writes is still there. One that is killed
+    twice at the same work ends the run, as a crash.
+
+    folder: of all checkpoints, local or a URL. patience: seconds that requests to a bucket are tried again.
+    committed_step: of the checkpoint that the run begins from. say: told on rank 0, in a line, of a writer that was killed.
+    """
+
+    def __init__(
+        self, folder: str, ranks: Ranks, patience: float, committed_step: int = 0, say: Callable[[str], None] = print
+    ) -> None:
+        self.folder, self.ranks, self.patience, self.say = folder, ranks, patience, say
+        # Seconds that this rank waited for saving, and that its writer worked, since they were last asked for.
+        self.blocked = self.written = 0.0
+        # What is certainly on disk, and the longest that writing took: 0 before the first.
+        self.committed_step, self.longest = committed_step, 0.0
+        # What the writer was given and has not answered.
+        self._in_flight: deque[_Given] = deque()
+        self._error: UserError | CrashError | None = None  # Of this rank, until all ranks hear of it.
+        self._notes: list[str] = []
+        self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
+        self._host = torch.empty(0)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
+        self._start_writer()
+
+    def _start_writer(self) -> None:
+        starter = subprocess.Popen(
+            [sys.executable, "-c", _START, str(self._memory)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
+            bufsize=0, start_new_session=True, cwd="/",
+            env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        starter.wait()
+        # Answers are read unbuffered: what lay in a buffer, select would not see.
+        self._from = cast(io.RawIOBase, starter.stdout)
+        self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
+
+    def save(self, step: int, part: Part, commit: Commit | None) -> None:
+        """Copy this rank's part and hand it over; first waits for the save before. commit: on rank 0."""
+        begin = time.perf_counter()
+        self._hear_all()
+        self._conclude()
+        self._copy(part)
+        job = Job(
+            self.folder, self.patience, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
+            self.ranks.world_size, list(part.tensors), part.ranges, commit,
+        )  # fmt: skip
+        self._send(_Given(Request(job=job), step))
+        self.blocked += time.perf_counter() - begin
+
+    def mark_best(self, step: int, metric: str, value: float) -> None:
+        """The checkpoint of `step` stays while no other is better by `metric`; after the save that was given before."""
+        if self.ranks.is_main and math.isfinite(value):
+            self._send(_Given(Request(best=Best(self.folder, self.patience, step, metric, value)), None))
+
+    def read(self) -> dict[str, float]:
+        """Seconds since the last one: training waited for saving (the slowest rank), and writers worked beside it."""
+        reading = {"checkpoint_blocked_seconds": self.ranks.max(self.blocked),
+                   "checkpoint_write_seconds": self.ranks.max(self.written)}  # fmt: skip
+        self.blocked = self.written = 0.0
+        return reading
+
+    def tend(self) -> None:
+        """Replace the writer if it was killed: others may wait for its part. Does not wait; this rank alone."""
+        self._hear(0.0)
+
+    def check(self) -> None:
+        """Raise UserError or CrashError if a save has failed; does not wait for one."""
+        self.tend()
+        self._conclude()
+
+    def wait(self) -> None:
+        """Return once all that was given is committed. Raises UserError or CrashError if it cannot be."""
+        begin = time.perf_counter()
+        self._hear_all()
+        self._conclude()
+        self.blocked += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Let the writer go when it is done; this rank alone."""
+        deadline = time.monotonic() + _LAST_WAIT_SECONDS
+        while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
+            self._hear(left)
+        self._close_pipes()
+        os.close(self._memory)
+        self._errors.close()
+
+    # ---------------------------------------------------------------- inside
+    def _copy(self, part: Part) -> None:
+        count = len(part.tensors) * sum(length for _, _, length in part.ranges)
+        if not count:
+            return
+        if count != len(self._host):
+            self._map(count)
+        at = 0
+        for tensors in part.tensors.values():
+            for tensor in tensors:
+                self._host[at : at + tensor.numel()].copy_(tensor.detach(), non_blocking=True)
+                at += tensor.numel()
+        assert at == count, (at, count)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+
+    def _map(self, count: int) -> None:
+        """Make room for `count` elements: at the first save, and when the optimizer has begun to keep its states."""
+        on_gpu = self.ranks.device.type == "cuda"
+        if on_gpu and len(self._host):
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        os.ftruncate(self._memory, 4 * count)
+        self._host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
+        if on_gpu:
+            # Page-locked, so that the device copies at the speed of the bus.
+            torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), 4 * count, 0)
+
+    def _send(self, given: _Given) -> None:
+        self._in_flight.append(given)
+        with contextlib.suppress(BrokenPipeError):  # It died; the next look at its answers says so.
+            self._to.write(json.dumps(asdict(given.request)).encode() + b"\n")
+            self._to.flush()
+
+    def _hear_all(self) -> None:
+        while self._in_flight and self._error is None:
+            self._hear(None)
+
+    def _hear(self, seconds: float | None) -> None:
+        """Take in the writer's answers so far, waiting up to `seconds` (None: for ever) for one."""
+        while (self._in_flight or seconds == 0.0) and select.select([self._from], [], [], seconds)[0]:
+            seconds = 0.0
+            line = self._from.readline()
+            if not line:
+                self._replace_writer()
+                if self._error is not None:
+                    return
+                continue
+            given, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's answer")
+            self.written += reply.seconds
+            self.longest = max(self.longest, reply.seconds)
+            if reply.error is not None and self._error is None:
+                kind = CrashError if reply.crash else UserError
+                self._error = kind(f"the checkpoint was not saved: {reply.error}")
+            if given.step is not None and self._error is None:
+                self.committed_step = given.step
+
+    def _replace_writer(self) -> None:
+        """After the writer died: start another, and give it what the dead one has not answered."""
+        what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
+        unanswered = list(self._in_flight)
+        self._in_flight.clear()
+        saving = next((given.step for given in unanswered if given.step is not None), None)
+        if saving is None:
+            note = f"{what} between two saves: a new one is started"
+        else:
+            before = f"{saving - self.committed_step:,} steps before" if self.committed_step else "none before"
+            note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
+        if any(given.again for given in unanswered):
+            self._error = CrashError(
+                f"{what}, the second one at the same save; the last checkpoint is of step {self.committed_step:,}. If the "
+                "kernel killed it, the host needs more memory: the same command goes on from there."
+            )
+            return
+        self._notes.append(note)
+        self._close_pipes()
+        self._start_writer()
+        for given in unanswered:
+            request = given.request
+            if request.job is not None:
+                request = Request(job=replace(request.job, again=True))
+            self._send(replace(given, request=request, again=True))
+
+    def _close_pipes(self) -> None:
+        for stream in (self._to, self._from):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it was killed"
+
+    def _conclude(self) -> None:
+        """Tell all ranks what went wrong on any. Raises the first error."""
+        gathered = self.ranks.gather((self._error, self._notes))
+        self._notes = []
+        for _, notes in gathered:
+            for note in notes:
+                self.say(note)
+        for error, _ in gathered:
+            if error is not None:
+                raise error

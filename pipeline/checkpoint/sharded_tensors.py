@@ -1,0 +1,148 @@
+"""Tensors in the files of a checkpoint, as the ranges that the ranks which wrote them happened to own.
+
+`rank-*.bin` is raw little-endian fp32: for each state (weights, exp_avg, ...) the same ranges one after another.
+`index.json` says which:
+
+    {"shapes": {name: [int, ...]}, "states": ["weights", ...], "files": {file: [[name, start, length], ...]}}
+
+start and length count elements of the flattened tensor. Any number of ranks reads just the ranges that it now owns.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from pipeline import json_record
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.errors import UserError
+
+# States that are no optimizer's: the weights themselves, and their running mean.
+WEIGHTS, EMA = "weights", "ema"
+INDEX = "index.json"
+BYTES = 4
+_READ_AHEAD = 2**23
+
+
+class Range(NamedTuple):
+    """Elements [start, start + len(out)) of a flattened tensor's state are wanted in `out`, float32 (n,)."""
+
+    state: str
+    name: str
+    start: int
+    out: np.ndarray
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json holds. files: (name, start, length) of each state, in order."""
+
+    shapes: dict[str, list[int]]
+    states: list[str]
+    files: dict[str, list[tuple[str, int, int]]]
+
+    def check(self, where: str) -> None:
+        """Raise UserError for what no save has written. where: named in the error."""
+        for name, shape in self.shapes.items():
+            if min(shape, default=0) < 0:
+                raise UserError(f"{where}: shapes.{name} = {shape} is no shape: the file is damaged.")
+        there: dict[str, int] = defaultdict(int)
+        for file, ranges in self.files.items():
+            if "/" in file or not file.isprintable():
+                raise UserError(f"{where}: files has {file!r}, which is no name of a file: the file is damaged.")
+            for name, start, length in ranges:
+                if start < 0 or length < 0 or start + length > prod(self.shapes.get(name, [0])):
+                    raise UserError(f"{where}: {file} has elements {start} to {start + length} of {name}, which has "
+                                    f"{prod(self.shapes.get(name, [0]))}: the file is damaged.")  # fmt: skip
+                there[name] += length
+        for name, shape in self.shapes.items():
+            if there[name] < prod(shape):
+                raise UserError(f"{where}: {name} has {prod(shape)} elements, and the files {there[name]} of them: the file "
+                                "is damaged.")  # fmt: skip
+
+
+@dataclass
+class Fragments:
+    """A checkpoint's tensors. folder: where its files are."""
+
+    folder: AnyPath
+    index: Index
+
+    def __post_init__(self) -> None:
+        # name -> (start, length, file, offset in the block of a state), by start; elements of a block by file.
+        self._ranges: dict[str, list[tuple[int, int, str, int]]] = defaultdict(list)
+        self._block: dict[str, int] = {}
+        for file, ranges in self.index.files.items():
+            offset = 0
+            for name, start, length in ranges:
+                self._ranges[name].append((start, length, file, offset))
+                offset += length
+            self._block[file] = offset
+        for found in self._ranges.values():
+            found.sort()
+
+    @classmethod
+    def open(cls, folder: AnyPath) -> "Fragments":
+        """Those of a checkpoint folder. Raises UserError for a damaged index."""
+        file = folder / INDEX
+        try:
+            index = json_record.parse(file.read_bytes(), Index, str(file))
+        except FileNotFoundError:
+            raise UserError(f"{file} is missing: {folder} is no whole checkpoint.") from None
+        index.check(str(file))
+        return cls(folder, index)
+
+    @property
+    def states(self) -> list[str]:
+        return self.index.states
+
+    def check(self, shapes: dict[str, list[int]]) -> None:
+        """Raises UserError, with the first difference, unless these are the tensors of a model of these shapes."""
+        for name in [*shapes, *self.index.shapes]:
+            here, there = shapes.get(name), self.index.shapes.get(name)
+            if here != there:
+                raise UserError(
+                    f"{self.folder} is of another model: {name} has shape {there or 'none'} there, {here or 'none'} here."
+                )
+
+    def read(self, wanted: Iterable[Range]) -> None:
+        """Fill the arrays, reading each file from its beginning to its end."""
+        reads: dict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
+        for state, name, start, out in wanted:
+            ranges, at = self._ranges[name], start
+            i = max(bisect_right(ranges, start, key=lambda r: r[0]) - 1, 0)
+            while at < start + len(out) and i < len(ranges) and ranges[i][0] <= at:
+                begin, length, file, offset = ranges[i]
+                end = min(begin + length, start + len(out))
+                if end > at:
+                    block = self.states.index(state) * self._block[file]
+                    reads[file].append((block + offset + at - begin, out[at - start : end - start]))
+                    at = end
+                i += 1
+            if at != start + len(out):
+                raise UserError(f"{self.folder} is damaged: it lacks {state} of {name} from element {at} on.")
+        for file, parts in sorted(reads.items(), key=lambda item: item[0]):
+            parts.sort(key=lambda part: part[0])
+            with self._open(file) as stream:
+                for position, out in parts:
+                    stream.seek(position * BYTES)
+                    if stream.readinto(out) != out.nbytes:  # type: ignore[attr-defined]
+                        raise UserError(
+                            f"{self.folder / file} is damaged: it ends before byte {position * BYTES + out.nbytes}."
+                        )
+
+    def _open(self, file: str) -> BinaryIO:
+        try:
+            return (self.folder / file).open("rb", buffering=_READ_AHEAD)
+        except FileNotFoundError:
+            raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
+
+    def whole(self, state: str) -> dict[str, np.ndarray]:
+        """Every tensor of one state, by name."""
+        flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
+        self.read(Range(state, name, 0, array) for name, array in flat.items())
+        return {name: flat[name].reshape(shape) for name, shape in self.index.shapes.items()}

@@ -1,0 +1,374 @@
+"""Checkpoints on disk or in a bucket: whole or invisible.
+
+    checkpoints/step-00001000/rank-0003.5f3a91c2.bin   what rank 3 updated, fp32 (pipeline/checkpoint/sharded_tensors.py)
+    checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
+    checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
+    checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
+    checkpoints/step-00001000/checksums.json           size and SHA-256 of every file above; written last
+    checkpoints/latest                                 the name of the newest, replaced atomically
+    checkpoints/kept.json                              those that retention leaves alone, and why
+
+In a folder, files are written below a hidden name and flushed; then the folder is renamed, then pointed at. A bucket has no
+rename: there, a checkpoint exists once its checksums.json does. Names carry a token of the save they belong to, so that a
+writer which outlived its run cannot change the files of another save.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
+from pipeline.data.storage.bucket import AnyPath, BucketPath, Patience, to_path
+from pipeline.errors import UserError
+from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.settings.run import RunConfig
+
+FORMAT = 1
+MODEL = "model.safetensors"
+# A writer at work changes its status file so often; one that has not for SILENCE is dead.
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 3 * BEAT_SECONDS
+_WRITING, _REMOVING = ".writing-", ".removing-"
+_KEPT = "kept.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """always: names of checkpoints that stay. best: the name of one that stays until a better one comes; its metric."""
+
+    always: list[str]
+    best: str | None
+    metric: str | None
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the engine counts, beside its tensors. loss_scale: of fp16, by name."""
+
+    optimizer_steps: int | None
+    global_steps: int
+    skipped_steps: int
+    loss_scale: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run goes on from, of state.json. losses: recent ones. left_out: batches, as (first, number)."""
+
+    step: int
+    identity: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: Counters = Counters(None, 0, 0)
+    losses: list[float] = field(default_factory=list)
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A rank's file. ranges: (name, start, length) of each state."""
+
+    file: str
+    ranges: list[tuple[str, int, int]]
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WriterStatus:
+    """How far a writer is: beat, at work; part, done; error, failed, for a reason that one line says."""
+
+    beat: int | None = None
+    part: WrittenPart | None = None
+    error: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a local folder or a bucket. One process at a time commits, prunes and settles."""
+
+    def __init__(self, folder: AnyPath) -> None:
+        self.folder = folder
+
+    # ---------------------------------------------------------------- writing
+    def begin(self, step: int, token: str) -> AnyPath:
+        """Where the files of a save go: a hidden folder, which is made, or in a bucket the place where they stay."""
+        if isinstance(self.folder, BucketPath):
+            return self.folder / step_name(step)
+        path = self.folder / f"{_WRITING}{step_name(step)}.{token}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(self, path: AnyPath, checksums: dict[str, Checksum]) -> AnyPath:
+        """Make what was written and flushed in `path` a checkpoint, and point at it. checksums: of every file of it."""
+        write_whole(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
+        if isinstance(path, BucketPath):
+            final: AnyPath = path
+            for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Of a save that failed.
+                (path / name).unlink(missing_ok=True)
+        else:
+            assert isinstance(self.folder, Path)
+            final = self.folder / path.name.removeprefix(_WRITING).partition(".")[0]
+            for file in path.iterdir():
+                if file.name not in checksums and file.name != CHECKSUMS:
+                    file.unlink()
+            _flush(path)
+            if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
+                self.remove(final)
+            os.rename(path, final)
+            _flush(self.folder)
+        self.point_at(final)
+        return final
+
+    def point_at(self, newest: AnyPath) -> None:
+        """Make `latest` name a checkpoint."""
+        write_whole(self.folder / LATEST, newest.name)
+
+    def mend_pointer(self, newest: AnyPath) -> bool:
+        """Make `latest` name the newest whole checkpoint, if a kill came before that; whether it had to be."""
+        try:
+            named = (self.folder / LATEST).read_bytes()
+        except FileNotFoundError:
+            named = b""
+        if named.strip() == newest.name.encode():
+            return False
+        self.point_at(newest)
+        return True
+
+    def committed_by(self, step: int, token: str) -> AnyPath | None:
+        """The checkpoint of `step`, if it is there and is of the save with this token."""
+        path = self.folder / step_name(step)
+        checksums = read_checksums(path)
+        return path if checksums and any(name.endswith(f".{token}.bin") for name in checksums) else None
+
+    def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
+        """Remove what is older than `newest`, but the `keep` newest and those that are to be kept.
+
+        damaged: names of checkpoints that do not count among the newest, and go.
+        """
+        kept = self.kept()
+        older = [path for path in self.candidates() if step_of(path) <= step_of(newest)]
+        whole = [path.name for path in older if path.name not in damaged]
+        stay = {*whole[:keep], *kept.always, kept.best} - damaged
+        for path in older:
+            if path.name not in stay:
+                self.remove(path)
+
+    def kept(self) -> Kept:
+        """What retention leaves alone. Raises UserError for a damaged file: what it named would be removed."""
+        file = self.folder / _KEPT
+        try:
+            return json_record.parse(file.read_bytes(), Kept, str(file))
+        except FileNotFoundError:
+            return Kept([], None, None, None)
+        except UserError as error:
+            raise UserError(f"{error} It lists the checkpoints that stay for good: mend it, or remove it.") from None
+
+    def keep_always(self, name: str) -> None:
+        """Leave this checkpoint alone from now on."""
+        kept = self.kept()
+        if name not in kept.always:
+            self._keep(replace(kept, always=[*kept.always, name]))
+
+    def keep_if_best(self, name: str, metric: str, value: float) -> bool:
+        """Leave this checkpoint alone while no other is better by `metric` (a loss: lower; else higher); is it now?"""
+        kept, sign = self.kept(), -1 if metric.endswith("loss") else 1
+        worse = kept.metric == metric and kept.value is not None and sign * value <= sign * kept.value
+        if worse or math.isnan(value):
+            return False
+        self._keep(replace(kept, best=name, metric=metric, value=value))
+        return True
+
+    def _keep(self, kept: Kept) -> None:
+        write_whole(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
+
+    def remove(self, path: AnyPath) -> None:
+        """Remove a checkpoint so that a kill in the middle leaves no half of one."""
+        if isinstance(path, BucketPath):
+            (path / CHECKSUMS).unlink(missing_ok=True)
+            path.remove_tree()
+            return
+        hidden = path.with_name(f"{_REMOVING}{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
+
+    def discard(self, path: AnyPath) -> None:
+        """Remove what a save that failed has written."""
+        if isinstance(path, BucketPath):
+            self.remove(path)  # It may have become a checkpoint in that moment.
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove_after(self, step: int) -> None:
+        """Remove all checkpoints of later steps."""
+        for path in self.candidates():
+            if step_of(path) > step:
+                self.remove(path)
+
+    # ---------------------------------------------------------------- reading
+    def candidates(self) -> list[AnyPath]:
+        """Committed checkpoints, newest first."""
+        found = [path for path in _inside(self.folder) if NAME.fullmatch(path.name)]
+        if isinstance(self.folder, BucketPath):
+            found = [path for path in found if (path / CHECKSUMS).exists()]
+        return sorted(found, key=step_of, reverse=True)
+
+    # ---------------------------------------------------------------- what an earlier life left
+    def unfinished(self) -> list[AnyPath]:
+        """Where files lie that are no checkpoint: of a save that goes on, or that was interrupted."""
+        if isinstance(self.folder, BucketPath):
+            found = [path for path in _inside(self.folder) if NAME.fullmatch(path.name)]
+            return [path for path in found if not (path / CHECKSUMS).exists()]
+        return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
+
+    def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
+        """Let a writer that outlived its run finish; then remove what nobody works on any more."""
+        seen, since = self._progress(), time.monotonic()
+        said = False
+        while seen and time.monotonic() - since < silence:
+            time.sleep(min(0.2, silence / 4))
+            now = self._progress()
+            if now != seen:
+                if now and not said:
+                    say(f"{self.folder}: a checkpoint is still being written by the run before: waiting for it")
+                    said = True
+                seen, since = now, time.monotonic()
+        for path in self.unfinished():
+            self.discard(path)
+
+    def _progress(self) -> dict[str, list[str]]:
+        """What the writers say of each save that is not finished."""
+        found: dict[str, list[str]] = {}
+        for path in self.unfinished():
+            if not path.name.startswith(_REMOVING):
+                with contextlib.suppress(OSError):  # It may be committed, or removed, while we look.
+                    found[str(path)] = sorted(file.read_text() for file in path.glob("status-*.json"))
+        return found
+
+
+def checkpoint_folder(config: RunConfig) -> AnyPath:
+    """Where the checkpoints of a run are."""
+    if config.checkpoint.folder:
+        folder = to_path(config.checkpoint.folder, Patience(60 * config.data.retry_minutes)) / config.name
+    else:
+        folder = Path(config.out).expanduser() / config.name / "checkpoints"
+    return folder.absolute() if isinstance(folder, Path) else folder
+
+
+def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
+    """Say to rank 0's writer, and to a run that starts meanwhile, how far this rank's writer is."""
+    write_whole(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)
+
+
+def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
+    """How far a writer is; an empty status where it has said nothing, or nothing readable."""
+    file = path / _status_name(rank, token)
+    try:
+        return json_record.parse(file.read_bytes(), WriterStatus, str(file))
+    except (FileNotFoundError, UserError):
+        return WriterStatus()
+
+
+def _status_name(rank: int, token: str) -> str:
+    return f"status-{rank:04d}.{token}.json"
+
+
+def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a committed checkpoint, or None when it is made of the files that were committed, to the bit.
+
+    share of shares: each rank may look at every n-th file; together they have looked at all.
+    """
+    expected = read_checksums(path)
+    if expected is None:
+        return f"{CHECKSUMS} is missing or unreadable"
+    if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
+        return f"{min(missing)} has no checksum"
+    for name, known in sorted(expected.items())[share::shares]:
+        try:
+            if "/" in name:
+                return f"{name!r} is no name of a file"
+            if checksum(path / name) != known:
+                return f"{name} does not match its checksum"
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return f"{name!r} is missing" if not name.isprintable() else f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _listed_files(path: AnyPath) -> set[str]:
+    """The files that index.json lists; what is wrong with it itself, its checksum says."""
+    try:
+        return set(Fragments.open(path).index.files)
+    except (OSError, UserError):
+        return set()
+
+
+def read_state(path: AnyPath) -> State:
+    """state.json of a checkpoint. Raises UserError for a damaged one, and for one of another format."""
+    file = path / "state.json"
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing: {path} is no checkpoint.") from None
+    found = json_record.parse(content, _Format, str(file)).format
+    if found > FORMAT:
+        raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
+                        "pipeline that wrote it, or a newer one.")  # fmt: skip
+    if found < FORMAT:
+        raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
+                        f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
+    return json_record.parse(content, State, str(file))
+
+
+@dataclass(frozen=True)
+class _Format:
+    format: int = 0
+
+
+def checksum(file: AnyPath) -> Checksum:
+    """Size and SHA-256 of a file."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        return Checksum(stream.tell(), digest)
+
+
+def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
+    """Replace a small file of a checkpoint, as write_atomically does; objects of a bucket are replaced so anyway."""
+    if isinstance(path, BucketPath):
+        with path.replacing() as stream:
+            stream.write(text.encode())
+    else:
+        write_atomically(path, text, durable)
+
+
+def _inside(folder: AnyPath) -> list[AnyPath]:
+    return list(folder.iterdir()) if isinstance(folder, BucketPath) or folder.is_dir() else []
+
+
+def step_name(step: int) -> str:
+    """Of the checkpoint made after so many steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: AnyPath) -> int:
+    """Of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

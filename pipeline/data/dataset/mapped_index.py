@@ -1,0 +1,264 @@
+"""What training reads of a split's samples, as memory-mapped columns: opening them costs nothing, however many there are.
+
+    index/<split>-<hash of samples.parquet>/             in the data set's folder
+        offsets, sizes, label_starts, labels, hashes     plain little-endian arrays (COLUMNS)
+        index.json                                       lengths and checksums of them, and a checksum of itself (Info)
+
+All of it follows from samples.parquet, and is made of it when it is not there or does not fit its checksums, once for all
+processes that ask. Where
+the data set's folder is not to be written, it goes into a cache folder, and where that fails, into memory.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from pipeline import json_record
+from pipeline.data.storage.content import HASH_BYTES
+from pipeline.data.storage.proof import cache_home, proven_xxh128
+from pipeline.errors import UserError
+
+INDEX_FOLDER = "index"
+COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
+_FORMAT, _INFO = "vit-index/2", "index.json"
+_HASHES = "xxh128"
+_PARQUET_COLUMNS = ["offset", "size", "labels", _HASHES]
+_NO_HASH = bytes(HASH_BYTES)
+
+# Reads these columns of a split's rows in samples.parquet, part by part; without `xxh128` where the file has none.
+Read = Callable[[list[str]], Iterable[pa.Table]]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Columns of n samples, in the order of the manifest.
+
+    offsets, sizes: (n,) int64, where the image's bytes are inside its tar. labels: int32, of all samples, one after
+    another; sample i has those from label_starts[i] up to label_starts[i + 1] ((n + 1,) int64). max_labels: the most
+    that one sample has. note: a line for people when the index could be kept nowhere, else empty.
+    max_label: the largest of the labels, -1 when there are none. hashes: (n,) V16, XXH3-128 of each image's bytes, zeros
+    where the manifest has none; empty where it has none at all.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    label_starts: np.ndarray
+    labels: np.ndarray
+    max_labels: int
+    note: str = ""
+    max_label: int = -1
+    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def hash_of(self, row: int) -> bytes | None:
+        """XXH3-128 of the bytes of an image; None where the manifest has none."""
+        digest = self.hashes[row].tobytes() if len(self.hashes) else _NO_HASH
+        return None if digest == _NO_HASH else digest
+
+
+@dataclass(frozen=True)
+class Info:
+    """What index.json says. lengths: of each column. xxh128: hex, of each column's file. check: of all else in here."""
+
+    format: str
+    lengths: dict[str, int]
+    max_labels: int
+    max_label: int
+    xxh128: dict[str, str]
+    check: str
+
+    def expected_check(self) -> str:
+        return _check({**dataclasses.asdict(self)})
+
+
+def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
+    """Map the index `name` from the first of these folders that has it or can be given it; else keep it in memory."""
+    reasons = []
+    for place in places:
+        folder = place / name
+        try:
+            return _whole(folder) or _build_once(folder, read)
+        except OSError as error:  # Read-only, full, or a file system without locks: the next may be better.
+            reasons.append(f"{place}: {error.strerror or error}")
+    columns: dict[str, list[np.ndarray]] = {column: [np.empty(0, dtype)] for column, dtype in COLUMNS.items()}
+    largest = _derive(read, lambda column, values: columns[column].append(values))
+    note = f"the index of {name} is in this process's memory, because it cannot be kept ({'; '.join(reasons)})"
+    return _of({column: np.concatenate(parts) for column, parts in columns.items()}, *largest, note)
+
+
+def damage(place: Path, name: str, read: Read) -> str | None:
+    """What is wrong with the index `name` in this folder, None when it is whole or not there; everything is read for it.
+
+    Its files are compared with their checksums, and those with what follows from samples.parquet. An index of an earlier
+    format is not looked at: nobody uses it.
+    """
+    try:
+        if _map(place / name, remember=False) is None:
+            return None
+        info = json_record.read(place / name / _INFO, Info)
+    except (_DamagedError, OSError) as error:
+        return str(error)
+    digests = {column: xxhash.xxh3_128() for column in COLUMNS}
+    largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
+    derived = {column: digest.hexdigest() for column, digest in digests.items()}
+    if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
+        return "it does not follow from samples.parquet"
+    return None
+
+
+def cache_folder() -> Path:
+    """Where indexes go that cannot stand beside their data."""
+    return cache_home() / "index"
+
+
+class _DamagedError(ValueError):
+    """An index that is there and is not what it was written as."""
+
+
+def _of(columns: dict[str, np.ndarray], max_labels: int, max_label: int, note: str = "") -> Index:
+    return Index(
+        columns["offsets"],
+        columns["sizes"],
+        columns["label_starts"],
+        columns["labels"],
+        max_labels=max_labels,
+        note=note,
+        max_label=max_label,
+        hashes=columns["hashes"],
+    )
+
+
+def _check(info: dict) -> str:
+    """A checksum of the content of index.json."""
+    text = json.dumps({key: value for key, value in info.items() if key != "check"}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _whole(folder: Path) -> Index | None:
+    """The index in this folder, or None when there is no whole one: then it is made again."""
+    try:
+        return _map(folder)
+    except _DamagedError:
+        return None
+
+
+def _map(folder: Path, remember: bool = True) -> Index | None:
+    """The index in this folder; None when there is none of this format. Raises _DamagedError.
+
+    remember: trust the checksums of files that were compared before and have not been written since.
+    """
+    try:
+        info = json_record.read(folder / _INFO, Info)
+        if info.format != _FORMAT:
+            return None
+        if info.check != info.expected_check():
+            raise _DamagedError(f"{_INFO} is not what was written")
+        columns = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        raise _DamagedError(str(error)) from None
+    return _of(columns, info.max_labels, info.max_label)
+
+
+def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
+    dtype, length = np.dtype(COLUMNS[file.name]), info.lengths[file.name]
+    if file.stat().st_size != length * dtype.itemsize:
+        raise _DamagedError(f"{file} is cut")
+    if proven_xxh128(file, info.xxh128[file.name], remember) != info.xxh128[file.name]:
+        raise _DamagedError(f"{file} is not what was written")
+    # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
+    return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)
+
+
+def _build_once(folder: Path, read: Read) -> Index:
+    """Make the index, whole or not at all; whoever comes while it is made waits, and maps it. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with _locked(folder.with_name(f".{folder.name}.lock")):
+        if index := _whole(folder):
+            return index
+        # Under the lock, so these are of a process that was killed, or damaged.
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            _write(temporary, read)
+            os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    index = _whole(folder)
+    if index is None:
+        raise OSError(f"{folder} does not hold what was just written to it")
+    return index
+
+
+def _write(folder: Path, read: Read) -> None:
+    lengths = dict.fromkeys(COLUMNS, 0)
+    digests = {column: xxhash.xxh3_128() for column in COLUMNS}
+    with contextlib.ExitStack() as stack:
+        files = {column: stack.enter_context(open(folder / column, "wb")) for column in COLUMNS}
+
+        def append(column: str, values: np.ndarray) -> None:
+            values.tofile(files[column])
+            digests[column].update(_bytes(values))
+            lengths[column] += len(values)
+
+        max_labels, max_label = _derive(read, append)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    checksums = {column: digest.hexdigest() for column, digest in digests.items()}
+    info = dataclasses.asdict(Info(_FORMAT, lengths, max_labels, max_label, checksums, ""))
+    (folder / _INFO).write_text(json.dumps({**info, "check": _check(info)}))
+
+
+def _bytes(values: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(values).view(np.uint8).data
+
+
+def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int, int]:
+    """Hand over every column of the index, part by part; returns (max_labels, max_label)."""
+    append("label_starts", np.zeros(1, COLUMNS["label_starts"]))
+    num_labels = max_labels = 0
+    max_label = -1
+    for table in read(_PARQUET_COLUMNS):
+        counts = pc.list_value_length(table["labels"]).fill_null(0).to_numpy().astype(np.int64)
+        ends = num_labels + np.cumsum(counts)
+        num_labels, max_labels = int(ends[-1]) if len(ends) else num_labels, max(max_labels, int(counts.max(initial=0)))
+        values = {"offsets": table["offset"], "sizes": table["size"], "labels": pc.list_flatten(table["labels"])}
+        for column, of_part in values.items():
+            append(column, of_part.to_numpy().astype(COLUMNS[column], copy=False))
+        max_label = max(max_label, values["labels"].to_numpy().max(initial=-1))
+        append("label_starts", ends.astype(COLUMNS["label_starts"], copy=False))
+        if _HASHES in table.column_names:
+            append("hashes", _fixed(table[_HASHES]))
+    return max_labels, int(max_label)
+
+
+def _fixed(column: pa.ChunkedArray) -> np.ndarray:
+    """(n,) V16 of a column of 16 bytes each; zeros for null."""
+    column = column.fill_null(_NO_HASH).combine_chunks()
+    data = np.frombuffer(column.buffers()[1], COLUMNS["hashes"])
+    return data[column.offset : column.offset + len(column)]
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Alone among all processes that name this file, until the block ends or the process does."""
+    with open(file, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,191 @@
+"""One split of an open data set: where each sample is and what its labels are, without the samples that are left out."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.data.dataset.mapped_index import Index
+from pipeline.data.storage.cache import Storage
+from pipeline.errors import UserError
+
+NOTHING_EXCLUDED = "none"
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """The rows of one split in samples.parquet, read from disk when asked for (errors, tools, tests; not the loop)."""
+
+    file: pq.ParquetFile
+    groups: range
+
+    def read(self, columns: list[str]) -> Iterator[pa.Table]:
+        """These columns of all rows, a row group at a time."""
+        for group in self.groups:
+            yield self.file.read_row_group(group, columns=columns)
+
+    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        """Keys of these rows."""
+        rows = np.asarray(rows, np.int64)
+        groups = np.searchsorted(self._starts, rows, side="right") - 1
+        keys = np.empty(len(rows), object)
+        for group in np.unique(groups):
+            column = self.file.read_row_group(self.groups[group], columns=["key"]).column("key")
+            chosen = groups == group
+            keys[chosen] = column.take(pa.array(rows[chosen] - self._starts[group])).to_pylist()
+        return keys.tolist()
+
+    def find(self, key: str) -> list[int]:
+        """The rows of this key. Looks through all keys: seconds for ten million."""
+        tables = zip(self._starts, self.read(["key"]), strict=False)
+        found = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
+        return np.concatenate([np.empty(0, np.int64), *found]).tolist()
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """First row of each group, and the end of the last."""
+        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self.groups])
+
+
+@dataclass(frozen=True)
+class Split:
+    """The samples of one split that are not left out: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
+
+    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
+    shard_bytes: (S,) int64, of each tar. shard_sha256: S of them, hex. storage: how they are reached.
+    index: of all samples that the manifest has, left out or not. left_out: int64, ascending, their rows in the manifest.
+    left_out_by: list -> how many of them it names. table: all rows, as the manifest has them.
+    """
+
+    name: str
+    shard_paths: list[str]
+    shard_sizes: np.ndarray
+    shard_starts: np.ndarray
+    shard_bytes: np.ndarray
+    shard_sha256: pa.ChunkedArray
+    storage: Storage
+    index: Index
+    left_out: np.ndarray
+    left_out_by: dict[str, int]
+    table: SampleTable
+
+    def __len__(self) -> int:
+        return int(self.shard_starts[-1])
+
+    @property
+    def max_labels(self) -> int:
+        """The largest number of labels that one sample has, left out or not."""
+        return self.index.max_labels
+
+    @property
+    def excluded(self) -> str:
+        """Which samples are left out, in short: the same text for the same samples, whatever lists name them."""
+        if not len(self.left_out):
+            return NOTHING_EXCLUDED
+        digest = hashlib.sha256(self.left_out.astype("<i8").tobytes()).hexdigest()
+        return f"{len(self.left_out):,} samples ({digest[:8]})"
+
+    def notes(self) -> list[str]:
+        """What a person should be told of how this split was opened: lines, often none."""
+        lines = [self.index.note] if self.index.note else []
+        if self.left_out_by:
+            lists = ", ".join(f"{name} {count:,}" for name, count in self.left_out_by.items())
+            lines.append(f"left out of {self.name}: {len(self.left_out):,} of {len(self.index):,} samples ({lists})")
+        return lines
+
+    def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
+        """Rows of the manifest, int64: of samples by their rows here, from which those left out are missing."""
+        return rows + np.searchsorted(self._kept_before, rows, side="right")
+
+    def row_of(self, key: str) -> int:
+        """The row of a key. Raises UserError when the split has no such sample or several, or leaves it out."""
+        rows = self.table.find(key)
+        if not rows:
+            raise UserError(f"split {self.name!r} has no sample {key!r}.")
+        if len(rows) > 1:
+            raise UserError(
+                f"split {self.name!r} has {len(rows):,} samples {key!r}, so the key does not tell which. Ask by step=..., or "
+                "write the tars anew with launch/shard.py, which gives each sample a key of its own."
+            )
+        row = rows[0]
+        before = int(np.searchsorted(self.left_out, row))
+        if before < len(self.left_out) and self.left_out[before] == row:
+            raise UserError(
+                f"sample {key!r} of split {self.name!r} is left out, by a list of excluded samples or by data.limit."
+            )
+        return row - before
+
+    @property
+    def offsets(self) -> "np.ndarray | Kept":
+        """(n,) int64, where the image's bytes begin inside its tar; indexed by rows."""
+        return self._kept(self.index.offsets)
+
+    @property
+    def sizes(self) -> "np.ndarray | Kept":
+        """(n,) int64, how many bytes the image has; indexed by rows."""
+        return self._kept(self.index.sizes)
+
+    def labels_of(self, row: int) -> np.ndarray:
+        """(labels,) int32 of one sample."""
+        row = int(self.manifest_rows(row))
+        return self.index.labels[self.index.label_starts[row] : self.index.label_starts[row + 1]]
+
+    def hash_of(self, row: int) -> bytes | None:
+        """XXH3-128 of the bytes of one image; None where the manifest has none."""
+        return self.index.hash_of(int(self.manifest_rows(row)))
+
+    @cached_property
+    def label_offsets(self) -> np.ndarray:
+        """(n + 1,) int64: sample i has the labels from label_values[label_offsets[i]] up to the next one's."""
+        if not len(self.left_out):
+            return self.index.label_starts
+        counts = np.delete(np.diff(self.index.label_starts), self.left_out)
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def label_values(self) -> np.ndarray:
+        """int32, the labels of all samples, one after another. For work on whole splits; batches ask labels_of."""
+        if not len(self.left_out):
+            return self.index.labels
+        stays = np.ones(len(self.index), bool)
+        stays[self.left_out] = False
+        return self.index.labels[np.repeat(stays, np.diff(self.index.label_starts))]
+
+    def only(self, rows: np.ndarray) -> "Split":
+        """A split of these rows alone, int64, ascending; what is left out besides is in no list."""
+        kept = np.bincount(self.shard_of(rows), minlength=len(self.shard_paths))
+        left_out = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
+        starts = np.concatenate([[0], np.cumsum(kept)])
+        return replace(self, shard_sizes=kept, shard_starts=starts, left_out=left_out)
+
+    def shard_of(self, rows: np.ndarray) -> np.ndarray:
+        """Index into shard_paths of each sample, int64, the shape of rows."""
+        return np.searchsorted(self.shard_starts, rows, side="right") - 1
+
+    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        """Keys of samples, read from disk when asked for (errors, tables, tests; not the training loop)."""
+        return self.table.keys(self.manifest_rows(np.asarray(rows, np.int64)))
+
+    @cached_property
+    def _kept_before(self) -> np.ndarray:
+        """How many samples that stay come before each one left out."""
+        return self.left_out - np.arange(len(self.left_out))
+
+    def _kept(self, column: np.ndarray) -> "np.ndarray | Kept":
+        return Kept(column, self.manifest_rows) if len(self.left_out) else column
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A column of the index without what is left out: column[rows], for an int or an array of them. Copies nothing."""
+
+    column: np.ndarray
+    manifest_rows: Callable[[np.ndarray | int], np.ndarray]
+
+    def __getitem__(self, rows: np.ndarray | int) -> np.ndarray:
+        return self.column[self.manifest_rows(rows)]

@@ -1,0 +1,191 @@
+"""Decoded pixels -> the model's view: crops, flips and resizes on uint8, written straight into the batch.
+
+Random numbers come from (seed, epoch, sample, draw), never from a worker's state. What part of the image a view needs
+is said before the image is decoded, by its size alone.
+"""
+
+from collections.abc import Callable
+
+import cv2
+import numpy as np
+import torch
+
+from pipeline import random_numbers
+from pipeline.data.loading.distort import distort
+from pipeline.data.loading.jpeg_region import Region
+from pipeline.random_numbers import Purpose
+from pipeline.settings.run import AugmentConfig
+
+# Decoding threads are ours; OpenCV must not start its own inside them.
+cv2.setNumThreads(0)
+
+_CROP_TRIES = 100
+_DRAWS_PER_TRY = 4
+_FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
+# A picture of 65500 x 1 must not become one of 16.8 M x 256 on the way to a square of it.
+_MAX_ASPECT = 16
+# A method beside OpenCV's (cv2.INTER_...); see `resize`.
+ANTIALIAS = -1
+
+
+def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
+    """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3)."""
+    top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
+    train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
+
+
+def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoch: int, sample: int) -> Region:
+    """The part of an image of this size that its augmented view shows."""
+    if config.crop == "inception":
+        return inception_crop(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
+    return 0, 0, height, width
+
+
+def train_view_of_region(
+    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
+) -> None:
+    """Write the augmented view into `out`, uint8 (height, width, 3); image: uint8, the part that `train_region` chose."""
+    view = out.shape[:2]
+    draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
+    method = _train_method(config)
+    if config.crop in ("resize_crop", "resize_small_crop"):
+        if config.crop == "resize_crop":
+            image = same_in_all_epochs(image, view, config)
+        else:
+            image = _cover(_without_ends(image), _before_crop(view, config), _smaller(config))
+        top, left = (
+            int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
+        )
+        image = image[top : top + view[0], left : left + view[1]]
+    _resize_into(image, out, method)
+    if config.flip and draw(_FLIP_DRAW) < 0.5:
+        cv2.flip(out, 1, dst=out)
+    distort(out, config, seed, epoch, sample)
+
+
+def same_in_all_epochs(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+    """What every training view of an image, uint8 (H, W, 3), begins with: all of it in the size that it is cropped from.
+
+    A view of the result is that of the image, to the bit. Of crops that begin otherwise, the image itself.
+    """
+    if config.crop not in ("none", "resize_crop"):
+        return image
+    frame = _before_crop(view, config) if config.crop == "resize_crop" else view
+    return image if image.shape[:2] == frame else resize(image, frame[::-1], _train_method(config))
+
+
+def _before_crop(view: tuple[int, int], config: AugmentConfig) -> tuple[int, int]:
+    return enlarged(view, config.resize_to or round(min(view) * 7 / 6))
+
+
+def _train_method(config: AugmentConfig) -> int:
+    return ANTIALIAS if config.resize_filter == "antialias" else cv2.INTER_LINEAR
+
+
+def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
+    """(top, left, height, width) of a crop of random area and aspect, as TensorFlow's sample_distorted_bounding_box.
+
+    The aspect is uniform in its range, then the height is uniform among those that keep the area in its range. The
+    whole image when 100 tries give no valid crop. draw: the uniforms of this sample; each try takes the next 4.
+    """
+    min_area, max_area = config.area_min * height * width, config.area_max * height * width
+    for attempt in range(_CROP_TRIES):
+        first = attempt * _DRAWS_PER_TRY
+        u_aspect, u_height, u_top, u_left = map(draw, range(first, first + _DRAWS_PER_TRY))
+        aspect = config.aspect_min + u_aspect * (config.aspect_max - config.aspect_min)
+        low = round((min_area / aspect) ** 0.5)
+        high = min(round((max_area / aspect) ** 0.5), int((width + 0.5) / aspect), height)
+        low = min(low, high)
+        crop_height = low + int(u_height * (high - low + 1))
+        crop_width = round(crop_height * aspect)
+        # Rounding may have left the range by one row.
+        if crop_height * crop_width < min_area:
+            crop_height += 1
+        elif crop_height * crop_width > max_area:
+            crop_height -= 1
+        crop_width = round(crop_height * aspect)
+        fits = 0 < crop_height <= height and 0 < crop_width <= width
+        if fits and min_area <= crop_height * crop_width <= max_area:
+            top, left = int(u_top * (height - crop_height + 1)), int(u_left * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
+    return 0, 0, height, width
+
+
+def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
+    """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
+
+    "center": short side to eval_resize, then the centre. "resize": all of it. "resize_center": all of it to a frame whose
+    short side is eval_resize, then its centre. Images are made smaller by the area method (resize_filter=linear), by the
+    antialias filter or bilinearly, and larger by bilinear interpolation.
+    """
+    height, width = out.shape[:2]
+    if config.eval_crop != "resize":
+        frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
+        if config.eval_crop == "center":
+            image = _cover(_without_ends(image), frame, _smaller(config))
+        else:
+            image = resize(image, frame[::-1], _eval_method(image, frame, config))
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        image = image[top : top + height, left : left + width]
+    _resize_into(image, out, _eval_method(image, (height, width), config))
+
+
+def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
+    """(height, width) of a view, made so large that its short side is `short`: what is cut down to the view."""
+    height, width = view
+    return round(height * short / min(view)), round(width * short / min(view))
+
+
+def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
+    """How evaluation resizes an image to (height, width). The antialias filter suits each side by itself."""
+    shrinks = image.shape[0] > size[0] and image.shape[1] > size[1]
+    return _smaller(config) if shrinks or config.resize_filter == "antialias" else cv2.INTER_LINEAR
+
+
+def _without_ends(image: np.ndarray) -> np.ndarray:
+    """The central part of an image whose long side is more than 16 times its short side."""
+    height, width = image.shape[:2]
+    longest = _MAX_ASPECT * min(height, width)
+    top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+    return image[top : height - top, left : width - left]
+
+
+def _smaller(config: AugmentConfig) -> int:
+    """The method that makes an image smaller where the whole of it counts."""
+    return {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}[config.resize_filter]
+
+
+def _cover(image: np.ndarray, frame: tuple[int, int], smaller: int) -> np.ndarray:
+    """The image resized until it just covers (height, width), its aspect kept; by the method `smaller` when it shrinks."""
+    height, width = image.shape[:2]
+    scale = max(frame[0] / height, frame[1] / width)
+    new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
+    if new == (width, height):
+        return image
+    return resize(image, new, smaller if scale < 1 else cv2.INTER_LINEAR)
+
+
+def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
+    if image.shape == out.shape:
+        out[:] = image
+    else:
+        resize(image, out.shape[1::-1], method, out)
+
+
+def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
+    """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, or ANTIALIAS.
+
+    ANTIALIAS is Pillow's bilinear: a triangle that widens with the scale. Torch's uint8 kernel computes it in 0.25
+    times the time and to within one level; like OpenCV's it frees the GIL.
+    """
+    if method != ANTIALIAS:
+        return cv2.resize(image, size, dst=out, interpolation=method)
+    # The batch of one first, then the order: else its stride is not that of channels_last, and torch takes twice the
+    # time, for pixels plane by plane that must be sorted back.
+    channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode="bilinear", antialias=True)
+    pixels = resized[0].permute(1, 2, 0).numpy()
+    if out is None:
+        return pixels
+    out[:] = pixels
+    return out

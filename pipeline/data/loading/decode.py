@@ -1,0 +1,253 @@
+"""Encoded image bytes -> RGB pixels. libjpeg-turbo for JPEG, Pillow for everything else.
+
+Sharding and training ask the same functions what an image is, so what the one lets pass the other can read.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from pipeline.data.loading import jpeg_region
+from pipeline.data.loading.jpeg_region import Region
+
+# Photographs with broken EXIF are common; Pillow warns of each.
+warnings.filterwarnings("ignore", module="PIL")
+
+# Of files that are taken for images; what they are is then told by their first bytes.
+EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+_MAGIC = {
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tiff",
+    b"MM\0*": "tiff",
+}
+_EXIF_ORIENTATION = 0x0112
+# Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
+_UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
+# End of image; and the last chunk of a PNG, its name and checksum.
+_JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
+# Where EXIF is looked for when a JPEG's segments are not in order.
+_EXIF_SEARCH_BYTES = 65536
+# Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
+_MAX_PIXELS = 2 * 89_478_485
+_STRIP_PIXELS = 2**20
+# Where libjpeg fills in what it could not read. Its other complaints (extraneous bytes, odd markers, CMYK) are Pillow's
+# to judge.
+_SPOILT = ("premature end", "bad huffman code")
+
+
+class DecodeError(ValueError):
+    """These bytes are no image that can be read whole."""
+
+
+def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> np.ndarray:
+    """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
+
+    Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and of an animation the first
+    frame counts. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels.
+
+    choose: (height, width) of the upright image -> the region of it that is returned, (top, left, height, width). Its
+    pixels are those of the whole image, but of most JPEGs nothing else is decoded (see `jpeg_region`), so damage that
+    begins below the region may pass.
+    """
+    is_jpeg = _format(data) == "jpg"
+    orientation = 1
+    if is_jpeg and _may_have_exif(data):
+        orientation = _ask_pillow(data, _orientation)
+    if is_jpeg and choose is not None:
+        part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
+        if part is not None:
+            return _upright(part, orientation)
+    pixels = _decode_jpeg(data) if is_jpeg else None
+    if pixels is None:
+        pixels, orientation = _ask_pillow(data, _to_rgb)
+    pixels = _upright(pixels, orientation)
+    if choose is None:
+        return pixels
+    top, left, height, width = choose(*pixels.shape[:2])
+    return pixels[top : top + height, left : left + width]
+
+
+def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
+    """(file extension by content, width, height) of an image as it is stored, before any EXIF rotation.
+
+    whole: decode all of it, so that a cut or damaged file is found; else only the header is read (see `check_end`).
+    Raises DecodeError.
+    """
+    ext = _format(data)
+    size = _jpeg_size(data) if ext == "jpg" else None
+    height, width = size or _ask_pillow(data, lambda image: (image.height, image.width))
+    if whole:
+        decode(data)
+    return ext, width, height
+
+
+def check_end(data: bytes, ext: str) -> None:
+    """Look for the mark at the end of a JPEG or PNG, and at the length of a WebP: a cut file is found without decoding.
+
+    What stands after the mark (padding, a second picture) does not matter. Raises DecodeError.
+    """
+    if ext == "jpg":
+        # Not in the segments before the scan, where EXIF may hold a whole thumbnail.
+        is_whole = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
+    elif ext == "png":
+        is_whole = data.rfind(_PNG_END) >= 0
+    else:
+        is_whole = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
+    if not is_whole:
+        raise DecodeError("cut off: it has no end" if ext == "webp" else "cut off: it has no end marker")
+
+
+def _format(data: bytes) -> str:
+    for magic, ext in _MAGIC.items():
+        if data.startswith(magic):
+            return ext
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
+
+
+def _may_have_exif(data: bytes) -> bool:
+    """False only for a JPEG whose segments up to the picture are in order and hold no EXIF."""
+    at = 2
+    while data[at : at + 1] == b"\xff":
+        marker = data[at + 1 : at + 2]
+        if marker == _START_OF_SCAN:
+            return False
+        if data[at + 4 : at + 10] == _EXIF:
+            return True
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return data.find(_EXIF, 0, _EXIF_SEARCH_BYTES) >= 0
+
+
+def _start_of_scan(data: bytes) -> int:
+    """Where the first scan of a JPEG begins, or the place where its segments are no longer in order."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and data[at + 1 : at + 2] != _START_OF_SCAN:
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return at
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) by libjpeg-turbo, which needs a tenth of Pillow's time, or None when it does not know."""
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    _refuse_bomb(height, width)
+    return height, width
+
+
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
+    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+    if _jpeg_size(data) is None:
+        return None
+    try:
+        return simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+    except ValueError as error:
+        if any(words in str(error).lower() for words in _SPOILT):
+            raise DecodeError(_reason(error)) from None
+        return None
+
+
+def _refuse_bomb(height: int, width: int) -> None:
+    if height * width > _MAX_PIXELS:
+        raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
+
+
+def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
+    """What `question` says of the opened image; every failure of Pillow's is a DecodeError."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            _refuse_bomb(image.height, image.width)
+            return question(image)
+    except DecodeError:
+        raise
+    except Exception as error:  # Pillow's plug-ins raise anything, struct.error and SyntaxError included.
+        raise DecodeError(_reason(error)) from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """1 to 8; 1 where EXIF is absent or makes no sense: whatever it says, the pixels are whole."""
+    try:
+        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # As above.
+        return 1
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
+    """Pixels as they are stored, and the EXIF orientation."""
+    # Pillow turns a TIFF when it loads it, and forgets the tag: asked earlier, it would be turned twice.
+    image.load()
+    orientation = _orientation(image)
+    if image.mode == "F":
+        raise DecodeError("pixels are floating-point numbers, of which nobody knows what is white")
+    is_wide = image.mode.startswith("I")
+    # 65535 -> 255. Of wider types only the pixels tell whether they hold 8 bits or 16.
+    is_16_bit = is_wide and (image.mode.startswith("I;16") or _maximum(image) > 255)
+
+    def convert(strip: Image.Image) -> np.ndarray:
+        if not is_wide:
+            return np.array(strip.convert("RGB"))  # A copy: torch warns of arrays that cannot be written to.
+        values = np.asarray(strip, dtype=np.float64) / (257 if is_16_bit else 1)
+        return np.repeat(np.clip(np.round(values), 0, 255).astype(np.uint8)[..., None], 3, axis=2)
+
+    if image.width * image.height <= _STRIP_PIXELS:
+        return convert(image), orientation
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top, strip in _strips(image):
+        pixels[top : top + strip.height] = convert(strip)
+    return pixels, orientation
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """(first row, rows from there on), all of the image: its copies, whole, would take up to 26 bytes a pixel."""
+    height = max(_STRIP_PIXELS // image.width, 1)
+    for top in range(0, image.height, height):
+        yield top, image.crop((0, top, image.width, min(top + height, image.height)))
+
+
+def _maximum(image: Image.Image) -> float:
+    return np.max([np.asarray(strip, dtype=np.float64).max() for _, strip in _strips(image)])
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """(H, W, 3) or (W, H, 3), turned as EXIF says: 2-4 mirror or turn by 180 degrees, 5-8 swap the sides as well."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in _UPSIDE_DOWN:
+        pixels = pixels[::-1]
+    if orientation in _MIRRORED:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
+    """Where the region that is chosen of the upright image lies in the stored one: `_upright`, backwards."""
+    _refuse_bomb(height, width)
+    is_turned = orientation >= 5
+    if is_turned:
+        height, width = width, height
+    top, left, part_height, part_width = choose(height, width)
+    if orientation in _MIRRORED:
+        left = width - left - part_width
+    if orientation in _UPSIDE_DOWN:
+        top = height - top - part_height
+    return (left, top, part_width, part_height) if is_turned else (top, left, part_height, part_width)
+
+
+def _reason(error: Exception) -> str:
+    """One line, without the memory addresses that would make two runs differ."""
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.sub(r" at 0x[0-9a-f]+", "", line)

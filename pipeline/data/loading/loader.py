@@ -1,0 +1,242 @@
+"""Rows of a split -> uint8 batches, decoded on threads ahead of the consumer.
+
+Decoders and resizers release the GIL and write straight into the batch, which measured 1.4 times faster than worker
+processes (no pickling, no shared memory). A sample that cannot be read keeps its place in the batch with `valid` False,
+so it changes no other sample; it is counted, and too many of them stop the run.
+"""
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.data.dataset.manifest import Split
+from pipeline.data.loading import augment
+from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.loading.jpeg_region import Region
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.errors import Interrupted, OneRankError
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import AugmentConfig
+
+# Between two looks whether a batch that is waited for is still wanted.
+_ASK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class View:
+    """What becomes of an image: the part of it that is looked at, which is all that is decoded, and what is made of that.
+
+    region: (height, width, epoch, row) -> (top, left, height, width). None is all of the image.
+    write: (pixels of the region, out (H, W, 3), epoch, row) -> None.
+    """
+
+    region: Callable[[int, int, int, int], Region] | None
+    write: Callable[[np.ndarray, np.ndarray, int, int], None]
+
+    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        """Write the view of an image file into `out`. Raises DecodeError."""
+        region = self.region
+        choose = None if region is None else lambda height, width: region(height, width, epoch, row)
+        self.write(decode(data, choose), out, epoch, row)
+
+
+@dataclass(frozen=True)
+class RememberingView(View):
+    """A view that decodes each image once and keeps it: for a small split that is seen hundreds of times.
+
+    prepare: (pixels of the whole image) -> what is kept of it, of which every view can be made.
+    kept: row -> that. It may be handed from loader to loader of the same split.
+    """
+
+    prepare: Callable[[np.ndarray], np.ndarray]
+    kept: dict[int, np.ndarray]
+
+    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        image = self.kept.get(row)
+        if image is None:
+            image = self.kept[row] = self.prepare(decode(data))
+        if self.region is not None:
+            top, left, height, width = self.region(image.shape[0], image.shape[1], epoch, row)
+            image = image[top : top + height, left : left + width]
+        self.write(image, out, epoch, row)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """images: uint8 (B, H, W, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows and epochs: int64
+    (B,)."""
+
+    images: Tensor
+    labels: Tensor
+    valid: Tensor
+    rows: np.ndarray
+    epochs: np.ndarray
+
+
+class Loader:
+    """Makes batches of a split for any sequence of (rows, epochs). Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        split: Split,
+        view: View,
+        image_size: ImageSize | int,
+        threads: int,
+        prefetch: int,
+        max_bad_share: float,
+        pin: bool = False,
+        is_unwanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """image_size: of the views; a number is the side of a square.
+        is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends.
+        """
+        self.split, self.view, self.image_size = split, view, ImageSize.parse(image_size)
+        self.is_unwanted = is_unwanted
+        self.threads, self.prefetch, self.pin = threads, prefetch, pin
+        self.reader = ShardReader(split)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self.max_bad_share = max_bad_share
+        self.max_bad = max(1, int(max_bad_share * len(split))) if max_bad_share else 0
+        self.bad: dict[int, str] = {}
+        self._bad_lock = threading.Lock()
+        # Number of images -> memory for so many.
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        # A read that hangs is not waited for when the run is being stopped.
+        self.pool.shutdown(wait=not self.is_unwanted(), cancel_futures=True)
+        self.reader.close()
+
+    def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
+        """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
+
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, Interrupted when
+        the next batch is not there and nobody wants it any more.
+        """
+        ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+        for rows, epochs in self.reader.ahead(requests):
+            ahead.append(self._start(rows, epochs))
+            if len(ahead) > self.prefetch:
+                yield self._finish(*ahead.popleft())
+        while ahead:
+            yield self._finish(*ahead.popleft())
+
+    def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[None]]]:
+        images = self._new_images(len(rows))
+        labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
+        valid = torch.zeros(len(rows), dtype=torch.bool)
+        batch = Batch(images, labels, valid, rows, epochs)
+        # Two for each thread, over all batches ahead: fewer and larger ones measured 5 % faster.
+        num_parts = -(-2 * self.threads // (self.prefetch + 1))
+        parts = np.array_split(np.arange(len(rows)), min(len(rows), num_parts))
+        return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
+
+    def _new_images(self, count: int) -> Tensor:
+        """uint8 (count, H, W, 3), of memory that an earlier batch had and nobody holds any more, if there is any.
+
+        Fresh memory costs a page fault for every 4 KiB, up to a tenth of the time of decoding. (Torch keeps pinned
+        memory itself.)
+        """
+        shape = (count, *self.image_size, 3)
+        if self.pin:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        free = self._free[count]
+        memory = free.pop() if free else np.empty(shape, np.uint8)
+        # The tensor and all that shares its storage hold this view; when the last of them goes, so does the view.
+        view = memory[:]
+        weakref.finalize(view, free.append, memory).atexit = False
+        return torch.from_numpy(view)
+
+    def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> None:
+        images, all_labels, valid = batch.images.numpy(), batch.labels.numpy(), batch.valid.numpy()
+        for i in places.tolist():
+            row = int(batch.rows[i])
+            try:
+                self.view(self.reader.read(row), images[i], int(epochs[i]), row)
+            except (OSError, DecodeError) as error:
+                images[i] = 0
+                with self._bad_lock:
+                    self.bad.setdefault(row, str(error))
+                continue
+            labels = self.split.labels_of(row)
+            all_labels[i, : len(labels)] = labels
+            valid[i] = True
+
+    def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
+        for part in parts:
+            while not part.done():
+                if self.is_unwanted():
+                    raise Interrupted
+                wait([part], _ASK_SECONDS)
+            part.result()
+        if len(self.bad) > self.max_bad:
+            row, reason = next(iter(self.bad.items()))
+            raise OneRankError(
+                f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
+                "Check the shards, or raise data.max_bad_share."
+            )
+        return batch
+
+
+def train_requests(
+    order: SampleOrder, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, epochs) of every micro-batch of one rank, from batch `first_step` to before `last_step`."""
+    for step in range(first_step, last_step):
+        rows, epochs = order.slice(step, rank, world_size)
+        for start in range(0, len(rows), micro_batch):
+            yield rows[start : start + micro_batch], epochs[start : start + micro_batch]
+
+
+def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, zeros) of one rank's share of a split: the same number of batches on every rank.
+
+    Ranks whose share ends early repeat the last row; the caller drops repetitions by row.
+    """
+    share = -(-num_samples // world_size)
+    num_batches = -(-share // batch)
+    for i in range(num_batches):
+        places = rank * share + np.arange(i * batch, min((i + 1) * batch, share))
+        yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
+
+
+def train_view(config: AugmentConfig, seed: int) -> View:
+    """The augmented view of a sample in an epoch."""
+    return View(
+        lambda height, width, epoch, row: augment.train_region(height, width, config, seed, epoch, row),
+        lambda image, out, epoch, row: augment.train_view_of_region(image, out, config, seed, epoch, row),
+    )
+
+
+def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]) -> View:
+    """The same view, of images that are decoded once. kept: see RememberingView; of this config and image size alone."""
+    view = train_view(config, seed)
+    prepare = partial(augment.same_in_all_epochs, view=(image_size, image_size), config=config)
+    return RememberingView(view.region, view.write, prepare, kept)
+
+
+def eval_view(config: AugmentConfig) -> View:
+    """The evaluation view of a sample."""
+    return View(None, lambda image, out, epoch, row: augment.eval_view(image, out, config))
+
+
+def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """uint8 (B, H, W, 3) on the host -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
+    moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+    return (moved.to(torch.float32) / 127.5 - 1).to(dtype)

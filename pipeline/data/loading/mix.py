@@ -1,0 +1,95 @@
+"""Mixup (Zhang et al. 2018, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899), on the device.
+
+Positions 2i and 2i + 1 of the global batch are partners, and one draw from (seed, step) holds for the whole of it. So any
+number of ranks and micro-batches makes the same images and targets, bit for bit: every micro-batch begins at an even
+position and holds both of each pair (`make_plan` refuses an odd one). Big_vision draws one share a step too, but rolls
+the batch of each device by one, which depends on how many devices there are.
+
+Shapes: B batch, H, W image height and width, K classes.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import random_numbers
+from pipeline.random_numbers import Purpose
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import AugmentConfig
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Of one step. own: share of a sample's own image and labels, in [0, 1]; the rest is its partner's.
+
+    box: CutMix's (top, left, bottom, right), in pixels, whose content the partners swap; None is Mixup.
+    """
+
+    own: float
+    box: tuple[int, int, int, int] | None
+
+
+def draw_mixing(config: AugmentConfig, image_size: ImageSize | int, seed: int, step: int) -> Mixing | None:
+    """How step `step` mixes; None where neither is asked for. With both, each step takes one, p = 0.5 (as timm).
+
+    image_size: of the images; a number is the side of squares.
+    """
+    if not config.mixup and not config.cutmix:
+        return None
+    if not config.cutmix or (config.mixup and random_numbers.uniform(seed, Purpose.MIX_CHOICE, step) < 0.5):
+        share = _beta(config.mixup, seed, Purpose.MIXUP, step)
+        return Mixing(max(share, 1 - share), None)  # As big_vision: the larger share is a sample's own.
+    height, width = ImageSize.parse(image_size)
+    share = math.sqrt(1 - _beta(config.cutmix, seed, Purpose.CUTMIX, step))
+    centers = random_numbers.uniform(seed, Purpose.CUTMIX_CENTER, step, np.arange(2))
+    box = [
+        min(max(int(center * side) + half * int(share * side) // 2, 0), side)
+        for half in (-1, 1)
+        for center, side in zip(centers, (height, width), strict=True)
+    ]
+    top, left, bottom, right = box
+    # Of what is left of the box inside the image, as in the authors' code.
+    return Mixing(1 - (bottom - top) * (right - left) / (height * width), (top, left, bottom, right))
+
+
+def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, Tensor]:
+    """Mixed images (B, 3, H, W), and each sample's own share, float32 (B,), for `mix_pairs` of its targets.
+
+    valid: bool (B,); a pair with a sample that could not be read is left as it is: its share is 1.
+    """
+    whole = (valid & _partner(valid)).float()
+    own = 1 - whole * (1 - mixing.own)
+    if mixing.box is None:
+        return mix_pairs(images, own), own
+    top, left, bottom, right = mixing.box
+    inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
+    inside[top:bottom, left:right] = True
+    return torch.where(inside & whole.bool()[:, None, None, None], _partner(images), images), own
+
+
+def mix_pairs(values: Tensor, own: Tensor) -> Tensor:
+    """own x values + (1 - own) x the partner's, for `values` (B, ...) and shares (B,)."""
+    own = own.reshape(-1, *[1] * (values.ndim - 1))
+    return _partner(values).mul_(1 - own).add_(own * values)
+
+
+def _partner(values: Tensor) -> Tensor:
+    """Rows 0 and 1, 2 and 3, ... of (B, ...) swapped."""
+    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def _beta(alpha: float, *parts: int) -> float:
+    """A draw from Beta(alpha, alpha), alpha at most 1, by Johnk's method (1964).
+
+    In logarithms, because u ** (1 / alpha) underflows when alpha is small.
+    """
+    for attempt in count():
+        u, v = (1 - random_numbers.uniform(*parts, 2 * attempt + np.arange(2))).tolist()
+        x, y = math.log(u) / alpha, math.log(v) / alpha
+        if math.exp(x) + math.exp(y) <= 1:
+            return 1 / (1 + math.exp(min(y - x, 700)))
+    raise AssertionError

@@ -1,0 +1,169 @@
+"""Which sample stands at which position of training: a pure function of (seed, epoch, position).
+
+An epoch is a permutation of its shards, concatenated and cut into a fixed number of equal *streams*, each shuffled in
+windows. A round of `global_batch` positions takes `global_batch / streams` samples of every stream, stream by stream. So
+
+- the order knows nothing of ranks: any world size that divides the batch gets contiguous slices of the same batches;
+- a slice touches few streams, so a rank reads few shards at a time;
+- every sample comes exactly once an epoch; a batch that straddles two epochs takes the rest of one, then the next;
+- nothing but the number of samples seen is needed to resume.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipeline import random_numbers
+from pipeline.random_numbers import Purpose
+
+
+class SampleOrder:
+    """Positions 0, 1, 2, ... of training -> rows of a split, over all epochs.
+
+    shard_sizes: int64 (shards,), samples in each shard; rows count through the shards in this order.
+    global_batch: samples of one optimizer step; divisible by `streams`.
+    window: samples of a stream that are shuffled together.
+    """
+
+    def __init__(self, shard_sizes: np.ndarray, seed: int, global_batch: int, streams: int, window: int) -> None:
+        assert global_batch % streams == 0, (global_batch, streams)
+        self.shard_sizes = np.asarray(shard_sizes, dtype=np.int64)
+        self.shard_starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
+        self.num_samples = int(self.shard_starts[-1])
+        assert self.num_samples > 0
+        self.seed, self.global_batch, self.window = seed, global_batch, window
+        self.bounds = np.arange(streams + 1, dtype=np.int64) * self.num_samples // streams
+        self.per_round = global_batch // streams
+        self.full_rounds = self.num_samples // global_batch
+        leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
+        self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
+        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
+
+    def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and epochs, int64 (global_batch / world_size,), of one rank's part of batch `step` (from 0)."""
+        assert self.global_batch % world_size == 0, (self.global_batch, world_size)
+        share = self.global_batch // world_size
+        first = step * self.global_batch + rank * share
+        return self.rows(np.arange(first, first + share))
+
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and epochs, int64, of the samples at these positions (counted from the start of training)."""
+        epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
+        rows = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            rows[of_epoch] = self._rows_of_epoch(int(epoch), within[of_epoch])
+        return rows, epochs
+
+    def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
+        """Where these rows stand in an epoch, int64, counted from the start of training: the inverse of `rows`."""
+        rows = np.asarray(rows, dtype=np.int64)
+        shard = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        shards, ends = self._shards_of_epoch(epoch)
+        turn = np.empty_like(shards)
+        turn[shards] = np.arange(len(shards))
+        place = ends[turn[shard]] - self.shard_starts[shard + 1] + rows
+
+        stream = np.searchsorted(self.bounds, place, side="right") - 1
+        index = self._by_window(epoch, stream, place - self.bounds[stream], _places_in) - self.bounds[stream]
+
+        full = self.full_rounds * self.per_round
+        round_number, in_round = np.divmod(index, self.per_round)
+        in_rounds = round_number * self.global_batch + stream * self.per_round + in_round
+        in_tail = self.full_rounds * self.global_batch + self.leftover_starts[stream] + index - full
+        return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
+
+    def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> np.ndarray:
+        # Whole rounds interleave the streams; what is left of each stream follows, stream by stream.
+        in_rounds = self.full_rounds * self.global_batch
+        round_number, in_round = np.divmod(position, self.global_batch)
+        tail = np.maximum(position - in_rounds, 0)
+        tail_stream = np.searchsorted(self.leftover_starts, tail, side="right") - 1
+        is_tail = position >= in_rounds
+        stream = np.where(is_tail, tail_stream, in_round // self.per_round)
+        in_tail = self.full_rounds * self.per_round + tail - self.leftover_starts[tail_stream]
+        index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
+
+        place = self._by_window(epoch, stream, index, _values_at)
+        shards, ends = self._shards_of_epoch(epoch)
+        turn = np.searchsorted(ends, place, side="right")
+        shard = shards[turn]
+        return self.shard_starts[shard] + place - (ends[turn] - self.shard_sizes[shard])
+
+    def _by_window(
+        self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """bounds[stream] + index, after `move(order of its window, places in it)` within each window."""
+        window, at = np.divmod(index, self.window)
+        place = self.bounds[stream] + index - at
+        moved = np.empty_like(at)
+        # Samples grouped by window; a batch of many streams meets thousands of windows.
+        code = stream * (self.num_samples + 1) + window
+        by_code = np.argsort(code, kind="stable")
+        starts = np.flatnonzero(np.diff(code[by_code], prepend=-1))
+        for chosen in np.split(by_code, starts[1:]):
+            s, w = int(stream[chosen[0]]), int(window[chosen[0]])
+            moved[chosen] = move(self._window_order(epoch, s, w), at[chosen])
+        return place + moved
+
+    def _window_order(self, epoch: int, stream: int, window: int) -> np.ndarray:
+        """Of the places in a window, in the order in which they are taken."""
+        key = (epoch, stream, window)
+        if key not in self._windows:
+            first = int(self.bounds[stream]) + window * self.window
+            length = min(self.window, int(self.bounds[stream + 1]) - first)
+            order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
+            # A batch meets two windows of a stream at most, or many when it is larger than they are.
+            self._windows[key] = order.astype(np.min_scalar_type(self.window))
+            if len(self._windows) > 2 * len(self.bounds):
+                self._windows.popitem(last=False)
+        return self._windows[key]
+
+    def _shards_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's order of shards, and where each ends in the concatenation."""
+        if epoch not in self._epochs:
+            shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
+            self._epochs[epoch] = shards, np.cumsum(self.shard_sizes[shards])
+            if len(self._epochs) > 2:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+
+def batch_of_step(step: int, left_out: Sequence[tuple[int, int]]) -> int:
+    """The batch that optimizer step `step` (from 0) takes: its own number, and on by what was left out until then.
+
+    left_out: (step, number of batches left out before it), for each time that a run went back and skipped data.
+    """
+    return step + sum(batches for at, batches in left_out if at <= step)
+
+
+def leave_out(left_out: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
+    """`left_out` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
+    before = [entry for entry in left_out if entry[0] <= at]
+    return [*before, (at, batch_of_step(done, left_out) - batch_of_step(at, before))]
+
+
+def step_of_batch(batch: int, left_out: Sequence[tuple[int, int]]) -> int | None:
+    """The inverse: the step that takes a batch, None when it was left out."""
+    shift = 0
+    for at, batches in sorted(left_out):
+        if batch < at + shift:
+            break
+        if batch < at + shift + batches:
+            return None
+        shift += batches
+    return batch - shift
+
+
+def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What stands at these places of a permutation."""
+    return order[places]
+
+
+def _places_in(order: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Where these values stand in a permutation."""
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse[values]

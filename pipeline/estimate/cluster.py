@@ -1,0 +1,144 @@
+"""A cluster, and how a run is best laid out on it: ZeRO stage, micro-batch, accumulation, activation checkpointing."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from pipeline.errors import UserError
+from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
+from pipeline.model import Config, ViTConfig
+from pipeline.monitor.profile import Gpu, find_gpu, known_gpus
+from pipeline.settings.run import RunConfig
+
+# What is chosen fills no more than this share of a GPU's nominal memory: the prediction may be 10 % off.
+HEADROOM = 0.9
+# Tokens of a forward pass that keep a large GPU busy. A rule of thumb, not measured here.
+_BUSY_TOKENS = 4096
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes x gpus_per_node GPUs of one kind."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """ "8x8xH100-80GB" -> 8 nodes of 8 GPUs. Raises UserError for anything else."""
+        match = re.fullmatch(r"(\d+)x(\d+)x(.+)", text)
+        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+            raise UserError(f"cluster = {text}: write nodes x GPUs x kind, as 8x8xH100-80GB or 1x4xA100-40GB.")
+        gpu = find_gpu(match[3])
+        if gpu is None:
+            raise UserError(f"cluster = {text}: no data sheet of {match[3]!r} here. Known: {known_gpus()}.")
+        return cls(int(match[1]), int(match[2]), gpu)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout. reasons: (setting=value, why) of each setting chosen."""
+
+    zero_stage: int
+    activation_checkpointing: bool
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+    reasons: list[tuple[str, str]]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [override for override, _ in self.reasons]
+
+
+def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
+    """The layout that should train fastest: no recomputation if that can be, then the lowest stage, then the largest
+    micro-batch. Raises UserError when nothing fits.
+
+    A layout counts as fitting when it fills at most `HEADROOM` of the memory with a micro-batch that keeps a GPU busy.
+    When none does, the one that computes most tokens at a time is taken.
+    """
+    world_size = cluster.num_gpus
+    share = config.train.global_batch // world_size
+    limit = HEADROOM * cluster.gpu.memory
+    busy = min(share, math.ceil(_BUSY_TOKENS / _places(model)))
+    passed: list[str] = []
+    fallback: tuple[int, RunConfig] | None = None
+    for checkpointing in (False, True):
+        for stage in (1, 2, 3):
+            trial = lay_out(config, stage, checkpointing)
+            micro_batch = largest_micro_batch(trial, model, share, world_size, limit)
+            if micro_batch >= busy:
+                return _explain(trial, model, cluster, micro_batch, busy, passed)
+            passed.append(_name(stage, checkpointing))
+            if micro_batch and (fallback is None or micro_batch > fallback[0]):
+                fallback = micro_batch, trial
+    if fallback is None:
+        trial = lay_out(config, 3, True)
+        least = rank_memory(model, trial, 1, share, world_size).total
+        raise UserError(
+            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with engine.zero_stage=3, "
+            f"engine.activation_checkpointing=true and train.micro_batch=1 a rank needs {least / _GIB:.1f} GiB of "
+            f"{limit / _GIB:.1f} ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a "
+            "smaller model.image_size."
+        )
+    return _explain(fallback[1], model, cluster, fallback[0], busy, passed)
+
+
+def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
+    """The same run at another ZeRO stage, with or without activation checkpointing."""
+    engine = replace(config.engine, zero_stage=stage, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    return replace(config, engine=engine)
+
+
+def _explain(
+    config: RunConfig, model: Config, cluster: Cluster, micro_batch: int, busy: int, passed: list[str]
+) -> Choice:
+    world_size, stage = cluster.num_gpus, config.engine.zero_stage
+    share = config.train.global_batch // world_size
+    accumulation = share // micro_batch
+    memory = rank_memory(model, config, micro_batch, accumulation, world_size)
+    limit = HEADROOM * cluster.gpu.memory / _GIB
+    if stage == 1 and not passed:
+        why_stage = "the lowest that shards the optimizer; it fits, and higher ones communicate more"
+    elif micro_batch >= busy:
+        why_stage = f"too full for micro_batch {busy}, which keeps a GPU busy: {', '.join(passed)}"
+    else:
+        why_stage = f"no layout holds micro_batch {busy}, which would keep a GPU busy; this one holds most"
+    activations = moments(model, config, micro_batch, accumulation, world_size)[0].activations / _GIB
+    if config.engine.activation_checkpointing:
+        plain = lay_out(config, stage, False)
+        without = moments(model, plain, micro_batch, accumulation, world_size)[0].total / _GIB
+        why_checkpointing = (
+            f"activations take {activations:.1f} GiB; kept whole the rank would need {without:.1f} of {limit:.1f} GiB. "
+            "A step takes about 1/3 longer"
+        )
+    else:
+        why_checkpointing = f"activations take {activations:.1f} GiB, which fits: nothing need be computed twice"
+    part = "all of" if accumulation == 1 else "the largest that fits and divides"
+    why_micro_batch = (
+        f"{part} a rank's {share} samples; at its fullest the rank holds "
+        f"{memory.total / _GIB:.1f} of {limit:.1f} GiB ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB); "
+        f"accumulation {accumulation} follows"
+    )
+    reasons = [
+        (f"engine.zero_stage={stage}", why_stage),
+        (f"engine.activation_checkpointing={str(config.engine.activation_checkpointing).lower()}", why_checkpointing),
+        (f"train.micro_batch={micro_batch}", why_micro_batch),
+    ]
+    return Choice(stage, config.engine.activation_checkpointing, micro_batch, accumulation, memory, reasons)
+
+
+def _places(model: Config) -> int:
+    """What is computed side by side for an image: a ViT's tokens, a ResNet's places after its root and first stages."""
+    return model.num_tokens if isinstance(model, ViTConfig) else model.image_size[0] * model.image_size[1] // 16**2
+
+
+def _name(stage: int, checkpointing: bool) -> str:
+    return f"stage {stage}{' with checkpointing' if checkpointing else ''}"

@@ -1,0 +1,373 @@
+"""What a run will take, before anything is queued: steps, arithmetic, memory, checkpoints, readers, hours, cost.
+
+Everything is worked out from the settings and the manifest; nothing is measured here. Needs no GPU.
+"""
+
+import bisect
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import model as models
+from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.dataset.subset import run_splits
+from pipeline.errors import UserError
+from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
+from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
+from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.model import Config, ViTConfig
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+
+_GIB = 2**30
+# A block's forward pass is computed again in its backward pass: 4 passes for 3.
+_RECOMPUTATION = 4 / 3
+_MOST_IMAGES = 10**6
+_COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is known of the data set. shards, bytes: 0 while it is not there."""
+
+    samples: int
+    classes: int
+    shards: int
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay the run out. micro_batch: as configured; largest: of any size that fits, None without a GPU."""
+
+    zero_stage: int
+    activation_checkpointing: bool
+    micro_batch: int
+    memory: Memory
+    largest: int | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All figures of a run. Bytes, seconds, FLOPs; step_seconds and what follows is None without a cluster."""
+
+    config: PlanConfig
+    cluster: Cluster | None
+    data: Data
+    model: Config
+    plan: Plan
+    layouts: list[Layout]
+    choice: Choice | None
+    planned: PlanConfig  # the run as chosen, or as configured when there is nothing to choose for
+
+    @property
+    def flops_per_image(self) -> int:
+        return models.training_flops_per_image(self.model)
+
+    @property
+    def flops(self) -> float:
+        return self.flops_per_image * float(self.plan.steps) * self.plan.global_batch
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of one optimizer step at the assumed MFU, which is for training without recomputation."""
+        if self.cluster is None or (self.config.engine.precision == "fp32" and not self.config.engine.peak_tflops):
+            return None
+        peak = (self.config.engine.peak_tflops or self.cluster.gpu.tflops) * 1e12
+        seconds = self.flops_per_image * self.plan.global_batch / (self.cluster.num_gpus * peak * self.config.mfu)
+        return seconds * (_RECOMPUTATION if self.planned.engine.activation_checkpointing else 1)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.model, self.planned)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return math.ceil(self.plan.steps / self.plan.checkpoint_every)
+
+    @property
+    def write_seconds(self) -> float:
+        """Of writing a checkpoint, beside the training."""
+        return self.checkpoint_bytes / (self.config.save_rate * 1e9)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Training waits while a rank's part is copied to host memory, and for a checkpoint before that is still written."""
+        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / (self.config.copy_rate * 1e9)
+        interval = self.plan.checkpoint_every * (self.step_seconds or math.inf)
+        return copying + max(0.0, self.write_seconds - interval)
+
+    @property
+    def hours(self) -> float | None:
+        """Of training and of waiting for checkpoints; evaluation is not in it."""
+        seconds = self.step_seconds
+        if seconds is None:
+            return None
+        return (self.plan.steps * seconds + self.num_checkpoints * self.stall_seconds) / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Of all GPUs for all hours; None without a price."""
+        hours = self.hours
+        if hours is None or self.cluster is None or not self.config.price:
+            return None
+        return hours * self.cluster.num_gpus * self.config.price
+
+
+def run(config: PlanConfig) -> Forecast:
+    """Print the plan of a run. Raises UserError for what training would refuse, after the plan that shows why."""
+    forecast = make_forecast(config)
+    if config.json:
+        text = json.dumps(to_dict(forecast), indent=1)
+        if config.json == "-":
+            print(text)
+        else:
+            with replacing(Path(config.json)) as file:
+                file.write(text.encode())
+    if config.json != "-":
+        print("\n".join(describe(forecast)))
+        sys.stdout.flush()
+    if forecast.cluster:
+        refuse_too_large(config, forecast.plan, forecast.model, forecast.cluster.gpu.memory)
+    return forecast
+
+
+def make_forecast(config: PlanConfig) -> Forecast:
+    """Work everything out. Raises UserError when batch, length or cluster cannot be."""
+    cluster = Cluster.parse(config.cluster) if config.cluster else None
+    data = _data(config)
+    model = _model(config, data.classes)
+    num_gpus = cluster.num_gpus if cluster else 1
+    plan = make_plan(config, data.samples, num_gpus)
+    stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
+    layouts = []
+    for checkpointing in (False, True):
+        for stage in stages:
+            trial = lay_out(config, stage, checkpointing)
+            memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
+            largest = _most_images(trial, model, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
+            layouts.append(Layout(stage, checkpointing, plan.micro_batch, memory, largest))
+    choice = choose(config, model, cluster) if cluster else None
+    planned = config
+    if choice:
+        chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
+        planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
+        make_plan(planned, data.samples, num_gpus)  # What is advised must not be refused.
+    return Forecast(config, cluster, data, model, plan, layouts, choice, planned)
+
+
+def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
+    """The largest micro-batch, of any size, that fits `limit` bytes while gradients accumulate."""
+
+    def too_many(images: int) -> bool:
+        return rank_memory(model, config, images, 2, world_size).total > limit
+
+    return bisect.bisect_left(range(1, _MOST_IMAGES), True, key=too_many)
+
+
+def _data(config: PlanConfig) -> Data:
+    if config.samples:
+        return Data(config.samples, config.classes, 0, 0, "given by hand")
+    try:
+        dataset = open_dataset(config.data.path)
+    except UserError as error:
+        raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
+    split, _ = run_splits(dataset, config.data, config.seed)
+    used = int(np.count_nonzero(split.shard_sizes))
+    return Data(len(split), dataset.num_classes, used, int(split.shard_bytes.sum()), f"manifest of {config.data.path}")
+
+
+def _model(config: PlanConfig, num_classes: int) -> Config:
+    """The architecture: of the settings, of `variant`, or of the weights that the run starts from."""
+    if not config.init.weights:
+        return new_model_config(config.model, num_classes, config.train.masked)
+    if config.variant:
+        named = replace(config.model, name=config.variant, representation=False)
+        return new_model_config(named, num_classes, covered=False)
+    try:
+        found = models.read_weights(config.init.weights)[0]
+    except UserError as error:
+        raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
+    changes: dict[str, Any] = {"image_size": config.model.image_size}
+    if config.init.new_head:
+        changes["num_classes"] = num_classes
+    if isinstance(found, ViTConfig):
+        changes |= {"dropout": config.model.dropout, "drop_path": config.model.drop_path}
+        changes |= {"representation": False} if config.init.new_head else {}
+    return replace(found, **changes)
+
+
+def describe(forecast: Forecast) -> list[str]:
+    """The plan as lines for a person."""
+    return [
+        *_describe_run(forecast),
+        *_describe_memory(forecast),
+        *_describe_time(forecast),
+        *_describe_readers(forecast),
+        *_describe_choice(forecast),
+    ]
+
+
+def _describe_run(forecast: Forecast) -> list[str]:
+    model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
+    name = config.model.name or config.variant or config.init.weights
+    tokens = f"{model.num_tokens} tokens, " if isinstance(model, ViTConfig) else ""
+    return [
+        f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
+        f"{tokens}{config.engine.precision}",
+        "",
+        f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",
+        f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
+        f"evaluation every {plan.eval_every:,}",
+        f"  batch        {plan.global_batch:,} = {plan.world_size} ranks x {plan.accumulation} x {plan.micro_batch} as configured",
+        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP an image, "
+        f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP a step, {forecast.flops / 1e18:,.4g} exaFLOP in all",
+        "",
+    ]
+
+
+def _describe_memory(forecast: Forecast) -> list[str]:
+    cluster, config = forecast.cluster, forecast.config
+    limit = f"; a GPU has {cluster.gpu.memory / _GIB:.1f}" if cluster else ""
+    titles = ["ZeRO", "checkpointing", *_COLUMNS, "peak", "fullest at", f"micro_batch for {HEADROOM:.0%}"]
+    rows = []
+    for layout in forecast.layouts:
+        m = layout.memory
+        is_configured = (layout.zero_stage, layout.activation_checkpointing) == (
+            config.engine.zero_stage, config.engine.activation_checkpointing,
+        )  # fmt: skip
+        too_large = cluster is not None and m.total > cluster.gpu.memory
+        rows.append([
+            f"{'*' if is_configured else ' '} {layout.zero_stage}",
+            "yes" if layout.activation_checkpointing else "no",
+            *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
+            f"{m.total / _GIB:.2f}{' !' if too_large else ''}",
+            m.when,
+            "-" if layout.largest is None else str(layout.largest or "none"),
+        ])  # fmt: skip
+    if not cluster:
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    return [
+        f"Memory of a rank at its fullest moment, GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, "
+        f"! too much{limit})",
+        *_table(titles, rows),
+        "",
+    ]
+
+
+def _describe_time(forecast: Forecast) -> list[str]:
+    config, cluster, plan = forecast.config, forecast.cluster, forecast.plan
+    seconds, hours = forecast.step_seconds, forecast.hours
+    every = f"every {plan.checkpoint_every:,} steps"
+    lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
+    if cluster is None:
+        return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
+    if seconds is None or hours is None:
+        return ["Time and cost: fp32 peaks are not in the table: give engine.peak_tflops", *lines, ""]
+    peak = config.engine.peak_tflops or cluster.gpu.tflops
+    rate = plan.global_batch / seconds
+    recomputes = ", and 1/3 more to recompute activations" if forecast.planned.engine.activation_checkpointing else ""
+    interval = plan.checkpoint_every * seconds
+    stall = forecast.stall_seconds
+    gpu_hours = hours * cluster.num_gpus
+    cost = f", {forecast.cost:,.0f} at {config.price:g} an hour" if forecast.cost else " (price=... for the cost)"
+    return [
+        f"Time and cost as advised below, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
+        f"  speed        {seconds:.3f} s a step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} a GPU",
+        *lines,
+        f"  stall        {stall:.2f} s a checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
+        f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
+        f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
+        f"  in all       {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not counted",
+        "",
+    ]
+
+
+def _describe_readers(forecast: Forecast) -> list[str]:
+    return ["Readers", *(f"  {line}" for line in readers(forecast)), ""]
+
+
+def readers(forecast: Forecast) -> list[str]:
+    """What every rank must read, and whether the shards suffice for it."""
+    config, data, plan = forecast.config, forecast.data, forecast.plan
+    streams, ranks = config.data.streams, plan.world_size
+    lines = []
+    if streams >= ranks:
+        lines.append(f"{streams} streams for {ranks} ranks: each reads {math.ceil(streams / ranks)} at a time")
+    else:
+        better = math.gcd(plan.global_batch, ranks)
+        lines.append(
+            f"LOW: {streams} streams for {ranks} ranks: {math.ceil(ranks / streams)} ranks read the same shards at a time. "
+            f"Use data.streams={better}."
+        )
+    if not data.shards:
+        lines.append(f"shards: not known yet; make at least {streams}, of {data.samples // streams:,} samples or less")
+    elif data.shards < streams:
+        lines.append(
+            f"LOW: {data.shards} shards for {streams} streams: several read the same shard, and mix little. Shard again with "
+            f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
+        )
+    else:
+        lines.append(f"{data.shards:,} shards: {data.shards / streams:.1f} to a stream")
+    if forecast.step_seconds:
+        rate = plan.global_batch / forecast.step_seconds
+        per_thread = rate / ranks / config.data.threads
+        text = f"{rate:,.0f} images/s in all: {per_thread:,.0f} a second for each of {config.data.threads} decoding threads"
+        if data.bytes:
+            text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
+        lines.append(text)
+    return lines
+
+
+def _describe_choice(forecast: Forecast) -> list[str]:
+    choice = forecast.choice
+    if choice is None:
+        return ["Predicted, not measured."]
+    width = max(len(override) for override in choice.overrides)
+    return [
+        f"Advice for {forecast.config.cluster}",
+        *(f"  {override.ljust(width)}   {why}" for override, why in choice.reasons),
+        "  to paste:",
+        f"  {' '.join(choice.overrides)}",
+        "",
+        "Predicted, not measured: memory is what tensors take, without the CUDA context and NCCL; speed rests on the MFU.",
+    ]
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [titles, *rows]
+    ]
+
+
+def to_dict(forecast: Forecast) -> dict[str, Any]:
+    """All figures as plain data: bytes, seconds, FLOPs, hours."""
+    choice = forecast.choice
+    return {
+        "name": forecast.config.name,
+        "cluster": asdict(forecast.cluster) if forecast.cluster else None,
+        "data": asdict(forecast.data),
+        "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
+        "plan": {**asdict(forecast.plan), "epochs": forecast.plan.epochs},
+        "flops_per_image": forecast.flops_per_image,
+        "flops": forecast.flops,
+        "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
+        "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
+        "overrides": choice.overrides if choice else [],
+        "step_seconds": forecast.step_seconds,
+        "checkpoint_bytes": forecast.checkpoint_bytes,
+        "checkpoints": forecast.num_checkpoints,
+        "stall_seconds": forecast.stall_seconds,
+        "write_seconds": forecast.write_seconds,
+        "hours": forecast.hours,
+        "cost": forecast.cost,
+        "readers": readers(forecast),
+    }

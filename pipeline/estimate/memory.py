@@ -1,0 +1,243 @@
+"""Bytes that one rank holds while it trains, worked out from the settings: what fits a GPU, before there is one.
+
+Counted as DeepSpeed 0.19.8 allocates, read in its source and compared with the tensors of real runs
+(tests/multiprocess/test_rank_memory.py). Three moments of a step can be the fullest: the backward pass while all activations
+are there, the reduction of gradients over ranks, the optimizer step. The peak is the largest of them.
+
+Not counted: the CUDA context, NCCL's own buffers, the allocator's gaps, what a kernel takes inside itself.
+
+Letters: P parameters of the model, p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from pipeline.errors import UserError
+from pipeline.estimate.activations import saved_bytes
+from pipeline.estimate.plan import Plan
+from pipeline.model import Config, Model, build, num_parameters
+from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig, TrainPrecision
+
+# Of DeepSpeed's buffers, in elements; its defaults, which engine.py writes into its settings.
+REDUCE_BUCKET = 500_000_000  # at most, see reduce_bucket
+PERSISTENCE_THRESHOLD = 100_000  # stage 3: parameters below this stay whole on every rank
+MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: no more are gathered at a time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at one moment of a step."""
+
+    when: str  # "backward", "reduction" or "optimizer step"
+    weights: int
+    optimizer: int  # fp32 master weights and moments
+    gradients: int
+    activations: int  # kept for the backward pass, and what that works in
+    inputs: int
+    buffers: int  # of communication, and what the optimizer works in
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.inputs + self.buffers
+
+
+def rank_memory(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
+    """The fullest moment of a step."""
+    return max(moments(model, config, micro_batch, accumulation, world_size), key=lambda moment: moment.total)
+
+
+def reduce_bucket(num_parameters: int) -> int:
+    """Elements of DeepSpeed's bucket of gradients, which it takes whole however small the model.
+
+    One that holds all gradients is reduced when a larger one would be, after the last of them: the sums are the same.
+    """
+    return min(REDUCE_BUCKET, num_parameters)
+
+
+def refuse_too_large(config: RunConfig, plan: Plan, model: Config, limit: int, of: str = "its GPU") -> None:
+    """Raise UserError when a rank needs more than `limit` bytes at its fullest moment, with the way out.
+
+    of: what has so many, as the error says it.
+    """
+    peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    if peak.total <= limit:
+        return
+    raise UserError(
+        f"a rank needs {_described(peak, plan)}, and {of} has {limit / 2**30:.1f}. "
+        + _way_out(config, plan, model, limit)
+    )
+
+
+def what_takes_less(config: RunConfig, plan: Plan, model: Config) -> str:
+    """For a rank that ran out of memory in a step: what was expected, and settings that take a tenth less or better."""
+    peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    return f"It was to hold {_described(peak, plan)}. " + _way_out(config, plan, model, 0.9 * peak.total)
+
+
+def _described(peak: Memory, plan: Plan) -> str:
+    return (
+        f"{peak.total / 2**30:.1f} GiB ({peak.when}: {peak.activations / 2**30:.1f} of it activations of "
+        f"train.micro_batch {plan.micro_batch})"
+    )
+
+
+def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
+    micro_batch = largest_micro_batch(config, model, plan.global_batch // plan.world_size, plan.world_size, limit)
+    way_out = (
+        f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
+    )
+    others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
+    others += [f"engine.zero_stage={config.engine.zero_stage + 1}"] if 0 < config.engine.zero_stage < 3 else []
+    others.append("more or larger GPUs")
+    return f"{way_out}{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
+
+
+def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
+    """The largest part of a rank's `share` of the batch that divides it and fits `limit` bytes; 0 when none does."""
+    pairs = 2 if config.augment.mixup or config.augment.cutmix else 1
+    for accumulation in range(1, share + 1):
+        micro_batch, rest = divmod(share, accumulation)
+        if rest or micro_batch % pairs:
+            continue
+        if rank_memory(model, config, micro_batch, accumulation, world_size).total <= limit:
+            return micro_batch
+    return 0
+
+
+def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
+    """A rank's bytes in the backward pass, the reduction of gradients and the optimizer step."""
+    engine = config.engine
+    e = _element(engine.precision)
+    P = num_parameters(model)
+    p = math.ceil(P / world_size)
+    full = _backward_activations(model, micro_batch, engine)
+    # A bucket that the gradients overflow is reduced before the backward pass is done.
+    left = int(full * (1 - reduce_bucket(P) / P)) if engine.zero_stage >= 2 else 0
+    inputs = input_bytes(model, micro_batch, engine.precision)
+    state = _moments_bytes(config.optimizer)
+    optimizer = state * P if engine.zero_stage == 0 else (4 + state) * p
+    if engine.offload:
+        optimizer = 0
+    weights = e * P
+    gathered = e * P
+    if engine.zero_stage == 3:
+        # Parameters are gathered as they are used, and stay for the backward pass while there is room for more.
+        weights, gathered = e * (p + _persistent(model)), e * (p + min(P, MAX_LIVE_PARAMETERS))
+    gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
+    return [
+        Memory("backward", gathered, optimizer, gradients[0], full, inputs, buffers[0]),
+        Memory("reduction", gathered, optimizer, gradients[1], left, inputs if left else 0, buffers[1]),
+        Memory("optimizer step", weights, optimizer, gradients[2], 0, 0, buffers[2]),
+    ]
+
+
+def _gradients_and_buffers(
+    model: Config, config: RunConfig, accumulates: bool, world_size: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Bytes of gradients, and of buffers, in the backward pass, the reduction and the optimizer step."""
+    stage, e = config.engine.zero_stage, _element(config.engine.precision)
+    P = num_parameters(model)
+    p = math.ceil(P / world_size)
+    # The two parameter groups are stepped one after the other; this is the larger.
+    group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
+    work = _optimizer_work(config.optimizer) * group
+    bucket = e * reduce_bucket(P)
+    if stage == 0:
+        return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
+    if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
+        # DeepSpeed's BF16_Optimizer: fp32 gradients of the whole model on every rank, all through the run, and the
+        # 16-bit ones beside them until the step. What is reduced is a flat fp32 copy, itself copied to 16 bits.
+        return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
+    # Elsewhere gradients move into a bucket (stages 2, 3: as they come; stage 1: in the last micro-batch),
+    # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
+    if stage == 1:
+        # 16-bit gradients become fp32 before they are reduced.
+        bucket = 4 * reduce_bucket(P)
+        return (4 * P * accumulates, 4 * P - bucket, 4 * p), (bucket, 2 * bucket, 4 * group + work)
+    if stage == 2 and e == 2:
+        as_fp32 = 4 * _largest_parameter(model)
+        return (4 * p * accumulates, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, work)
+    if stage == 2:
+        return (4 * p * accumulates, 4 * p * accumulates, 4 * p), (bucket, 2 * bucket, 4 * group + work)
+    as_fp32 = 4 * math.ceil(reduce_bucket(P) / world_size) if e == 2 else 0
+    return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
+
+
+def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig) -> int:
+    """Bytes of activations when the backward pass begins: what was kept, and what it works in.
+
+    That is gradients of the last block's activations, the gradient of its largest kernel and of the head's; with
+    checkpointing, the activations of a block, once more.
+    """
+    saved = saved_bytes(model, micro_batch, _dtype(engine.precision), engine.activation_checkpointing)
+    e = _element(engine.precision)
+    # The loss works in fp32: logits, targets, and what comes of them.
+    loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
+    again = saved.block if engine.activation_checkpointing else 0
+    # MLP's M and twice D a token; 6 D of the 4 D that it keeps.
+    gradients = 3 * saved.largest // 2 + e * (_largest_parameter(model) + _head(model))
+    return saved.total + loss + again + gradients
+
+
+def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
+    """Bytes of a micro-batch's images: normalised in fp32, and their 16-bit copy that the model reads."""
+    height, width = model.image_size
+    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + _element(precision))
+
+
+def checkpoint_bytes(model: Config, config: RunConfig) -> int:
+    """Bytes of one checkpoint, all ranks together: fp32 weights and moments, each once, and model.safetensors."""
+    return num_parameters(model) * (4 + _moments_bytes(config.optimizer) + 4)
+
+
+def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
+    """Bytes that a rank copies to host memory for a checkpoint: its part of the fp32 weights and moments."""
+    return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
+
+
+def _element(precision: TrainPrecision) -> int:
+    return 4 if precision == "fp32" else 2
+
+
+def _dtype(precision: TrainPrecision) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def _moments_bytes(optimizer: OptimizerConfig) -> int:
+    """Of the optimizer's fp32 state for each parameter, and of the mean of the weights."""
+    moments = 8 if optimizer.name == "adam" else 4 * bool(optimizer.momentum)
+    return moments + 4 * bool(optimizer.ema_decay)
+
+
+def _optimizer_work(optimizer: OptimizerConfig) -> int:
+    """Bytes for each parameter that torch's foreach optimizers take in a step: Adam the root of the second moment, SGD
+    the gradient with its decay."""
+    return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
+
+
+def _undecayed(model: Config) -> int:
+    """Parameters in the group without weight decay: biases, norms, class token, positions."""
+    decayed = _built(model).weight_decay_mask()
+    return sum(p.numel() for name, p in _built(model).named_parameters() if name not in decayed)
+
+
+def _largest_parameter(model: Config) -> int:
+    return max(parameter.numel() for parameter in _built(model).parameters())
+
+
+def _head(model: Config) -> int:
+    return sum(parameter.numel() for parameter in _built(model).head.parameters())
+
+
+def _persistent(model: Config) -> int:
+    """Parameters in tensors below stage 3's threshold."""
+    return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
+
+
+@cache
+def _built(model: Config) -> Model:
+    with torch.device("meta"):
+        return build(model)

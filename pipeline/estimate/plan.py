@@ -1,0 +1,151 @@
+"""What a run will do, worked out before it starts: batch arithmetic and lengths in steps."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+from pipeline.settings.run import ModelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from pipeline.model import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All lengths in optimizer steps. keep_every, probe_every: 0 is never."""
+
+    steps: int
+    warmup: int
+    eval_every: int
+    checkpoint_every: int
+    keep_every: int
+    probe_every: int
+    accumulation: int
+    micro_batch: int
+    num_samples: int
+    global_batch: int
+    world_size: int
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.global_batch / self.num_samples
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """What of the settings was changed to fit, a line each."""
+        share = self.global_batch // self.world_size
+        if self.micro_batch == min(config.train.micro_batch, share):
+            return []
+        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
+                f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
+
+    def describe(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.steps:,} steps of {self.global_batch} = {self.world_size} ranks x {self.accumulation} x "
+            f"{self.micro_batch} samples ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
+            f"evaluation every {self.eval_every:,}, checkpoint every {self.checkpoint_every:,} steps"
+        )
+
+
+def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
+    """The plan of a run on `num_samples` training samples and `world_size` ranks.
+
+    Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
+    """
+    train = config.train
+    accumulation, micro_batch = cut_batch(config, world_size)
+    steps = train.length.steps(num_samples, train.global_batch)
+    if steps < 1:
+        raise UserError(
+            f"train.length = {train.length} is {steps} steps of train.global_batch = {train.global_batch} on "
+            f"{num_samples:,} samples. Train longer, or use a smaller batch."
+        )
+    warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
+    if warmup >= steps:
+        raise UserError(
+            f"schedule.warmup = {config.schedule.warmup} is {warmup:,} steps, but the whole run has {steps:,} "
+            f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
+        )
+    probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
+    return Plan(
+        steps=steps,
+        warmup=warmup,
+        eval_every=max(1, config.evaluate.every.steps(num_samples, train.global_batch, steps)),
+        checkpoint_every=max(1, config.checkpoint.every.steps(num_samples, train.global_batch, steps)),
+        keep_every=config.checkpoint.keep_every.steps(num_samples, train.global_batch, steps),
+        probe_every=probe_every if config.probe.every.amount else 0,
+        accumulation=accumulation,
+        micro_batch=micro_batch,
+        num_samples=num_samples,
+        global_batch=train.global_batch,
+        world_size=world_size,
+    )
+
+
+def new_model_config(
+    settings: ModelConfig, num_classes: int, masked: str | None = None, covered: bool = True
+) -> "Config":
+    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built.
+
+    masked: what is predicted of corrupted patches, instead of classes. covered: whether patches must see all pixels.
+    """
+    from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
+
+    name = settings.name
+    assert name, "config.check refuses a run with neither model.name nor init.weights"
+    if masked and name.startswith("BiT-"):
+        raise UserError(f"train.loss = masked_{masked} predicts patches, and {name} has none. Use a ViT or a hybrid.")
+    return configure(
+        name,
+        settings.image_size,
+        0 if masked else num_classes,
+        width=settings.width,
+        depth=settings.depth,
+        mlp_width=settings.mlp_width,
+        num_heads=settings.num_heads,
+        patch_stride=settings.patch_stride,
+        positions=settings.positions,
+        positions_at=settings.positions_at,
+        pool=settings.pool,
+        representation=settings.representation,
+        gelu=settings.gelu,
+        dropout=settings.dropout,
+        drop_path=settings.drop_path,
+        head_bias=settings.head_bias,
+        masked=masked,
+        covered=covered,
+    )
+
+
+def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """(accumulation, samples of a micro-batch) on `world_size` ranks. Raises UserError, with the arithmetic."""
+    train = config.train
+    paired = bool(config.augment.mixup or config.augment.cutmix)
+    accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
+    micro_batch = train.global_batch // (world_size * accumulation)
+    if paired and micro_batch % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
+            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            "train.global_batch that gives each rank an even number of samples."
+        )
+    return accumulation, micro_batch
+
+
+def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:
+    """Micro-batches a rank accumulates: of the largest size up to micro_batch that divides its share of the batch.
+
+    even: of an even size, if there is one.
+    """
+    if global_batch % world_size:
+        lower = global_batch // world_size * world_size
+        near = f"{lower} and {lower + world_size}" if lower else str(world_size)
+        raise UserError(
+            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks. "
+            f"Nearest batches are {near}; or use another number of ranks."
+        )
+    share = global_batch // world_size
+    if share <= micro_batch:
+        return 1
+    fitting = [size for size in range(1, micro_batch + 1) if share % size == 0]
+    return share // max([size for size in fitting if size % 2 == 0 or not even], default=max(fitting))

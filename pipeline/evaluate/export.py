@@ -1,0 +1,246 @@
+"""Weights from one format into another; `run` is the whole of it. Both sides compute the logits of the same images.
+
+The other side is the other program itself, where it is installed: transformers, timm, onnxruntime, torch.export. Else
+what was written is read back by our own reader, and that is said.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline.errors import UserError
+from pipeline.model import Config, Model, ResNet, ViTConfig, files
+from pipeline.model.convert.preprocessing import from_huggingface, from_timm
+from pipeline.settings.weights import ExportConfig
+
+NUM_IMAGES = 4
+Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
+
+
+class Difference(NamedTuple):
+    """Of two sides' logits: the largest, and the largest logit."""
+
+    largest: float
+    scale: float
+
+
+def run(config: ExportConfig) -> Difference:
+    """Write `config.weights` as `config.format` into `config.out`; prints and returns how far the other side differs.
+
+    Raises UserError for weights that the format cannot hold, and when the sides differ by more than the tolerance, or
+    disagree with the program that the weights come from; then nothing stays written.
+    """
+    # ------------------------------------------------------------------ what comes in, beside the program it comes from
+    path = files.find_file(Path(config.weights))  # once: a run that is still training moves its pointer
+    trained, _, extra = models.read_weights(path, say=print)
+    print(_describe(trained))
+    if source := _source_side(path, trained):
+        _compare(f"{source[0]}, which these weights are of,", models.load(path).eval(), source[1], config.tolerance)
+
+    # ------------------------------------------------------------------ what goes out
+    model = models.load(
+        path,
+        image_size=config.image_size or None,
+        num_classes=None if config.head else 0,
+        representation=None if config.head or not isinstance(trained, ViTConfig) else False,
+        kernel=config.kernel,
+    ).eval()
+    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig) and model.config.grid != trained.grid:
+        old, new = (f"{rows} x {columns}" for rows, columns in (trained.grid, model.config.grid))
+        print(f"positions: {old} resampled to {new} by the kernel {config.kernel}")
+
+    # ------------------------------------------------------------------ written, and read by the other side
+    out = Path(config.out)
+    with _unfinished(out) as unfinished:
+        _write(model, config.format, unfinished, extra)
+        name, forward = _other_side(config.format, unfinished, model.config)
+        if forward is None:
+            if config.format == "onnx":
+                raise UserError("onnxruntime is needed to try what is written: pip install onnxruntime.")
+            print(f"{name} is not installed: what is written is read back by our own reader alone")
+            name, forward = "our own reader", models.load(unfinished).eval()
+        difference = _compare(name, model, forward, config.tolerance)
+    print(f"written: {out}")
+    return difference
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
+    classes = extra.get("classes") if model.config.num_classes else None
+    view = extra.get("preprocessing", {})
+    if form == "safetensors":
+        models.save_safetensors(model, path, extra)
+    elif form in ("npz", "big_vision"):
+        arrays: dict[str, Any] = models.to_npz(model, "big_vision" if form == "big_vision" else None)
+        np.savez(path, **arrays)
+    elif form == "timm":
+        tensors, config = models.to_timm(model, classes, view)
+        _write_folder(path, tensors, {"config.json": config})
+    elif form == "huggingface":
+        tensors, config, processor = models.to_huggingface(model, classes, view)
+        _write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+    else:
+        _write_graph(model, form, path)
+
+
+def _write_folder(folder: Path, tensors: dict[str, Tensor], jsons: dict[str, dict[str, Any]]) -> None:
+    folder.mkdir(parents=True)
+    files.write_safetensors(tensors, folder / "model.safetensors")
+    for name, content in jsons.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_graph(model: Model, form: str, path: Path) -> None:
+    """ONNX or torch.export, for batches of any size; input "images", output "logits"."""
+    images = _images(model.config)[:2]  # of another number than are compared, or a batch that is a constant would pass
+    shapes = {"images": {0: torch.export.Dim("batch")}}
+    if form == "torch_export":
+        torch.export.save(torch.export.export(model, (images,), dynamic_shapes=shapes), path)
+        return
+    if sum(parameter.numel() for parameter in model.parameters()) * 4 > 2**31:
+        raise UserError("an .onnx file holds at most 2 GiB, and these weights are more. Use format=torch_export.")
+    if isinstance(model, ResNet):
+        # It takes the border for minus infinity (PadFusion): 4 % of the logits in our trial.
+        raise UserError(
+            "onnxruntime computes BiT's max pooling, which is padded with zeros, wrong. Use format=torch_export."
+        )
+    files.optional("onnxscript", "to write ONNX")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of every package that it could have used
+    try:
+        torch.onnx.export(
+            model, (images,), path, dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes,
+            external_data=False, verbose=False,
+        )  # fmt: skip
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise UserError(f"torch.onnx cannot write this model ({reason}). Use format=torch_export.") from error
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """A hidden path beside `out` that becomes it when the block ends well, and else is removed."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder that is there already. Remove it, or name another.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    hidden = out.with_name(f".{out.stem}.{os.getpid()}.tmp{out.suffix}")
+    try:
+        yield hidden
+        os.replace(hidden, out)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------- the other side
+
+
+def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
+    """The program that weights with a config.json come from, if it is installed; its own normalisation before it."""
+    beside = files.beside(path)
+    if "model_type" in beside.config:
+        form, images = "huggingface", from_huggingface(beside.processor)
+    elif "architecture" in beside.config:
+        form, images = "timm", from_timm(beside.config.get("pretrained_cfg", {}))
+    else:
+        return None
+    name, forward = _other_side(form, path.parent, config)
+    if forward is None:
+        print(f"{name} is not installed: not asked what these weights compute")
+        return None
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.mean, images.std))
+    return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
+
+
+def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | None]:
+    """(what it is called, what it computes) of the program that reads this format; None where it is not installed."""
+    if form == "torch_export":
+        return f"torch.export {torch.__version__}", torch.export.load(path).module()
+    if form not in _PROGRAMS:
+        return "our own reader", models.load(path).eval()
+    program, build = _PROGRAMS[form]
+    if importlib.util.find_spec(program) is None:
+        return program, None
+    module = importlib.import_module(program)
+    return f"{program} {module.__version__}", build(module, path, config)
+
+
+def _transformers(library: Any, folder: Path, config: Config) -> Forward:
+    library.utils.logging.disable_progress_bar()
+    library.utils.logging.set_verbosity_error()
+    if config.num_classes:
+        classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        return lambda images: classifier(images).logits
+    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    if isinstance(config, ViTConfig) and config.representation:
+        return lambda images: encoder(images).pooler_output
+    return lambda images: encoder(images).last_hidden_state[:, 0]
+
+
+def _timm(library: Any, folder: Path, config: Config) -> Forward:
+    return library.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
+    session = library.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+_PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
+    "huggingface": ("transformers", _transformers),
+    "timm": ("timm", _timm),
+    "onnx": ("onnxruntime", _onnxruntime),
+}
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+@torch.no_grad()
+def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Difference:
+    """Print how far `forward` is from the model on fixed images. Raises UserError above the tolerance."""
+    images = _images(model.config)
+    ours, theirs = model(images), forward(images)
+    what = "logits" if model.config.num_classes else "features"
+    if theirs.shape != ours.shape:
+        raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
+    difference = Difference(float((ours - theirs).abs().max()), float(ours.abs().max()))
+    said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
+    # Not "above": of a number that is none, nothing is.
+    if not difference.largest <= tolerance * difference.scale:
+        raise UserError(f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written.")
+    print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
+    if torch.equal(ours, ours[:1].expand_as(ours)):
+        print(
+            f"  but all images have equal {what} (a head that is not trained?): that compares little. See head=false."
+        )
+    return difference
+
+
+def _images(config: Config) -> Tensor:
+    """Uniform noise, the same every time."""
+    shape = (NUM_IMAGES, 3, *config.image_size)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def _describe(config: Config) -> str:
+    """What was read, with the two choices that move logits."""
+    size = f"{config.image_size[0]} x {config.image_size[1]} px, {config.num_classes:,} classes"
+    if not isinstance(config, ViTConfig):
+        return f"read: BiT ResNet of {sum(config.units)} units, width {config.width}, {size}"
+    rows, columns = config.grid
+    return (
+        f"read: ViT of width {config.width}, depth {config.depth}, {size}; GELU {config.gelu}; LayerNorm eps "
+        f"{config.layer_norm_eps:g}; positions {config.positions} {rows} x {columns}"
+    )

@@ -1,0 +1,130 @@
+"""Images and weights -> a table of the most likely classes of each; `run` is the whole of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.csv import write_csv
+from tqdm import tqdm
+
+from pipeline.data.dataset.manifest import replacing
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.adhoc_split import Pictures, open_pictures
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.evaluate.classify import Predictions, predict
+from pipeline.evaluate.loaded_model import Subject, check_seen, load_subject
+from pipeline.settings.weights import LookConfig, PredictConfig
+
+# One row for each of an image's classes; one row without a class where the image cannot be read, and `problem` says why.
+TABLE = pa.schema(
+    [
+        ("image", pa.string()),
+        ("label", pa.string()),  # the true class; null where it is not known
+        ("rank", pa.int32()),  # 1 is the most likely
+        ("class", pa.string()),
+        ("class_number", pa.int32()),
+        ("probability", pa.float32()),
+        ("problem", pa.string()),
+    ]
+)
+_SHOWN = 20
+
+
+def run(config: PredictConfig) -> pa.Table:
+    """Print the likely classes of the first images, write those of all into `config.out`; returns them (TABLE).
+
+    Raises UserError for a user's mistake, before anything is written.
+    """
+    out = Path(config.out) if config.out else None
+    subject = load_subject(config)
+    if not subject.model.config.num_classes:
+        raise UserError(f"{config.weights} has no head, so it knows no classes.")
+    pictures, names = open_images(config, subject)
+    for line in pictures.split.notes():
+        print(line)
+    predictions = predict_all(config, subject, pictures.true_classes(names).split, config.top)
+    keys = pictures.split.keys(range(len(pictures.split)))
+    table = _table(predictions, pictures, keys, names)
+    if out is not None:
+        with replacing(out) as file:
+            (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
+    for line in _lines(predictions, keys[:_SHOWN], names):
+        print(line)
+    unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
+    more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
+    print(f"{len(keys):,} images{unread}{more}. " + (f"table: {out}" if out else "Keep it all with out=FILE.csv"))
+    return table
+
+
+def open_images(config: LookConfig, subject: Subject) -> tuple[Pictures, list[str]]:
+    """The images asked for, and the names of the weights' classes: their own, else the file's or the data set's.
+
+    Without any of these, a class is called by its number. Raises UserError for another number of names than classes.
+    """
+    num_classes = subject.model.config.num_classes
+    own = read_class_names(config) or subject.extra.get("classes")
+    if own is not None and len(own) != num_classes:
+        raise UserError(
+            f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
+        )
+    numbers = [f"class {number}" for number in range(num_classes)]
+    pictures = open_pictures(config.images, config.split, config.exclude, own or numbers)
+    named = own or (pictures.label_names if len(pictures.label_names) == num_classes else numbers)
+    return pictures, named
+
+
+def read_class_names(config: LookConfig) -> list[str] | None:
+    """The lines of `config.class_names`, None where none is given. Raises UserError."""
+    if not config.class_names:
+        return None
+    try:
+        return Path(config.class_names).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
+
+
+def predict_all(config: LookConfig, subject: Subject, split: Split, num_top: int) -> Predictions:
+    """The `num_top` likeliest classes of every image, with a bar. Raises UserError when no image can be read."""
+    alone = Ranks(0, 0, 1, subject.device)
+    with tqdm(total=len(split), desc="predict", unit=" images", disable=None) as bar:
+        done = predict(
+            subject.logits, split, subject.image_size, subject.view, subject.loss_kind, config.batch, config.threads,
+            alone, bar.update, num_top=num_top,
+        )  # fmt: skip
+    check_seen(config.weights, ", ".join(config.images), done, split)
+    return done
+
+
+def _table(predictions: Predictions, pictures: Pictures, keys: list[str], names: list[str]) -> pa.Table:
+    num_classes_told = np.where(predictions.readable, predictions.top.shape[1], 1)
+    rows = np.repeat(np.arange(len(keys)), num_classes_told)
+    rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_classes_told) - num_classes_told, num_classes_told)
+    unread = ~predictions.readable[rows]
+    number = pa.array(predictions.top[rows, rank], pa.int32(), mask=unread)
+    labels = [
+        ";".join(pictures.label_names[i] for i in pictures.split.labels_of(row)) or None for row in range(len(keys))
+    ]
+    problems = [predictions.problems.get(row) for row in range(len(keys))]
+    columns = {
+        "image": pa.array(keys, pa.string()).take(rows),
+        "label": pa.array(labels, pa.string()).take(rows),
+        "rank": pa.array(rank + 1, pa.int32(), mask=unread),
+        "class": pa.array(names, pa.string()).take(number),
+        "class_number": number,
+        "probability": pa.array(predictions.probabilities[rows, rank], pa.float32(), mask=unread),
+        "problem": pa.array(problems, pa.string()).take(rows),
+    }
+    return pa.table(columns, TABLE)
+
+
+def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:
+    """What a person reads of these images, one line for each."""
+    width = max(map(len, keys))
+    for row, key in enumerate(keys):
+        likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
+        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
+        yield f"{key:<{width}}  {said if predictions.readable[row] else 'cannot be read: ' + predictions.problems[row]}"

@@ -1,0 +1,180 @@
+"""Few-shot linear and kNN accuracy of features that were extracted once; exact on any number of ranks.
+
+Shapes: m test samples, M labels of each, D features, K classes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import random_numbers
+from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.cache import Storage
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.evaluate.classify import is_any, label_table
+from pipeline.evaluate.intervals import sample_deviation
+from pipeline.evaluate.probes import fewshot
+from pipeline.evaluate.probes.features import Features, extract
+from pipeline.evaluate.probes.knn import knn_predict
+from pipeline.lifecycle.stop import Stop
+from pipeline.random_numbers import Purpose
+from pipeline.settings.run import ProbeConfig, RunConfig
+
+# Test samples at a time: their scores for 21,843 classes take 180 MB.
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which training samples are needed. rows: int64, ascending, all of them; labels: int64, the class of each.
+
+    shots: (shots, seed) -> places in rows. neighbours: places in rows; none without kNN.
+    """
+
+    rows: np.ndarray
+    labels: np.ndarray
+    shots: dict[tuple[int, int], np.ndarray]
+    neighbours: np.ndarray
+
+
+def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
+    """What a probe needs of a training split; a sample of several labels counts under its first."""
+    labels = label_table(train)[:, 0]
+    wanted = sorted(set(config.shots) - {0})
+    shots = {
+        (k, seed): fewshot.choose_shots(labels, num_classes, k, seed)
+        for k in wanted
+        for seed in range(config.shots_seeds)
+    }
+    neighbours = np.empty(0, np.int64)
+    if config.neighbours:
+        neighbours = np.flatnonzero(labels >= 0)
+        if config.neighbour_images:
+            chosen = random_numbers.permutation(len(neighbours), 0, Purpose.NEIGHBOUR_IMAGES)[: config.neighbour_images]
+            neighbours = neighbours[np.sort(chosen)]
+    rows = np.unique(np.concatenate([neighbours, *shots.values()]))
+    places = {key: np.searchsorted(rows, chosen) for key, chosen in shots.items()}
+    return Choice(rows, labels[rows], places, np.searchsorted(rows, neighbours))
+
+
+def probe(
+    config: ProbeConfig,
+    choice: Choice,
+    train: Features,
+    test: Features,
+    test_labels: np.ndarray,
+    num_classes: int,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """{"fewshot": a row for each number of shots and strength, "knn": {...} or absent}. The same on every rank.
+
+    train: of choice.rows. test: (m, D); test_labels: int64 (m, M), any of them is right, -1 never is. Ranks take turns at
+    the test samples. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, of n - 1; None of one),
+    top1_of_seeds, and fewest, the shots of the smallest class. What is unreadable, or no number, is wrong in the test, and
+    left out of what is learnt from; a score is NaN when nothing is left to learn from.
+    """
+    usable = train.readable & np.isfinite(train.values).all(1)
+    seen = test.readable & np.isfinite(test.values).all(1)
+    labels = np.where(seen[:, None], test_labels, -1)
+    values = np.where(seen[:, None], test.values, 0)
+
+    def top1(classify: Callable[[np.ndarray], np.ndarray]) -> float:
+        right = 0
+        for first in range(ranks.rank * _CHUNK, len(values), ranks.world_size * _CHUNK):
+            part = slice(first, first + _CHUNK)
+            right += int(is_any(classify(values[part])[:, None], labels[part]).sum())
+        return ranks.sum(right)[0] / len(values)
+
+    found: dict[str, Any] = {"fewshot": []}
+    for shots in sorted({shots for shots, _ in choice.shots}):
+        of_seeds = []
+        for seed in range(config.shots_seeds):
+            places = choice.shots[shots, seed]
+            places = places[usable[places]]
+            if not len(places):
+                of_seeds.append([float("nan")] * len(config.l2))
+                continue
+            ridge = fewshot.fit(train.values[places], choice.labels[places], num_classes)
+            of_seeds.append([top1(partial(ridge.classify, l2=l2)) for l2 in config.l2])
+        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=num_classes).min())
+        for l2, column in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
+            found["fewshot"].append(
+                {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
+                 "top1_of_seeds": list(column), "fewest": fewest}
+            )  # fmt: skip
+    if len(choice.neighbours):
+        places = choice.neighbours[usable[choice.neighbours]]
+        features = torch.from_numpy(train.values[places]).to(ranks.device)
+        their_labels = torch.from_numpy(choice.labels[places]).to(ranks.device)
+
+        def nearest(part: np.ndarray) -> np.ndarray:
+            tested = torch.from_numpy(part).to(ranks.device)
+            votes = knn_predict(features, their_labels, tested, num_classes, config.neighbours, config.temperature)
+            return votes.argmax(1).cpu().numpy()
+
+        found["knn"] = {
+            "top1": top1(nearest) if len(places) else float("nan"), "neighbours": config.neighbours,
+            "temperature": config.temperature, "images": len(places),
+        }  # fmt: skip
+    return found
+
+
+def named(scores: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The scores of a probe as metrics: <prefix>_5shot, _5shot_std, _20nn; of several strengths _5shot_l2_1024."""
+    several = len({row["l2"] for row in scores["fewshot"]}) > 1
+    metrics: dict[str, float] = {}
+    for row in scores["fewshot"]:
+        name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
+        metrics[name] = row["top1"]
+        if row["std"] is not None:
+            metrics[f"{name}_std"] = row["std"]
+    if "knn" in scores:
+        metrics[f"{prefix}_{scores['knn']['neighbours']}nn"] = scores["knn"]["top1"]
+    return metrics
+
+
+@dataclass(frozen=True)
+class RunProbe:
+    """The probe that a run makes on its way. name: of its metrics. train, test: what it learns from, and is tested on."""
+
+    config: RunConfig
+    name: str
+    train: Split
+    test: Split
+    choice: Choice
+    num_classes: int
+
+    def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: Stop) -> dict[str, Any]:
+        """What `probe` says of `features` (uint8 (B, S, S, 3) -> (B, D)). Collective; raises Stopped on every rank."""
+        config = self.config
+        seen = partial(
+            extract, features, image_size=config.model.image_size, augment=config.augment, batch=config.evaluate.batch,
+            threads=config.data.threads, ranks=ranks, stop=stop,
+        )  # fmt: skip
+        learnt, tested = seen(self.train, self.choice.rows), seen(self.test, np.arange(len(self.test)))
+        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), self.num_classes, ranks)
+
+
+def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
+    """None for a run without one. Raises UserError for data that cannot be probed on."""
+    settings = config.probe
+    if not settings.every.amount:
+        return None
+    dataset = open_dataset(settings.data, Storage.of(config.data)) if settings.data else own
+    exclude = config.data.exclude if dataset is own else "all"  # Another set has other lists.
+    train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
+    choice = choose(settings, train, dataset.num_classes)
+    if not len(choice.rows) or not len(test):
+        empty = train if not len(choice.rows) else test
+        raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")
+    path = to_path(settings.data)
+    name = (path.resolve() if isinstance(path, Path) else path).name if settings.data else settings.split
+    return RunProbe(config, name, train, test, choice, dataset.num_classes)

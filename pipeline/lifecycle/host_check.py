@@ -1,0 +1,266 @@
+"""The hosts of a run: whether they are alike and fit, asked before the start, and what environment DeepSpeed takes there.
+
+`python -m pipeline.lifecycle.host_check` on each of them answers; it needs nothing but Python.
+"""
+
+import fnmatch
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.lifecycle.hosts import read_hostfile
+from pipeline.settings import schema
+from pipeline.settings.operate import HostsConfig
+from pipeline.settings.run import LaunchConfig, RunConfig
+
+_ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher looks for it where it is started.
+_PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
+_START_SECONDS = 60.0
+_CHUNK = b"\0" * 2**20
+_SENT_SECONDS = 1.0
+_SLOW = 0.5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host is and has. missing: of the paths asked for. port: where it waits to be measured."""
+
+    versions: dict[str, str]
+    missing: list[str]
+    writable: bool
+    free_bytes: int
+    gpus: int
+    cores: int
+    addresses: list[str]
+    port: int
+
+
+def run(config: HostsConfig) -> list[dict[str, Any]]:
+    """Write `.deepspeed_env`, ask every host, print a table; returns the answers. Raises UserError when any is unfit."""
+    slots = read_hostfile(Path(config.hostfile))
+    of_run = schema.load(RunConfig, config.run)
+    carried = write_environment(of_run.launch)
+    print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
+    out = Path(of_run.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    token = out / f".hosts-{secrets.token_hex(8)}"
+    token.touch()
+    paths = [str(token)]
+    if "://" not in of_run.data.path:
+        paths.append(str(Path(of_run.data.path).resolve()))
+    try:
+        with ThreadPoolExecutor(len(slots)) as pool:
+            answers = list(pool.map(lambda host: ask(host, paths, str(out)), slots))
+    finally:
+        token.unlink()
+    print(table(slots, answers))
+    found = problems(slots, answers, config, str(token))
+    for line in found:
+        print(f"unfit: {line}", file=sys.stderr)
+    if found:
+        raise UserError(f"{len(found)} problems on {len(slots)} hosts, above: mend them before starting the run.")
+    print(f"{len(slots)} hosts, {sum(slots.values())} slots: alike and fit")
+    return answers
+
+
+def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Write what DeepSpeed's launcher exports on every host: NAME=value as given, and variables here that match.
+
+    Returns the names. The file is for its owner's eyes, as there may be credentials in it. DeepSpeed puts values into a
+    shell command as they are, and pdsh replaces %: both are escaped here.
+    """
+    chosen: dict[str, str] = {}
+    for pattern in shlex.split(launch.env):
+        name, given, value = pattern.partition("=")
+        if given:
+            chosen[name] = value
+        else:
+            chosen.update({n: v for n, v in environment.items() if fnmatch.fnmatchcase(n, pattern)})
+    if bad := [name for name, value in chosen.items() if "\n" in value]:
+        raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
+    lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
+    temporary = _ENVIRONMENT_FILE.with_name(f"{_ENVIRONMENT_FILE.name}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.writelines(lines)
+    os.replace(temporary, _ENVIRONMENT_FILE)
+    return sorted(chosen)
+
+
+def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
+    """One host's answer (`answer`), its clock's offset and the speed to it; or {"error": why there is none}."""
+    question = json.dumps({"paths": list(paths), "out": out})
+    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
+    # The variable with which pdsh is told of keys and ports.
+    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            said = process.communicate()[1].decode(errors="replace").strip().splitlines()
+            return {"error": said[-1] if said else f"ssh ended with code {process.returncode}"}
+        found: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
+        found.update(_measure(found["addresses"], found["port"]))
+        return found
+    except (OSError, ValueError) as error:
+        return {"error": str(error)}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
+    """What this host is and has."""
+    versions = {"python": platform.python_version(), "revision": _revision()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "missing"
+    out = Path(question["out"])
+    return Answer(
+        versions=versions,
+        missing=[path for path in question["paths"] if not os.path.exists(path)],
+        writable=os.access(out, os.W_OK),
+        free_bytes=shutil.disk_usage(out).free if out.exists() else 0,
+        gpus=_num_gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        addresses=[socket.gethostname(), *_own_addresses()],
+        port=listener.getsockname()[1],
+    )
+
+
+def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config: HostsConfig, token: str) -> list[str]:
+    """A line for each thing that is wrong with a host, compared with the first that answered."""
+    lines = [f"{host}: {a['error']}" for host, a in zip(slots, answers, strict=True) if "error" in a]
+    fit = {host: a for host, a in zip(slots, answers, strict=True) if "error" not in a}
+    if not fit:
+        return lines
+    first, reference = next(iter(fit.items()))
+    usual = statistics.median(a["gbit_per_second"] for a in fit.values())
+    for host, a in fit.items():
+        for name, version in a["versions"].items():
+            if version != reference["versions"][name]:
+                lines.append(f"{host}: {name} is {version}, but {reference['versions'][name]} on {first}")
+        for path in a["missing"]:
+            what = "the output folder is not shared with it" if path == token else f"{path} is not there"
+            lines.append(f"{host}: {what}")
+        if not a["writable"]:
+            lines.append(f"{host}: may not write into the output folder")
+        if a["free_bytes"] < config.min_free_gb * 1e9:
+            lines.append(f"{host}: {a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}")
+        if abs(a["clock_offset"]) > config.max_clock_offset:
+            lines.append(f"{host}: its clock is {a['clock_offset']:+.1f} s from this host's")
+        if a["gpus"] and slots[host] > a["gpus"]:
+            lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {a['gpus']} GPUs")
+        if a["gbit_per_second"] < _SLOW * usual:
+            lines.append(f"{host}: {a['gbit_per_second']:.2f} Gbit/s to it, less than half of the usual {usual:.2f}")
+    return lines
+
+
+def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
+    """One line for each host."""
+    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free", "clock", "Gbit/s"]]
+    for (host, number), a in zip(slots.items(), answers, strict=True):
+        if "error" in a:
+            rows.append([host, str(number), *["-"] * 7])
+            continue
+        rows.append(
+            [host, str(number), str(a["gpus"]), str(a["cores"]), a["versions"]["torch"], a["versions"]["deepspeed"],
+             f"{a['free_bytes'] / 1e9:,.0f} GB", f"{a['clock_offset']:+.3f} s", f"{a['gbit_per_second']:.2f}"]
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:
+    """clock_offset in seconds (theirs minus ours) and gbit_per_second of one connection to a host that `_serve`s."""
+    connection = _connect(addresses, port)
+    with connection, connection.makefile("rb") as replies:
+        offsets = []
+        for _ in range(5):
+            begin = time.time()
+            connection.sendall(b"t")
+            theirs = float(replies.readline())
+            end = time.time()
+            offsets.append((end - begin, theirs - (begin + end) / 2))
+        begin, sent = time.perf_counter(), 0
+        while time.perf_counter() - begin < _SENT_SECONDS:
+            connection.sendall(_CHUNK)
+            sent += len(_CHUNK)
+        connection.shutdown(socket.SHUT_WR)
+        replies.readline()  # All has arrived.
+        seconds = time.perf_counter() - begin
+    return {"clock_offset": min(offsets)[1], "gbit_per_second": 8 * sent / seconds / 1e9}
+
+
+def _connect(addresses: Sequence[str], port: int) -> socket.socket:
+    """The first of a host's addresses that can be reached."""
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=10)
+        except OSError as error:
+            last = error
+    raise OSError(f"none of {', '.join(addresses)} can be reached at port {port}: {last}")
+
+
+def _serve(listener: socket.socket) -> None:
+    """Answer `_measure` once."""
+    connection, _ = listener.accept()
+    with connection:
+        for _ in range(5):
+            connection.recv(1)
+            connection.sendall(f"{time.time()}\n".encode())
+        while connection.recv(2**20):
+            pass
+        connection.sendall(b"\n")
+
+
+def _own_addresses() -> list[str]:
+    """This host's addresses as its peers may know it."""
+    try:
+        shown = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return shown.split()
+
+
+def _num_gpus() -> int:
+    try:
+        shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in shown.splitlines())
+
+
+def _revision() -> str:
+    """Of this project's files, whether or not they are in git."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    with socket.create_server(("", 0)) as server:
+        server.settimeout(_START_SECONDS)
+        print(json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
+        _serve(server)

@@ -1,0 +1,182 @@
+"""Which samples were in a step, and when is a sample seen? Answered from the order alone, for steps past and to come."""
+
+import csv
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import json_record
+from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
+from pipeline.data.dataset.manifest import Dataset, open_dataset, replacing
+from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
+from pipeline.data.dataset.subset import run_splits
+from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.errors import UserError
+from pipeline.settings import schema
+from pipeline.settings.operate import SamplesConfig
+from pipeline.settings.run import RunConfig
+
+_TILE = 96
+
+
+def run(config: SamplesConfig) -> list[dict[str, Any]]:
+    """Print (or write) the table that was asked for; returns its rows. Raises UserError for a user's mistake."""
+    path = Path(config.run)
+    state = _newest_state(path)
+    trained = state.step if state else 0
+    left_out = state.left_out if state else []
+    of_run = _settings(path, state)
+    dataset = open_dataset(config.data or of_run.data.path)
+    split, _ = run_splits(dataset, of_run.data, of_run.seed)
+    if state:
+        _refuse_other_data(state.identity, dataset, split)
+    batch = of_run.train.global_batch
+    if batch % config.ranks:
+        raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
+    order = SampleOrder(split.shard_sizes, of_run.seed, batch, of_run.data.streams, of_run.data.window)
+    steps = of_run.train.length.steps(len(split), batch)
+    if config.step > steps:
+        raise UserError(
+            f"step = {config.step}, but {config.run} has {steps:,} steps (from 1, as log lines count them)."
+        )
+
+    if config.step:
+        rows, epochs = order.slice(batch_of_step(config.step - 1, left_out), config.rank, config.ranks)
+        table = _of_step(dataset, split, rows, epochs, first_place=config.rank * len(rows))
+        if config.sheet:
+            _draw(of_run, split, rows, epochs, Path(config.sheet))
+        when = "trained" if config.step <= trained else "not trained yet"
+        share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
+        said = f"step {config.step:,} of {steps:,}{share}: {len(rows):,} samples, {when}"
+    else:
+        table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, left_out)
+        seen = sum(row["trained"] == "yes" for row in table)
+        said = f"{config.sample}: seen {seen} times in the {trained:,} steps trained, {len(table)} in all {steps:,}"
+    _show(table, config.csv)
+    for line in [*split.notes(), said]:
+        print(line, file=sys.stderr)
+    return table
+
+
+def _newest_state(path: Path) -> State | None:
+    """state.json of a checkpoint, or of a run's newest one."""
+    if (path / "state.json").exists():
+        return read_state(path)
+    folder: AnyPath = path / "checkpoints"
+    if (path / "config.json").exists() and (config := _planned(path)).checkpoint.folder:
+        folder = checkpoint_folder(config)
+    committed = Checkpoints(folder).candidates()
+    return read_state(committed[0]) if committed else None
+
+
+def _planned(path: Path) -> RunConfig:
+    """The settings that a run folder began with."""
+    file = path / "config.json"
+    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+
+
+def _settings(path: Path, state: State | None) -> RunConfig:
+    """A run's settings: those of its newest checkpoint, of the run folder, or of a file."""
+    if state:
+        tree: dict[str, Any] = {}
+        for name, *_ in schema.describe(RunConfig):
+            if name in state.identity:
+                *sections, field = name.split(".")
+                section = tree
+                for part in sections:
+                    section = section.setdefault(part, {})
+                section[field] = state.identity[name]
+        return schema.build(RunConfig, tree, str(path))
+    if path.is_dir():
+        try:
+            return _planned(path)
+        except FileNotFoundError:
+            raise UserError(f"{path} is no run folder: it has neither checkpoints nor config.json.") from None
+    return schema.load(RunConfig, path)
+
+
+def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> None:
+    now = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
+    for name, value in now.items():
+        if then.get(name, NOTHING_EXCLUDED) != value:
+            raise UserError(
+                f"{dataset.path} is not what the run was trained on: {name} was {then.get(name, NOTHING_EXCLUDED)}, is "
+                f"{value}. Give the right folder with data=..., or put back what was there."
+            )
+
+
+def _of_step(
+    dataset: Dataset, split: Split, rows: np.ndarray, epochs: np.ndarray, first_place: int
+) -> list[dict[str, Any]]:
+    """One row for each sample, in the order of the batch."""
+    shards = split.shard_of(rows)
+    table = []
+    manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
+    for i, key in enumerate(split.keys(rows)):
+        labels = split.labels_of(rows[i]).tolist()
+        table.append(
+            {
+                "place": first_place + i,
+                "key": key,
+                "row": int(manifest_rows[i]),
+                "shard": to_path(split.shard_paths[shards[i]]).name,
+                "label": " ".join(map(str, labels)),
+                "class": "; ".join(dataset.classes[label] for label in labels),
+                "epoch": int(epochs[i]),
+            }
+        )
+    return table
+
+
+def _of_sample(
+    order: SampleOrder, row: int, steps: int, trained: int, ranks: int, left_out: list[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """One row for each time that the sample is seen."""
+    batch, table = order.global_batch, []
+    for epoch in range(math.ceil((batch_of_step(steps - 1, left_out) + 1) * batch / order.num_samples)):
+        number, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
+        step = step_of_batch(number, left_out)
+        if step is not None and step < steps:
+            seen = "yes" if step < trained else "no"
+            rank = place // (batch // ranks)
+            table.append({"epoch": epoch, "step": step + 1, "place": place, "rank": rank, "trained": seen})
+    return table
+
+
+def _show(table: list[dict[str, Any]], file: str) -> None:
+    if file:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(table[0]) if table else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+        with replacing(Path(file)) as out:
+            out.write(text.getvalue().encode())
+        return
+    lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
+    """A sheet of small pictures in the order of the table, row after row; what cannot be read stays black."""
+    import cv2  # Late: tables need neither OpenCV nor torch.
+
+    from pipeline.data.loading.loader import Loader, train_view
+
+    view, size = train_view(config.augment, config.seed), config.model.image_size
+    with Loader(split, view, size, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
+        images = next(loader.batches([(rows, epochs)])).images.numpy()
+    height, width = (round(side * min(1, _TILE / max(size))) for side in size)
+    across = math.ceil(math.sqrt(len(images)))
+    sheet = np.zeros((math.ceil(len(images) / across), height, across, width, 3), np.uint8)
+    for i, image in enumerate(images):
+        sheet[i // across, :, i % across] = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    pixels = sheet.reshape(sheet.shape[0] * height, across * width, 3)
+    with replacing(file) as out:
+        out.write(cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes())

@@ -1,0 +1,387 @@
+"""Stopping a run so that nothing is lost: who may ask for it, how the ranks agree on a step, how a run says it ended.
+
+Asked by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run's folder, by `train.stop_after_minutes`, or by
+the end of the launcher that started the ranks (pipeline/lifecycle/starter.py).
+A thread of each rank hears it, also while the main thread is inside a collective, and tells the others through the
+process group's store; so a rank that waits for data hears it too. What is done about it is decided together: with each
+item (a training step, a batch of evaluation) goes a sum over ranks that nobody waits for, and all leave before the same
+item. Before training begins there is nothing to commit, and a rank that is asked leaves at once.
+"""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from pipeline.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, read_failures, stop_file
+from pipeline.lifecycle.starter import find_starter
+from pipeline.settings.run import RunConfig
+
+if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
+    from pipeline.distributed import Ranks
+
+T = TypeVar("T")
+
+BY_FILE = "the stop file"
+BY_LIMIT = "train.stop_after_minutes"
+BY_STARTER = "the end of what started it"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL_SECONDS = 1.0
+# How long one word with the store may take: rank 0, which keeps it, may hang.
+_STORE_PATIENCE = timedelta(seconds=5)
+# How long rank 0 stays for the others to hear of it, when it leaves before training begins.
+_SPREAD_SECONDS = 3.0
+# What a rank that is refused tells the others begins with this, and it waits so long for its own thread to hear of it.
+_REFUSED, _REFUSAL_SECONDS = "refused: ", 15.0
+# One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
+_ONE_INTERRUPT_SECONDS = 1.0
+# The deepspeed launcher kills what is left 30 s after SIGTERM.
+_LAST_WORD_SECONDS = 27.0
+# How long a rank that leaves, with all committed, waits for the others.
+_FAREWELL_SECONDS = 10.0
+# Before the limit: for the step at hand, for MLflow and for the exit; three times the longest commit comes on top.
+_RESERVE_SECONDS = 30.0
+# How long ranks have to answer when one has lost another, and how many of those that do not are named.
+_ROLL_CALL_SECONDS, _NAMED = 3 * _POLL_SECONDS, 8
+_LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
+
+
+class Stop:
+    """Hears that the run is to stop, from the moment it is made. A context manager around the whole run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
+        self.reason = ""
+        self.step = 0
+        self.commit_seconds = 0.0
+        self.limit_seconds = config.train.stop_after_minutes * 60
+        self.begin = time.monotonic()  # No clock of the day: those jump.
+        self._training = False
+        self._agreed = False  # To leave: a rank may know this before it hears why.
+        self._refused = False
+        self._ranks: Ranks | None = None
+        self._store: Any = None
+        self._hosts: list[str] = []  # By rank.
+        self._lock = threading.Lock()
+        self._interrupted = self._terminated = float("inf")  # When SIGINT and SIGTERM were first heard.
+        self._before: dict[int, Any] = {}
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        if threading.current_thread() is threading.main_thread():
+            # The handlers do nothing: the number goes into the pipe, also while the main thread is busy in a library.
+            self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, _ignore)
+                signal.siginterrupt(number, False)
+        self._closed = False
+        self._starter = find_starter()
+        self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what a run does with it
+    def __enter__(self) -> "Stop":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Say how the run ended, unless another one has the folder."""
+        if self._refused:  # What this rank met is only that others have left; its thread ends it, too.
+            self._thread.join()
+        with contextlib.suppress(OSError):  # The disk is full, which the error says already.
+            if error is None:
+                self.folder.say_status(Status("finished", self.step, 0, ""))
+            elif isinstance(error, UserError):
+                how: Ending = "diverged" if isinstance(error, DivergedError) else "refused"
+                self.folder.say_status(Status(how, self.step, 2, str(error)))
+            else:
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
+                crash = isinstance(error, CrashError)
+                self.folder.say_failure(text, lost_others, "" if crash else "".join(traceback.format_exception(error)))
+                if lost_others:
+                    self._leave_lost(text)
+                asked = f" ({self.reason})" if self.reason else ""
+                self.folder.say_status(Status("failed", self.step, 1, (str(error) if crash else text) + asked))
+        self._closed = True
+        os.write(self._wake, b"\0")
+        self._thread.join()
+        if self._before:
+            signal.set_wakeup_fd(self._old_wake)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        os.close(self._woken)
+        os.close(self._wake)
+        self.folder.unlock()
+
+    def connect(self, ranks: "Ranks") -> None:
+        """Hear what other ranks are asked, from now on. The process group is there. Collective."""
+        if ranks.world_size > 1:
+            from torch.distributed import TCPStore
+
+            # A connection of its own: the process group's is held while it waits.
+            self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            self._store.set_timeout(_STORE_PATIENCE)
+        ranks.barrier()
+        self._hosts = ranks.gather(socket.gethostname())
+        self._ranks, self.folder.ours = ranks, True
+
+    def begin_training(self, step: int) -> None:
+        """From now on there is something to commit, and the ranks leave together. Collective."""
+        assert self._ranks is not None
+        self.committed(step)
+        with self._lock:
+            self._training = True
+        self._ranks.barrier()
+
+    def committed(self, step: int, seconds: float = 0.0) -> None:
+        """A checkpoint of `step` is on disk, and took `seconds`."""
+        self.step = step
+        self.commit_seconds = max(self.commit_seconds, seconds)
+        self.folder.say_status(Status("running", step, -1, ""))
+
+    def is_wanted(self) -> bool:
+        """Whether this rank has heard of it. Others may have not: only `together` says when to leave."""
+        return self._agreed or bool(self.reason)
+
+    def together(self, items: Iterator[T]) -> Iterator[T]:
+        """`items`, until the ranks agree to stop; then raises Stopped. Collective: each rank has as many items.
+
+        The question goes out one item ahead and the answer is there when it is needed. It goes out when the next item
+        is there, or when this rank knows that it will not be wanted: so nobody starts on an item that another rank
+        still waits for, and could not leave.
+        """
+        end: Any = object()
+
+        def take() -> Any:
+            if self.is_wanted():
+                return end
+            try:
+                return next(items, end)
+            except Interrupted:
+                return end
+
+        assert self._ranks is not None
+        item = take()
+        answer = self._ranks.sum_later(float(self.is_wanted()))
+        while True:
+            if answer():
+                self._agreed = True
+                raise Stopped
+            if item is end:
+                return
+            following = take()
+            answer = self._ranks.sum_later(float(self.is_wanted()))
+            yield item
+            item = following
+
+    def leave_if_wanted(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
+        assert self._ranks is not None
+        if self._ranks.sum(float(self.is_wanted()))[0]:
+            self._agreed = True
+            raise Stopped
+
+    def agreed_reason(self) -> str:
+        """Why the ranks stop, once they do. Collective."""
+        assert self._ranks is not None
+        return next(filter(None, self._ranks.gather(self.reason)))
+
+    def refuse(self, error: UserError) -> NoReturn:
+        """End all ranks with a mistake that this one has met, before training; others may wait for it in a collective.
+
+        Rank 0 says it, whoever met it, and all end with code 2.
+        """
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_key(), f"{_REFUSED}{error}")
+                self._thread.join(_REFUSAL_SECONDS)  # It hears of it as the other ranks' do, and ends the process.
+        raise error
+
+    def leave(self, step: int, reason: str) -> NoReturn:
+        """End this process with RESUME, all ranks together: the launcher kills the others when one has left.
+
+        Collective. Everything is committed; neither threads that still wait for data, nor libraries, nor another rank can
+        hold it up.
+        """
+        assert self._ranks is not None
+        self.step = step
+        self._say_stopped(RESUME, reason)
+        alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME])
+        alone.daemon = True
+        alone.start()
+        with contextlib.suppress(RuntimeError):  # Another has left alone.
+            self._ranks.barrier()
+        _exit(RESUME)
+
+    # ------------------------------------------------------------------ when another rank is gone
+    def _leave_lost(self, error: str) -> NoReturn:
+        """End this process with code 1 after one rank has said, in one line, which ranks are gone.
+
+        What a rank meets then is an error of a collective, whose traceback says nothing of the cause. It is in `failures/`.
+        """
+        assert self._store is not None
+        gone: list[int] = []
+        speaks, line, said = True, "", 2
+        with contextlib.suppress(OSError):
+            said = os.dup(2)
+            self.folder.take_stderr()  # torch prints C++ frames when the store is gone.
+        try:
+            speaks = self._store.add(_key("speaker"), 1) == 1
+            if speaks:
+                gone = self._roll_call()
+        except RuntimeError:  # The store is gone, and it is rank 0 that keeps it.
+            gone, speaks = [0], self.folder.rank == 1
+        if speaks:
+            line = self._loss(gone, error)
+            with contextlib.suppress(OSError):
+                self.folder.say_status(Status("failed", self.step, 1, line))
+            with contextlib.suppress(OSError):
+                os.write(said, f"error: {line}\n".encode())
+        with contextlib.suppress(
+            RuntimeError
+        ):  # The store goes with rank 0, and a launcher kills the others when one has left.
+            if speaks and gone != [0]:
+                self._store.set(_key("told"), line)
+            elif not speaks:
+                self._store.wait([_key("told")], timedelta(seconds=2 * _ROLL_CALL_SECONDS))
+                line = self._store.get(_key("told")).decode()
+                with contextlib.suppress(OSError):
+                    self.folder.say_status(Status("failed", self.step, 1, line))
+        _exit(1)
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not answer. Raises RuntimeError when there is no store to ask by."""
+        assert self._store is not None
+        missing = set(range(len(self._hosts))) - {self.folder.rank}
+        self._store.set(_key("roll call"), "")
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.2)
+            missing = {rank for rank in missing if not self._store.check([_key(f"here/{rank}")])}
+        return sorted(missing)
+
+    def _loss(self, gone: list[int], error: str) -> str:
+        """What happened to the ranks that are gone, and what happens next. error: what this rank met."""
+        said = read_failures(self.folder.path)
+        lines = []
+        for rank in gone[:_NAMED]:
+            failure = said.get(rank)
+            own = failure is not None and not failure.lost_others
+            how = f"failed ({failure.error})" if failure and own else "is gone (it, or its host, was killed)"
+            lines.append(f"rank {rank} on {self._hosts[rank]} {how}")
+        if len(gone) > _NAMED:
+            lines.append(f"and so did {len(gone) - _NAMED} more")
+        what = ", ".join(lines) or f"rank {self.folder.rank} on {socket.gethostname()} failed ({error})"
+        return (
+            f"{what}. The other ranks end, too. The same command goes on from the last checkpoint, of step {self.step:,} or "
+            f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
+        )
+
+    # ------------------------------------------------------------------ the thread that listens
+    def _listen(self) -> None:
+        while not self._closed:
+            woken, _, _ = select.select([self._woken], [], [], _POLL_SECONDS)
+            for number in os.read(self._woken, 100) if woken else b"":
+                if number:
+                    self._hear(signal.Signals(number))
+            if not self.reason and (reason := self._asked_elsewhere()):
+                if reason.startswith(_REFUSED):
+                    self._leave_refused(reason.removeprefix(_REFUSED))
+                self._want(reason)
+            self._answer_roll_call()
+            if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
+                self._terminated = float("inf")
+                late = f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM"
+                with contextlib.suppress(OSError):
+                    self.folder.say_failure(late, lost_others=True)
+                    self.folder.say_status(Status("failed", self.step, 1, late))
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > _ONE_INTERRUPT_SECONDS:
+            self._say_stopped(130, "a second SIGINT: what came after the last checkpoint is lost")
+            _exit(130)
+        if number == signal.SIGINT:
+            self._interrupted = min(self._interrupted, now)
+        if number == signal.SIGTERM:
+            self._terminated = min(self._terminated, now)
+        self._want(number.name)
+
+    def _asked_elsewhere(self) -> str:
+        """What asks this rank to stop, besides signals; empty when nothing does."""
+        if self._starter is not None and self._starter.is_gone():
+            return f"{BY_STARTER} ({self._starter.name}, process {self._starter.pid})"
+        if self._ranks is None:  # The others could not hear of it.
+            return ""
+        if self._ranks.is_main:
+            if stop_file(self.folder.path).exists():
+                return BY_FILE
+            reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
+            if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
+                return BY_LIMIT
+        with contextlib.suppress(RuntimeError):  # Rank 0, which keeps the store, has left.
+            if self._store is not None and self._store.check([_key()]):
+                return self._store.get(_key()).decode()
+        return ""
+
+    def _answer_roll_call(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([_key("roll call")]):
+                self._store.set(_key(f"here/{self.folder.rank}"), "")
+
+    def _want(self, reason: str) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
+            with contextlib.suppress(RuntimeError):
+                if self._store is not None:
+                    self._store.set(_key(), self.reason)
+            if not self._training:
+                self._say_stopped(RESUME, f"{reason}, before training began")
+                if self._store is not None and self.folder.rank == 0:
+                    time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
+                _exit(RESUME)
+
+    def _leave_refused(self, error: str) -> NoReturn:
+        self._refused = True
+        if self.folder.rank == 0:
+            with contextlib.suppress(OSError):
+                self.folder.say_status(Status("refused", self.step, 2, error))
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # The store goes with rank 0, and a launcher kills the others when one has left.
+        time.sleep(_SPREAD_SECONDS)
+        _exit(2)
+
+    def _say_stopped(self, code: int, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self.folder.take_back_failure()
+            self.folder.say_status(Status("stopped", self.step, code, reason))
+            if self.folder.is_owner:  # The stop file has had its effect: the next start is not to stop.
+                stop_file(self.folder.path).unlink(missing_ok=True)
+
+
+def _exit(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _key(name: str = "stop") -> str:
+    # torchrun's store outlives the ranks that it restarts.
+    return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass

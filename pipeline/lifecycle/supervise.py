@@ -1,0 +1,303 @@
+"""Starts a run again until it is finished: after a crash, after preemption, on the hosts that are left.
+
+No heavy imports. What happened is read from what the run itself left in its folder (`run_folder.py`): the launcher's
+exit code says little (DeepSpeed 0.19.8 may exit with 0 or 1 whatever the ranks did). What was started is waited for to
+its last process, also when the launcher was killed and its ranks live on.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.command import read_settings
+from pipeline.errors import UserError
+from pipeline.estimate.plan import cut_batch
+from pipeline.lifecycle.hosts import Hosts, largest_fitting, read_hostfile, to_blame, unreachable, write_hostfile
+from pipeline.lifecycle.run_folder import (
+    RESUME,
+    Status,
+    forget_last_start,
+    holder,
+    read_failures,
+    read_status,
+    stop_file,
+)
+from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
+from pipeline.settings.operate import SuperviseConfig
+from pipeline.settings.run import RunConfig
+
+Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
+
+_SCRIPTS = ("pretrain.py", "finetune.py")
+_DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own.
+_POLL_SECONDS = 0.2
+_LONGEST_PAUSE = 600.0
+# After the stop file: SIGTERM to the launcher and its ranks, which have 30 s from there, then SIGKILL.
+_TERMINATE_SECONDS = 10.0
+_KILL_SECONDS = 45.0
+# How long processes may live on when the launcher has ended, before they are asked to stop.
+_ORPHAN_SECONDS = 3.0
+# How long ranks on other hosts, which no signal reaches, may take to follow the stop file.
+_REMOTE_SECONDS = 300.0
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+
+def supervise(command: list[str], config: SuperviseConfig) -> None:
+    """Run `command` until its run is finished. Ends the process with 0, 75 (start again), 2 (refused) or 1 (gave up).
+
+    Raises UserError when the command is none that starts a run, or the run is already running.
+    """
+    sys.exit(Supervisor(command, config).loop())
+
+
+class Supervisor:
+    """One run and its starts."""
+
+    def __init__(self, command: list[str], config: SuperviseConfig) -> None:
+        self.command, self.config = command, config
+        self.run = _settings_of(command)
+        self.folder = Path(self.run.out) / self.run.name
+        self.hostfile = _hostfile_of(command)
+        self.hosts: Hosts = read_hostfile(self.hostfile) if self.hostfile else {}
+        self.host_failures = dict.fromkeys(self.hosts, 0)
+        self.signals: list[int] = []
+        if who := holder(self.folder):
+            raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        # What the launcher leaves behind becomes our child, so that it can be waited for.
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def loop(self) -> int:
+        """Start, look, wait, start again. The exit code."""
+        starts, idle, committed = 0, 0, -1
+        while True:
+            starts += 1
+            self.say("start", f"start {starts}: {' '.join(self.command)}", number=starts)
+            forget_last_start(self.folder)
+            launch = Launch(self.command, self.folder, self.signals, self.say)
+            launch.wait()
+            status = read_status(self.folder)
+            outcome, why = self._judge(status, launch)
+            step = status.step if status else 0
+            self.say(
+                outcome, f"start {starts} {outcome} at step {step:,}: {why}", number=starts, step=step, code=launch.code
+            )
+            if outcome == "finished":
+                return 0
+            if outcome == "stopped":
+                return RESUME
+            if outcome == "refused":
+                return 2
+            idle = 0 if step > max(committed, 0) else idle + 1
+            committed = max(committed, step)
+            if idle > self.config.restarts:
+                self.say("gave up", f"gave up: {idle} starts in a row have committed nothing new (restarts={idle - 1})")
+                return 1
+            if outcome == "failed":
+                self._count_failures(to_blame(self.hosts, read_failures(self.folder)), "a rank failed or fell silent")
+            pause = min(self.config.pause_seconds * 2 ** max(idle - 1, 0), _LONGEST_PAUSE)
+            self.say("wait", f"starting again in {pause:.0f} s", seconds=pause)
+            if not self._wait(pause):
+                self.say("stopped", "asked to stop: not started again")
+                return RESUME
+            self._leave_out_hosts()
+
+    def _judge(self, status: Status | None, launch: "Launch") -> tuple[Outcome, str]:
+        """What became of a start, and why."""
+        how = status.status if status else None
+        why = status.reason if status else ""
+        if how == "finished":
+            return "finished", "the run is complete"
+        if self.signals:
+            return "stopped", why or f"the launcher ended with {launch.code}"
+        if how in ("refused", "diverged") or (launch.code == 2 and how != "stopped"):
+            return "refused", why or "exit code 2, see above"
+        if how == "stopped" and (launch.orphaned or why.startswith(BY_STARTER)):
+            return "failed", "its launcher was killed; what was trained is committed"
+        if how == "stopped" and why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT")):
+            return "stopped", why  # By a person, or because the time is up.
+        if how == "stopped" or (how is None and launch.code == RESUME):
+            return "preempted", why or "before it had its folder"
+        return "failed", why if how == "failed" else f"killed; the launcher ended with {launch.code}"
+
+    def _wait(self, seconds: float) -> bool:
+        """False when asked to stop in the meantime."""
+        end = time.monotonic() + seconds
+        while not self.signals and not stop_file(self.folder).exists():
+            if time.monotonic() >= end:
+                return True
+            time.sleep(_POLL_SECONDS)
+        stop_file(self.folder).unlink(missing_ok=True)
+        return False
+
+    # ------------------------------------------------------------------ hosts
+    def _leave_out_hosts(self) -> None:
+        """Go on without the hosts that have failed too often, on as many ranks as divide the batch."""
+        if len(self.hosts) < 2:
+            return
+        launcher, port = _option(self.command, "--launcher"), _option(self.command, "--ssh_port")
+        if launcher in (None, "pdsh") and "--no_ssh" not in self.command:
+            self._count_failures(unreachable(self.hosts, port), "it does not answer to ssh")
+        dropped = [name for name in self.hosts if self.host_failures[name] >= self.config.host_failures]
+        left = {name: slots for name, slots in self.hosts.items() if name not in dropped}
+        if not dropped or not left:
+            return
+        first = next(iter(self.hosts))
+        self.hosts = largest_fitting(left, self._fits)
+        idle = sum(left.values()) - sum(self.hosts.values())
+        unused = f"; {idle} slots stay idle, for the batch of {self.run.train.global_batch}" if idle else ""
+        kept = ", ".join(f"{name} ({slots})" for name, slots in self.hosts.items())
+        self.say(
+            "hosts", f"going on without {', '.join(dropped)}, on {kept}{unused}", dropped=dropped, hosts=self.hosts
+        )
+        path = self.folder / "hostfile"
+        write_hostfile(path, self.hosts)
+        options: dict[str, str | None] = {"--hostfile": str(path)}
+        if first not in self.hosts:
+            options["--master_addr"] = None  # Of the host that is gone: DeepSpeed asks the first one that is left.
+        # One host alone would be started here, whatever its name.
+        self.command = _with_options(self.command, options, ["--force_multi"])
+
+    def _count_failures(self, hosts: list[str], why: str) -> None:
+        for name in hosts:
+            self.host_failures[name] += 1
+            self.say("host failed", f"host {name} failed ({self.host_failures[name]}): {why}", host=name)
+
+    def _fits(self, num_ranks: int) -> bool:
+        try:
+            cut_batch(self.run, num_ranks)
+        except UserError:
+            return False
+        return True
+
+    def say(self, event: str, line: str, **facts: Any) -> None:
+        """Print a line, and keep it in the run's folder, for people and for programs."""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S")
+        print(f"supervise: {line}", flush=True)
+        with open(self.folder / "supervise.log", "a") as file:
+            file.write(f"{moment} {line}\n")
+        with open(self.folder / "supervise.jsonl", "a") as file:
+            file.write(json.dumps({"time": moment, "event": event, "line": line, **facts}) + "\n")
+
+
+class Launch:
+    """One start of the command, with all the processes that come of it. code: the launcher's, once it has ended."""
+
+    def __init__(self, command: list[str], folder: Path, signals: list[int], say: Callable[[str, str], None]) -> None:
+        self.folder, self.signals, self.say = folder, signals, say
+        self.code: int | None = None
+        self.orphaned = False
+        self._ended_at = self._asked_at = float("inf")
+        self._sent: list[int] = []
+        # A session of its own: Ctrl-C comes to us alone, and we tell the run in a way that loses nothing.
+        self._process = subprocess.Popen(command, start_new_session=True)
+
+    def wait(self) -> None:
+        """Return when its last process has ended, here and on other hosts; ask them to stop when we are asked."""
+        while (left := self._what_is_left()) is not None:
+            now = time.monotonic()
+            if self._asked_at == float("inf") and self.signals:
+                self._ask(f"{signal.Signals(self.signals[0]).name}: asking the run to commit and stop")
+            elif self._asked_at == float("inf") and now - self._ended_at > _ORPHAN_SECONDS:
+                self.orphaned = True
+                self._ask(f"the launcher has ended ({self.code}), {left} has not: asking it to commit and stop")
+            if signal.SIGUSR1 not in self.signals:  # A notice of what is to come leaves more time.
+                self._insist(now - self._asked_at)
+            if self.signals.count(signal.SIGINT) > 1:
+                self._send(signal.SIGKILL)
+            if now - self._ended_at > _REMOTE_SECONDS:
+                raise UserError(
+                    f"{left} still has {self.folder}, {_REMOTE_SECONDS:.0f} s after its launcher ended. End it, or "
+                    f"remove {self.folder / 'lock'} if its host is gone."
+                )
+            time.sleep(_POLL_SECONDS)
+        stop_file(self.folder).unlink(missing_ok=True)
+
+    def _what_is_left(self) -> str | None:
+        """Who still runs; None when nobody does."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._process.pid:
+                    self.code = self._process.returncode = os.waitstatus_to_exitcode(ended[1])
+                    self._ended_at = time.monotonic()
+            return "a process on this host"
+        except ChildProcessError:
+            return holder(self.folder)
+
+    def _ask(self, line: str) -> None:
+        self.say("stop", line)
+        stop_file(self.folder).touch()
+        self._asked_at = time.monotonic()
+
+    def _insist(self, seconds: float) -> None:
+        if seconds > _TERMINATE_SECONDS:
+            self._send(signal.SIGTERM)
+        if seconds > _KILL_SECONDS:
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        """Send it once, to the launcher and its ranks on this host."""
+        if number not in self._sent:
+            self._sent.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def _settings_of(command: list[str]) -> RunConfig:
+    """The settings of the run that a command line starts. Raises UserError."""
+    if any(Path(word).name in _SCRIPTS for word in command):
+        return read_settings(RunConfig, command[_script_place(command) + 1 :])
+    raise UserError(
+        f"{' '.join(command) or 'no command'}: give the command that starts the run after --, for example: "
+        "launch/supervise.py -- deepspeed launch/pretrain.py --config FILE"
+    )
+
+
+def _hostfile_of(command: list[str]) -> Path | None:
+    """The hostfile of a deepspeed command line, if it runs on several hosts. Raises UserError."""
+    given = _option(command, "--hostfile") or _option(command, "-H")
+    path = Path(given) if given else _DEFAULT_HOSTFILE
+    if Path(command[0]).name != "deepspeed" or not (given or path.exists()):
+        return None
+    for name in ("--include", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "-i", "-e"):
+        if _option(command, name):
+            raise UserError(f"{name} beside --hostfile: supervise chooses hosts itself. Leave them out of {path}.")
+    return path
+
+
+def _option(command: list[str], name: str) -> str | None:
+    """The value of an option of the launcher: `name value` or `name=value`, before the script."""
+    words = command[: _script_place(command)]
+    for place, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+        if word == name and place + 1 < len(words):
+            return words[place + 1]
+    return None
+
+
+def _with_options(command: list[str], values: dict[str, str | None], flags: list[str]) -> list[str]:
+    """The command with these values of its launcher's options (None: without the option) and these flags."""
+    place = _script_place(command)
+    words, script = command[1:place], command[place:]
+    for name in ("-H", *values, *flags):
+        words = [word for word in words if not word.startswith(f"{name}=")]
+        while name in words:
+            at = words.index(name)
+            del words[at : at + (1 if name in flags else 2)]
+    given = [word for name, value in values.items() if value is not None for word in (name, value)]
+    return [command[0], *given, *flags, *words, *script]
+
+
+def _script_place(command: list[str]) -> int:
+    return next(place for place, word in enumerate(command) if Path(word).name in _SCRIPTS)

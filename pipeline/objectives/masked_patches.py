@@ -1,0 +1,101 @@
+"""Masked patch prediction (ViT paper, B.1.2): which patches of an image are corrupted, what is asked of them, the loss.
+
+Of half of an image's patches the embedding is corrupted: 80 % become the mask token, 10 % get the embedding of another
+patch of the image, 10 % stay as they are. The model predicts what each of them shows. It is drawn from (seed, epoch,
+sample), so that an image is corrupted alike on any number of ranks and after a restart.
+
+Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets of a patch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline import random_numbers
+from pipeline.data.loading.loader import Batch
+from pipeline.model import ViTConfig
+from pipeline.random_numbers import Purpose
+
+_COLORS = 512  # of 3 bits a channel
+_MASK_TOKEN, _OTHER_PATCH = 0.8, 0.1
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Of a model that was made for masked patch prediction."""
+
+    config: ViTConfig
+    seed: int
+
+    @property
+    def predicts_pixels(self) -> bool:
+        return self.config.masked == "pixels"
+
+    def inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the model reads beside the images: (sources int64 (B, N), corrupted int64 (B, C)); see MaskedViT."""
+        rows, columns = self.config.grid
+        N, C = rows * columns, self.config.num_corrupted
+        sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
+        corrupted = np.sort(
+            np.argsort(random_numbers.bits(self.seed, Purpose.MASKED_PATCHES, *sample), axis=1, kind="stable")[:, :C],
+            axis=1,
+        )
+        how = random_numbers.uniform(self.seed, Purpose.MASK_KIND, *sample)
+        other = (
+            np.arange(N)
+            + 1
+            + (random_numbers.uniform(self.seed, Purpose.MASK_REPLACEMENT, *sample) * (N - 1)).astype(np.int64)
+        ) % N
+        drawn = np.where(how < _MASK_TOKEN, N, np.where(how < _MASK_TOKEN + _OTHER_PATCH, other, np.arange(N)))
+        sources = np.tile(np.arange(N), (len(batch.rows), 1))
+        np.put_along_axis(sources, corrupted, np.take_along_axis(drawn, corrupted, axis=1), axis=1)
+        return torch.from_numpy(sources).to(device), torch.from_numpy(corrupted).to(device)
+
+    def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
+        """What the corrupted patches of uint8 images (B, height, width, 3) show: (B, C, T).
+
+        mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32 in [-1, 1], T = 3 P P.
+        """
+        P, stride = self.config.patch_pixels, self.config.stride * self.config.reduction
+        patches = images.permute(0, 3, 1, 2).unfold(2, P, stride).unfold(3, P, stride)  # (B, 3, rows, columns, P, P)
+        patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, 3, P, P)
+        patches = patches[torch.arange(len(images), device=images.device)[:, None], corrupted]
+        if self.predicts_pixels:
+            return patches.flatten(2).float() / 127.5 - 1
+        return mean_colors(patches, 1 if self.config.masked == "mean_color" else 4)
+
+    def losses(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Loss of each sample, float32 (B,), from predictions (B, C, outputs) and targets (B, C, T): the mean over both.
+
+        Classes: cross-entropy, of T predictions side by side. Pixels: the square of the difference.
+        """
+        if self.predicts_pixels:
+            return (predictions.float() - targets).square().mean((1, 2))
+        logits = predictions.float().view(-1, _COLORS)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(len(targets), -1).mean(1)
+
+    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor, own: None = None) -> Tensor:
+        """Mean over the batch's B places, a scalar; samples that are not `valid`, bool (B,), count as zero.
+
+        own: what `objective.batch_loss` is told of mixed images, which there are none of here.
+        """
+        return (self.losses(predictions, targets) * valid).sum() / valid.shape[0]
+
+    def color_accuracy(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Share of each sample's colours that are predicted right, float32 (B,)."""
+        logits = predictions.view(*targets.shape, _COLORS)
+        return (logits.argmax(3) == targets).float().mean((1, 2))
+
+
+def mean_colors(patches: Tensor, side: int) -> Tensor:
+    """Classes, int64 (B, C, side * side), of the mean colours of patches uint8 (B, C, 3, P, P) cut into side x side.
+
+    A class is 64 r + 8 g + b, each floor(8 mean / 255) and at most 7. The paper leaves the rounding open: it is ours.
+    """
+    P = patches.shape[-1] // side
+    sums = patches.unflatten(4, (side, P)).unflatten(3, (side, P)).sum((4, 6))  # int64 (B, C, 3, side, side)
+    bits = (8 * sums // (255 * P * P)).clamp(max=7)  # whole numbers: the same on every device
+    return (64 * bits[:, :, 0] + 8 * bits[:, :, 1] + bits[:, :, 2]).flatten(2)

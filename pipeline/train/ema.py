@@ -1,0 +1,34 @@
+"""The running mean of the weights (Polyak averaging), kept as a rank keeps the fp32 weights that it updates: its own part."""
+
+import torch
+from torch import Tensor
+
+from pipeline.train.zero_layout import Shard
+
+
+class Ema:
+    """mean = decay * mean + (1 - decay) * weights after every step; begins as the weights."""
+
+    def __init__(self, shards: list[Shard], decay: float) -> None:
+        self.weights = [shard.weights.detach() for shard in shards]
+        self.decay = decay
+        self.mean: list[Tensor] = []
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Forget the past: the mean is the weights."""
+        self.mean = [weights.clone() for weights in self.weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for mean, weights in zip(self.mean, self.weights, strict=True):
+            mean.lerp_(weights, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the mean and the weights, bit for bit; again, and all is as it was."""
+        for mean, weights in zip(self.mean, self.weights, strict=True):
+            kept = weights.clone()
+            weights.copy_(mean)
+            mean.copy_(kept)

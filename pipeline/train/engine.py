@@ -1,0 +1,395 @@
+"""DeepSpeed, and all that is particular to it: the only file that imports it.
+
+Avoided here (each has a test): gradients accumulated in bf16, an op that every start on a CPU would compile and nothing here
+calls, ZeRO configurations that train wrongly (refused in config.py).
+"""
+
+import atexit
+import datetime
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline import random_numbers
+from pipeline.checkpoint.saver import Part
+from pipeline.checkpoint.sharded_tensors import EMA, Fragments, Range
+from pipeline.checkpoint.store import Counters
+from pipeline.data.loading.loader import Batch, normalise
+from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.distributed import Ranks
+from pipeline.errors import Stopped
+from pipeline.estimate import memory
+from pipeline.estimate.plan import Plan
+from pipeline.launcher import busy_port
+from pipeline.monitor.profile import StepClock
+from pipeline.objectives.masked_patches import Masking
+from pipeline.random_numbers import Purpose
+from pipeline.settings.run import EngineConfig, OptimizerConfig
+from pipeline.train import zero_layout
+from pipeline.train.ema import Ema
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# torch and DeepSpeed disagree on the name of a collective; a user can do nothing about it.
+warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed without what its autotuner and its Muon want, which nobody here uses: MLflow and Inductor, 4 s of the 12 s
+    of every rank's start."""
+    mlflow = sys.modules.pop("mlflow", None)
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # Whoever imports it is told that it is not there.
+    try:
+        import deepspeed
+    finally:
+        del sys.modules["mlflow"]
+        if mlflow is not None:
+            sys.modules["mlflow"] = mlflow
+    from deepspeed.runtime import compiler
+
+    # Muon's functions are compiled where they are defined, and Inductor is imported for that.
+    compiled, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.original_muon
+    finally:
+        compiler.compile = compiled
+    # A collective of tensor-parallel inference alone. On a CPU every rank would load it, after a compilation of a minute, and
+    # map 66 MiB a rank of /dev/shm, under a name that outlives them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+deepspeed = _import_deepspeed()
+from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
+
+_FIRST_SCALE_POWER = 12
+# What DeepSpeed's dynamic loss scaler remembers.
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step. loss: mean over this rank's samples, a scalar on the device. grad_norm: before clipping."""
+
+    loss: Tensor
+    grad_norm: float
+
+
+def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
+    """Join the process group, before any collective; once in a process."""
+    if torch.distributed.is_initialized():
+        return
+    deepspeed_logger.setLevel("WARNING")
+    try:
+        with _quiet():
+            deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):  # It was free when the run started.
+            raise busy_port() from None
+        raise
+    if torch.distributed.get_backend() == "gloo":
+        # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
+        atexit.register(torch.distributed.destroy_process_group)
+
+
+class Engine:
+    """A model under ZeRO: forward, backward and step over micro-batches, and its own files of a checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig,
+        optimizer_config: OptimizerConfig,
+        plan: Plan,
+        ranks: Ranks,
+        seed: int,
+        clock: StepClock,
+    ) -> None:
+        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
+        self.clip = optimizer_config.clip
+        self.ema: Ema | None = None
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+        num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
+        self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
+        with _quiet():
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
+            )
+        if config.compile:
+            self.engine.compile()
+        if optimizer_config.ema_decay:
+            self.ema = Ema(zero_layout.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
+
+    def train_step(
+        self,
+        step: int,
+        batches: list[Batch],
+        lr: float,
+        loss_of: Callable[..., Tensor],
+        mixing: Mixing | None = None,
+        accept: Callable[[Tensor], bool] | None = None,
+        masking: Masking | None = None,
+    ) -> StepResult:
+        """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
+
+        loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
+        masking: the model predicts corrupted patches, and what they show stands for the labels.
+        accept: told this rank's mean loss before the last backward pass, on every rank; False there skips the step.
+        A gradient that is not finite on any rank skips the step, too. Weights and moments stay as they are, and
+        `skipped_steps` counts.
+        """
+        self.engine.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros((), device=self.ranks.device)
+        norm = None
+        for i, batch in enumerate(batches):
+            # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
+            torch.manual_seed(int(random_numbers.bits(self.seed, Purpose.DROPOUT, step, self.ranks.rank, i) >> 1))
+            pixels = batch.images.to(self.ranks.device, non_blocking=True)
+            labels, valid = batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device)
+            images, own = normalise(pixels, self.ranks.device, torch.float32), None
+            masks: tuple[Tensor, ...] = ()
+            if mixing is not None:
+                images, own = mix_images(images, valid, mixing)
+            if masking is not None:
+                masks = masking.inputs(batch, self.ranks.device)
+                labels = masking.targets(pixels, masks[1])
+            with self.clock.device("forward"):
+                loss = loss_of(self.engine(images.to(self.dtype), *masks), labels, valid, own=own)
+            total += loss.detach()
+            last = i == len(batches) - 1
+            if last and accept is not None and not accept(total / len(batches)):
+                loss = loss * float("nan")  # The one way to skip a step that all ZeRO stages know.
+            with self.clock.device("backward"):
+                self.engine.backward(loss)
+            if last and self.stage == 0:
+                norm = self._guard_gradient()
+            with self.clock.device("optimizer"):
+                self.engine.step()
+        if self.ema:
+            self.ema.update()
+        if norm is None:
+            norm = self.engine.get_global_grad_norm()
+        return StepResult(total / len(batches), math.nan if norm is None else float(norm))
+
+    def _guard_gradient(self) -> float:
+        """Stage 0: clip the gradient, reduced over ranks; one that is no number is taken away. Returns its norm before.
+
+        DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
+        """
+        parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if not norm.isfinite():
+            for parameter in parameters:
+                parameter.grad = None
+            self.engine.skipped_steps += 1
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        return float(norm)
+
+    def rehearse(
+        self,
+        batch: Batch,
+        loss_of: Callable[..., Tensor],
+        mixing: Mixing | None = None,
+        masking: Masking | None = None,
+    ) -> None:
+        """A step of this shape at a learning rate of 0, so that all that a step allocates has been there once. Collective.
+
+        Before anything is trained or loaded. Weights, counters, the loss scale and torch's random numbers are then as they
+        were, and the optimizer's state is the zeros that its first step would make.
+        """
+        counters, accumulation = self.counters(), self.engine.gradient_accumulation_steps()
+        batches = [batch] * min(2, accumulation)  # In the second one there are gradients beside the activations.
+        # DeepSpeed steps after every so many that it has counted.
+        self.engine.micro_steps = accumulation - len(batches)
+        with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
+            self.train_step(0, batches, 0.0, loss_of, mixing, masking=masking)
+        zero_layout.zero_states(self.engine)
+        self._count_on(counters)
+        self.clock.read()
+
+    @torch.no_grad()
+    def forward(self, images: Tensor, *masks: Tensor) -> Tensor:
+        """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3.
+
+        masks: what masked patch prediction reads beside them; then predictions (B, corrupted patches, outputs).
+        """
+        self.engine.eval()
+        return self.engine(normalise(images, self.ranks.device, self.dtype), *masks).float()
+
+    def features(self, images: Tensor) -> Tensor:
+        """float32 (B, D), what the head reads, of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        # By way of the whole model: at stage 3 its parameters are only there inside of its own forward pass.
+        read: list[Tensor] = []
+        hook = self.engine.module.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
+        try:
+            with torch.compiler.set_stance("force_eager"):  # What is compiled would not see the hook.
+                self.forward(images)
+        finally:
+            hook.remove()
+        return read[0].float()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model computes with the mean of its weights, if there is one. Collective."""
+        if self.ema is None:
+            yield
+            return
+        self._swap(self.ema)
+        try:
+            yield
+        except Stopped:  # On all ranks; what is trained is saved next.
+            self._swap(self.ema)
+            raise
+        self._swap(self.ema)
+
+    def _swap(self, ema: Ema) -> None:
+        ema.swap()
+        zero_layout.publish(self.engine)
+
+    def part(self) -> Part:
+        """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
+        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        ranges, where = [], []
+        for i, shard in enumerate(shards):
+            for place in shard.places:
+                if self.stage == 0:
+                    place = zero_layout.owned(place, self.ranks.rank, self.ranks.world_size)
+                if place.length:
+                    ranges.append((place.name, place.start, place.length))
+                    where.append((i, place.offset, place.length))
+        states = self._states(shards)
+        return Part(
+            ranges,
+            {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
+             for name, flats in states.items()},
+        )  # fmt: skip
+
+    def _states(self, shards: list[zero_layout.Shard]) -> dict[str, list[Tensor]]:
+        states = zero_layout.states(self.engine, shards)
+        return states | {EMA: self.ema.mean} if self.ema else states
+
+    def counters(self) -> Counters:
+        """What else is to be restored: plain numbers, the same on every rank."""
+        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        scaler = self._loss_scaler
+        return Counters(
+            zero_layout.optimizer_steps(self.engine, shards),
+            int(self.engine.global_steps),
+            self.skipped_steps,
+            {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None,
+        )
+
+    @torch.no_grad()
+    def load(self, fragments: Fragments, counters: Counters) -> None:
+        """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
+
+        Raises UserError for another model's.
+        """
+        fragments.check(self.shapes)
+        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        of_optimizer = [name for name in fragments.states if name != EMA]
+        zero_layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
+        for name, flats in self._states(shards).items():
+            if name not in fragments.states:
+                continue
+            wanted = []
+            for flat, shard in zip(flats, shards, strict=True):
+                for place in shard.places:
+                    target = flat.narrow(0, place.offset, place.length)
+                    wanted.append((target, Range(name, place.name, place.start, np.empty(place.length, np.float32))))
+            fragments.read(part for _, part in wanted)
+            for target, part in wanted:
+                target.copy_(torch.from_numpy(part.out))
+        zero_layout.publish(self.engine)
+        if self.ema and EMA not in fragments.states:
+            self.ema.begin()  # Switched on later.
+        self._count_on(counters)
+
+    def _count_on(self, counters: Counters) -> None:
+        self.engine.global_steps = counters.global_steps
+        self.engine.skipped_steps = counters.skipped_steps
+        if self._loss_scaler and counters.loss_scale:
+            for name, value in counters.loss_scale.items():
+                setattr(self._loss_scaler, name, value)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """DeepSpeed's, in fp16."""
+        return self.engine.optimizer.loss_scaler if self.dtype == torch.float16 else None
+
+    def count_communication(self) -> None:
+        """Time every collective of DeepSpeed from now on; each then waits for its end, which costs overlap."""
+        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
+
+    def communication_seconds(self) -> float:
+        """What collectives took since the last call; 0 when they are not counted."""
+        record = deepspeed.comm.comm.comms_logger.comms_dict
+        milliseconds = sum(sum(entry[1]) for sizes in record.values() for entry in sizes.values())
+        record.clear()
+        return milliseconds / 1e3
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.engine.skipped_steps)
+
+
+def deepspeed_settings(
+    config: EngineConfig, optimizer: OptimizerConfig, plan: Plan, num_parameters: int
+) -> dict[str, Any]:
+    """DeepSpeed's JSON for a run; generated, never written by hand."""
+    settings: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: ours, in _guard_gradient.
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "reduce_bucket_size": memory.reduce_bucket(num_parameters),
+            "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
+            "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
+        },
+        # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if config.offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.precision != "fp32":
+        settings[config.precision] = {"enabled": True}
+        # DeepSpeed would accumulate in 16 bits, which loses small gradients.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision == "fp16":
+        # DeepSpeed begins at 2^16; where that is too much, each halving costs two skipped steps. The scale grows by itself.
+        settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
+    return settings
+
+
+@contextmanager
+def _quiet() -> Any:
+    """DeepSpeed prints its configuration and timings to standard output; ours is for the run's own lines."""
+    sys.stdout.flush()
+    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)

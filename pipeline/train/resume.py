@@ -1,0 +1,159 @@
+"""Where a run starts: the newest whole checkpoint that is its own, else the weights given, else a new model."""
+
+from functools import partial
+from typing import Any
+
+from pipeline import model as models
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
+from pipeline.console import Console
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.distributed import Ranks
+from pipeline.errors import OneRankError, UserError
+from pipeline.estimate.plan import Plan, new_model_config
+from pipeline.model import Model
+from pipeline.settings import schema
+from pipeline.settings.run import DataConfig, Length, RunConfig, TrainConfig
+from pipeline.train.engine import Engine
+
+# What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
+# and micro-batch may change: the same samples make up the same batches.
+_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
+          "optimizer.name", "init.", "fingerprint", "classes", "excluded")  # fmt: skip
+# What may differ when the command of a finished run is given again: places, the number of ranks, how it is watched. Anything
+# else would have made another model, and nothing is left to train it with.
+_FREE_WHEN_FINISHED = (
+    "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
+    "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
+    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio", "profile.",
+    "track.", "launch.", "ranks", "evaluation_excluded", "left_out.",
+)  # fmt: skip
+_SETS_THE_RESULT = ("engine.precision",)
+
+
+def find_checkpoint(
+    checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
+) -> tuple[AnyPath | None, set[str]]:
+    """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
+
+    now: what this run is (`identity`). num_steps: its length. `latest` is mended where it names another one.
+    Raises UserError when there are some, but none that can be continued.
+    """
+    damaged: set[str] = set()
+    ranks.on_main(lambda: checkpoints.settle(console.say))
+    ranks.on_main(checkpoints.kept)  # A damaged list is said before training, not after.
+    for path in ranks.on_main(checkpoints.candidates):
+        problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
+        if not problems:
+            for text in ranks.on_main(partial(_compare, path, now, num_steps)):
+                console.say(f"changed since the checkpoint: {text}")
+            if ranks.on_main(partial(checkpoints.mend_pointer, path)):
+                console.say(f"{checkpoints.folder / LATEST} named another checkpoint, and now names {path.name}")
+            return path, damaged
+        console.say(f"{path} is damaged ({problems[0]}): not used.")
+        damaged.add(path.name)
+    if damaged:
+        raise UserError(f"no checkpoint in {checkpoints.folder} is whole. Remove that folder to start the run afresh.")
+    return None, set()
+
+
+def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
+    """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
+    # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
+    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
+    state = read_state(path)
+    then = {**_default_settings(), **nothing, **state.identity}
+    # As text: a size was a number before it could be 224x384.
+    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
+    if fixed := [text for text in changed if text.startswith(_FIXED)]:
+        raise UserError(
+            f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
+        )
+    if state.step > num_steps:
+        raise UserError(
+            f"{path} has {state.step:,} steps of training, more than train.length = {now.get('train.length')} asks for "
+            f"({num_steps:,}). Set it back, or start another run with name=..."
+        )
+    if state.step == num_steps and (other := [text for text in changed if not _is_free(text)]):
+        raise UserError(
+            f"the run is finished, and was another one: {'; '.join(other)}. Set it back to use what was trained ({path}), "
+            "raise train.length to train on, or start another run with name=..."
+        )
+    return changed
+
+
+def _is_free(change: str) -> bool:
+    return change.startswith(_FREE_WHEN_FINISHED) and not change.startswith(_SETS_THE_RESULT)
+
+
+def _default_settings() -> dict[str, Any]:
+    """Of a run, by dotted name; the required ones hold nothing that means anything."""
+    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
+    return schema.flatten(schema.to_dict(config))
+
+
+def go_back(checkpoints: Checkpoints, engine: Engine, spike: int, ranks: Ranks, console: Console) -> State | None:
+    """Load the newest whole checkpoint before step `spike`, and drop those after it; its state, None if there is none.
+
+    Collective; no save is in flight.
+    """
+    for path in ranks.on_main(checkpoints.candidates):
+        if step_of(path) >= spike:
+            continue
+        if not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
+            state = read_state(path)
+            # A kill from here on must not resume behind the spike.
+            ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
+            engine.load(Fragments.open(path), state.engine)
+            console.say(f"back to {path}, and on with the data behind the spike")
+            return state
+    console.say("there is no checkpoint before it to go back to: going on")
+    return None
+
+
+def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
+    """What a run is: its settings by dotted name, its data and its ranks. Saved with each checkpoint."""
+    return {
+        **schema.flatten(schema.to_dict(config)),
+        "fingerprint": dataset.fingerprint,
+        "classes": dataset.num_classes,
+        "ranks": plan.world_size,
+        "excluded": split.excluded,
+        "evaluation_excluded": evaluation.excluded,
+        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.left_out_by.items()},
+    }
+
+
+def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
+    """Stop a rank whose data or settings are not those of rank 0: its batches would be of another order."""
+    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
+    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
+    if other:
+        raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
+
+
+def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:
+    """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
+    settings = config.model
+    if resumed is not None:
+        return models.build(models.config_from_dict(read_state(resumed).model))
+    if config.init.weights:
+        model = models.load(
+            config.init.weights,
+            image_size=settings.image_size,
+            num_classes=dataset.num_classes if config.init.new_head else None,
+            new_head=config.init.new_head,
+            dropout=settings.dropout,
+            drop_path=settings.drop_path,
+            seed=config.seed,
+            say=console.say,
+        )
+        if model.config.num_classes != dataset.num_classes:
+            raise UserError(
+                f"{config.init.weights} has {model.config.num_classes} classes, {config.data.path} has "
+                f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
+            )
+        return model
+    return models.build(new_model_config(settings, dataset.num_classes, config.train.masked), config.seed)

@@ -1,0 +1,179 @@
+"""The process that writes checkpoints beside training: what it is given is written, whatever becomes of the rank."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from saving import STATES, job, names, newest_whole, tensors
+
+from pipeline.checkpoint import writer
+from pipeline.checkpoint.saver import Part, Saver
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.store import Checkpoints
+from pipeline.distributed import Ranks
+from pipeline.errors import CrashError, UserError
+
+ROOT = Path(__file__).parents[2]
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHECKPOINT_TEST", str(tmp_path))
+    saver = Saver(str(tmp_path), ALONE, 5)
+    yield saver
+    saver.close()
+
+
+def writers(tmp_path: Path) -> list[psutil.Process]:
+    """The writer's process, found by its environment: it is nobody's child."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("CHECKPOINT_TEST") == str(tmp_path) and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def real_part(step: int) -> tuple[Part, writer.Commit]:
+    work, memory = job(Path("/"), step)
+    os.close(memory)
+    arrays = tensors(step)
+    flat = {s: [torch.tensor(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
+    assert work.commit is not None
+    return Part(work.ranges, flat), work.commit
+
+
+def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
+    """Weights that change after save() returned are not what is saved; each save waits for the one before."""
+    for step in (1, 2, 3):
+        piece, commit = real_part(step)
+        saver.save(step, piece, commit)
+        for tensors_of_state in piece.tensors.values():
+            for tensor in tensors_of_state:
+                tensor.fill_(-1)
+        saver.mark_best(step, "val_top1", 1 / step)
+    saver.wait()
+    saver.check()
+    found = Fragments.open(tmp_path / "step-00000003").whole("weights")
+    assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
+    assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
+    reading = saver.read()
+    assert 0 < reading["checkpoint_blocked_seconds"] < 60
+    assert reading["checkpoint_write_seconds"] > 0
+    assert saver.read() == {"checkpoint_blocked_seconds": 0, "checkpoint_write_seconds": 0}
+
+
+def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder should be")
+    saver = Saver(str(tmp_path / "file" / "checkpoints"), ALONE, 5)
+    saver.save(1, *real_part(1))
+    with pytest.raises(UserError, match=r"the checkpoint was not saved: .*file/checkpoints: NotADirectoryError"):
+        saver.wait()
+    saver.close()
+
+
+def kill_writers(tmp_path: Path) -> None:
+    for process in writers(tmp_path):
+        process.kill()
+        process.wait(10)
+
+
+def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between saves; in the middle of one; and after its commit, before it could say so."""
+    monkeypatch.setenv("CHECKPOINT_TEST", str(tmp_path))
+    said: list[str] = []
+    saver = Saver(str(tmp_path), ALONE, 5, 4, said.append)
+    kill_writers(tmp_path)
+    saver.check()
+    assert said == ["the checkpoint writer of rank 0 died (it was killed) between two saves: a new one is started"]
+    saver.save(10, *real_part(10))
+    saver.wait()
+    for step in (20, 30):
+        (writer,) = writers(tmp_path)
+        writer.suspend()
+        saver.save(step, *real_part(step))
+        saver.mark_best(step, "val_top1", step / 100)
+        if step == 30:  # As far as a writer comes that is killed before its last words.
+            given = saver._in_flight[0].request.job
+            assert given is not None
+            writer.save(given, saver._memory)
+            (tmp_path / "latest").write_text("step-00000020")
+        kill_writers(tmp_path)
+        saver.tend()
+        saver.wait()
+        assert newest_whole(tmp_path) == f"step-{step:08d}"
+        assert (tmp_path / "latest").read_text() == f"step-{step:08d}"
+        assert Checkpoints(tmp_path).kept().best == f"step-{step:08d}"
+        found = Fragments.open(tmp_path / f"step-{step:08d}").whole("exp_avg")
+        assert all(np.array_equal(found[name], array) for name, array in tensors(step)["exp_avg"].items())
+    assert said[1:] == [
+        f"the checkpoint writer of rank 0 died (it was killed) while it saved step {step} (the last checkpoint: 10 steps "
+        "before): a new one does it again"
+        for step in (20, 30)
+    ]
+    assert Checkpoints(tmp_path).unfinished() == []
+    assert saver.committed_step == 30
+    saver.close()
+
+
+def test_a_writer_that_is_killed_twice_at_a_save_is_a_crash_and_no_mistake(saver: Saver, tmp_path: Path) -> None:
+    for process in writers(tmp_path):
+        process.suspend()
+    saver.save(1, *real_part(1))
+    kill_writers(tmp_path)
+    send = saver._send
+
+    def send_to_a_victim(given: Any) -> None:
+        kill_writers(tmp_path)
+        send(given)
+
+    saver._send = send_to_a_victim  # type: ignore[method-assign]
+    with pytest.raises(CrashError, match=r"the checkpoint writer of rank 0 died .* the second one at the same save"):
+        saver.wait()
+
+
+def test_what_the_writer_did_not_expect_is_a_crash(saver: Saver) -> None:
+    piece, commit = real_part(1)
+    saver.save(1, piece, replace(commit, shapes={"of": [-1]}))
+    with pytest.raises(CrashError, match=r"the checkpoint was not saved: the checkpoint writer failed: "):
+        saver.wait()
+
+
+def test_a_writer_survives_its_rank_and_every_signal_but_one(tmp_path: Path) -> None:
+    """SIGKILL right after the hand-over; the writer's own family, and its session, are signalled too."""
+    script = """
+import os, signal, sys
+from pathlib import Path
+import psutil
+sys.path.insert(0, sys.argv[2])
+from test_saver import ALONE, real_part
+from pipeline.checkpoint.saver import Saver
+saver = Saver(sys.argv[1], ALONE, 5)
+saver.save(1, *real_part(1))
+for child in psutil.Process().children(recursive=True):
+    child.kill()
+os.killpg(0, signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, Path(__file__).parent], cwd=ROOT, timeout=120, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "CHECKPOINT_TEST": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == -9, done.stderr
+    for process in writers(tmp_path):
+        for number in (1, 2, 10, 15):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        process.wait(60)
+    assert newest_whole(tmp_path) == "step-00000001"
+    assert names(tmp_path) == ["latest", "step-00000001"]

@@ -1,0 +1,160 @@
+"""The manifest: what is written is read again, fast and only as far as it is needed; damage is told in one line."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.dataset import manifest
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.errors import UserError
+
+
+def rows(first: int, labels: list[list[int]]) -> pa.Table:
+    """Samples numbered from `first`, with these labels."""
+    n = len(labels)
+    columns = {
+        "key": [f"c/{first + i}" for i in range(n)],
+        "offset": [512 + 2048 * i for i in range(n)],
+        "size": [100 + first + i for i in range(n)],
+        "ext": ["jpg" if (first + i) % 3 else "png" for i in range(n)],
+        "labels": labels,
+        "width": [32] * n,
+        "height": [24] * n,
+        "xxh128": [bytes([i]) * 16 for i in range(n)],
+    }
+    return pa.Table.from_pydict(columns, ROWS)
+
+
+def write(path: Path, name: str = "train") -> Dataset:
+    path.mkdir(exist_ok=True)
+    sizes = {f"{name}-000000.tar": 3, f"{name}-000001.tar": 2, "val-000000.tar": 1}
+    shards = []
+    for shard, samples in sizes.items():
+        (path / shard).write_bytes(b"x" * 1000)
+        shards.append(Shard(shard, shard.split("-")[0], samples, 1000, "ab" * 32))
+    tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1]]), rows(5, [[0, 1, 2]])]
+    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0})
+
+
+def test_arrays_of_a_split(tmp_path: Path, monkeypatch) -> None:
+    # Two row groups in one split.
+    monkeypatch.setattr(manifest, "_ROWS_PER_GROUP", 2)
+    write(tmp_path)
+    dataset = open_dataset(tmp_path)
+    assert (dataset.splits, dataset.classes, dataset.num_classes) == (["train", "val"], ["a", "b", "c"], 3)
+    train, val = dataset.split("train"), dataset.split("val")
+    assert (len(train), len(val)) == (5, 1)
+    assert train.shard_paths == [str(tmp_path / "train-000000.tar"), str(tmp_path / "train-000001.tar")]
+    assert train.shard_sizes.tolist() == [3, 2]
+    assert train.shard_starts.tolist() == [0, 3, 5]
+    assert train.offsets.tolist() == [512, 2560, 4608, 512, 2560]
+    assert train.sizes.tolist() == [100, 101, 102, 103, 104]
+    assert [train.labels_of(row).tolist() for row in range(5)] == [[0], [1, 2], [], [2], [1]]
+    assert val.labels_of(0).tolist() == [0, 1, 2]
+    assert (train.max_labels, val.max_labels) == (2, 3)
+    assert train.shard_of(np.array([[0, 2], [3, 4]])).tolist() == [[0, 0], [1, 1]]
+    assert train.keys([4, 0, 3]) == ["c/4", "c/0", "c/3"]
+    assert val.keys([0]) == ["c/5"]
+    for array in (train.shard_sizes, train.shard_starts, train.offsets, train.sizes, train.label_offsets):
+        assert array.dtype == np.int64
+    assert train.label_values.dtype == np.int32
+
+
+def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    assert first.fingerprint == second.fingerprint
+    assert len(first.fingerprint) == 16
+    assert write(tmp_path / "c", name="other").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "train-000001.tar").unlink(), r"train-000001.tar is missing\. .*launch/shard.py"),
+        (lambda path: (path / "train-000001.tar").write_bytes(b"x"), r"train-000001.tar has 1 bytes, but 1000"),
+        (lambda path: (path / "samples.parquet").unlink(), r"samples.parquet is missing"),
+        (lambda path: (path / "shards.parquet").write_bytes(b"?"), r"shards.parquet is damaged"),
+        (
+            lambda path: (path / "dataset.json").unlink(),
+            r"no finished data set .*Shard it first: python launch/shard.py",
+        ),
+        (lambda path: (path / "dataset.json").write_text("{"), r"dataset.json is damaged"),
+        (lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})), r"has format 'x/9'"),
+    ],
+)
+def test_damage_is_told_in_one_line(damage, said: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=said) as error:
+        open_dataset(tmp_path).split("train")
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_split_and_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no split 'test'. It has: train, val"):
+        write(tmp_path).split("test")
+    with pytest.raises(UserError, match=r"no such data set. Shard it first: python launch/shard.py"):
+        open_dataset(tmp_path / "nowhere")
+
+
+def test_a_million_rows_open_in_a_second(tmp_path: Path) -> None:
+    n = 1_000_000
+    table = pa.table(
+        [
+            pa.array(np.arange(n).astype(str)),
+            pa.array(np.arange(n) * 512),
+            pa.array(np.full(n, 400)),
+            pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), ["jpg"]),
+            pa.ListArray.from_arrays(
+                pa.array(np.arange(n + 1, dtype=np.int32)), pa.array(np.arange(n, dtype=np.int32) % 1000)
+            ),
+            pa.array(np.full(n, 32, np.int32)),
+            pa.array(np.full(n, 32, np.int32)),
+            pa.array([b"0" * 16] * n, pa.binary(16)),
+        ],
+        schema=ROWS,
+    )
+    (tmp_path / "train-000000.tar").write_bytes(b"x")
+    write_dataset(
+        tmp_path, [Shard("train-000000.tar", "train", n, 1, "")], [table], list(map(str, range(1000))), {}, {}
+    )
+    start = time.process_time()
+    split = open_dataset(tmp_path).split("train")
+    assert time.process_time() - start < 1
+    assert (len(split), split.labels_of(n - 1).tolist(), split.keys([n - 1])) == (n, [999], ["999999"])
+
+
+@pytest.mark.parametrize("label", [3, -1, 2**31 - 1])
+def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, tmp_path: Path) -> None:
+    write(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    shards = open_dataset(tmp_path).shards()
+    tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1, label]]), rows(5, [[0]])]
+    with pytest.raises(
+        UserError, match=rf"train-000001.tar: c/4 has label {label}, but there are 3 classes \(0 to 2\)"
+    ):
+        write_dataset(tmp_path, shards, tables, ["a", "b", "c"], {}, {})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as file:
+        file.write(b"old")
+    with pytest.raises(OSError, match="No space left") as error, replacing(path) as file:  # noqa: PT012
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+    assert error.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reading_needs_neither_torch_nor_ray() -> None:
+    code = "import sys, pipeline.data.dataset.manifest; assert not {'torch', 'ray', 'PIL', 'cv2'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -1,0 +1,149 @@
+"""The mapped columns of a split: what the manifest says, made once by whoever comes first, wherever they can be kept."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.dataset import mapped_index
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.mapped_index import open_index
+
+LABELS = [[row % 5] * (row % 4) for row in range(20)]
+# Of row 3 there is none.
+HASHES = [None if row == 3 else bytes([row + 1]) * 16 for row in range(20)]
+_COLUMNS = {"offset": pa.int64(), "size": pa.int64(), "labels": pa.list_(pa.int32()), "xxh128": pa.binary(16)}
+
+
+def read(columns: list[str]) -> list[pa.Table]:
+    """20 samples in row groups of 7."""
+    whole = {
+        "offset": [2**40 + row for row in range(20)],
+        "size": [3 * row for row in range(20)],
+        "labels": LABELS,
+        "xxh128": HASHES,
+    }
+    schema = pa.schema([(column, _COLUMNS[column]) for column in columns])
+    return [pa.table({column: whole[column][first : first + 7] for column in columns}, schema) for first in (0, 7, 14)]
+
+
+def check(found: mapped_index.Index) -> None:
+    assert found.offsets.tolist() == [2**40 + row for row in range(20)]
+    assert found.sizes.tolist() == [3 * row for row in range(20)]
+    starts = found.label_starts
+    assert [found.labels[starts[row] : starts[row + 1]].tolist() for row in range(20)] == LABELS
+    assert (len(found), found.max_labels, found.max_label) == (20, 3, 4)
+    assert [found.hash_of(row) for row in range(20)] == HASHES
+
+
+def refuse(columns: list[str]) -> list[pa.Table]:
+    raise AssertionError("samples.parquet is read although there is an index")
+
+
+def test_made_once_then_mapped(tmp_path: Path) -> None:
+    check(open_index("train", [tmp_path / "index"], read))
+    again = open_index("train", [tmp_path / "index"], refuse)
+    check(again)
+    assert isinstance(again.offsets.base, np.memmap)
+    assert again.note == ""
+    # Nothing but the columns, their description and the lock.
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == [".train.lock", "train"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "no json", "half json", "other format", "column gone", "killed"])
+def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    open_index("train", [tmp_path], read)
+    info = json.loads((folder / "index.json").read_text())
+    if damage == "cut":
+        (folder / "sizes").write_bytes((folder / "sizes").read_bytes()[:-8])
+    elif damage == "no json":
+        (folder / "index.json").unlink()
+    elif damage == "half json":
+        (folder / "index.json").write_text('{"format": "vit-ind')
+    elif damage == "other format":
+        (folder / "index.json").write_text(json.dumps({**info, "format": "vit-index/0"}))
+    elif damage == "column gone":
+        (folder / "labels").unlink()
+    else:  # What SIGKILL leaves in the middle of writing.
+        shutil.copytree(folder, tmp_path / ".train.tmp")
+        shutil.rmtree(folder)
+    check(open_index("train", [tmp_path], read))
+    check(open_index("train", [tmp_path], refuse))
+    assert not (tmp_path / ".train.tmp").exists()
+
+
+def test_where_the_first_folder_cannot_be_written_the_next_is_used_and_else_memory(tmp_path: Path) -> None:
+    # A file stands where the folder would be: as good as read-only, and it stops root as well.
+    (tmp_path / "data").write_text("")
+    blocked, cache = tmp_path / "data" / "index", tmp_path / "cache"
+    found = open_index("train", [blocked, cache], read)
+    check(found)
+    assert found.note == ""
+    check(open_index("train", [blocked, cache], refuse))
+
+    found = open_index("train", [blocked], read)
+    check(found)
+    assert "memory" in found.note
+    assert str(blocked) in found.note
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def half(columns: list[str]) -> list[pa.Table]:
+        yield read(columns)[0]
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        open_index("train", [tmp_path], half)
+    assert [path.name for path in tmp_path.iterdir()] == [".train.lock"]
+
+
+def test_processes_that_start_together_make_it_once(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_mapped_index import check, open_index, read
+def slow(columns):
+    with open(Path(sys.argv[1]) / "made", "a") as file:
+        file.write("x")
+    time.sleep(0.5)
+    return read(columns)
+while not (Path(sys.argv[1]) / "go").exists():
+    time.sleep(0.01)
+check(open_index("train", [Path(sys.argv[1]) / "index"], slow))
+"""
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", code, str(tmp_path), str(here)]
+    processes = [subprocess.Popen(arguments, cwd=here.parents[2]) for _ in range(3)]
+    (tmp_path / "go").touch()
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_a_data_set_has_its_index_from_the_start_and_gets_a_lost_one_back(
+    tmp_path: Path, make_dataset: Callable[..., Dataset]
+) -> None:
+    path = make_dataset(tmp_path / "data", [b"x" * (row + 1) for row in range(20)], LABELS, 8).path
+    assert len(list((path / "index").glob("train-*/index.json"))) == 1
+    for _ in range(2):
+        split = open_dataset(path).split("train")
+        assert isinstance(split.offsets.base, np.memmap)
+        assert split.sizes.tolist() == list(range(1, 21))
+        assert [split.labels_of(row).tolist() for row in range(20)] == LABELS
+        shutil.rmtree(path / "index")
+
+
+def test_another_manifest_in_the_same_folder_has_an_index_of_its_own(
+    tmp_path: Path, make_dataset: Callable[..., Dataset]
+) -> None:
+    old = make_dataset(tmp_path / "old", [b"x"] * 20, LABELS, 8).path
+    new = make_dataset(tmp_path / "new", [b"xy"] * 20, [[7]] * 20, 8).path
+    shutil.copytree(old / "index", new / "index", dirs_exist_ok=True)
+    assert open_dataset(new).split("train").labels_of(3).tolist() == [7]

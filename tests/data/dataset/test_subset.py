@@ -1,0 +1,85 @@
+"""A limit takes a random part of what the lists leave; smaller parts lie in larger ones; another seed takes another."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.subset import beyond_limit
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.errors import UserError
+from pipeline.settings.run import Limit
+
+NOTHING = np.empty(0, np.int64)
+
+
+def part(limit: str, num_rows: int = 10_000, left_out: np.ndarray = NOTHING, seed: int = 0) -> set[int]:
+    beyond = beyond_limit(num_rows, left_out, Limit.parse(limit), seed)
+    assert np.array_equal(beyond, np.unique(beyond))
+    assert not np.isin(beyond, left_out).any()
+    return set(range(num_rows)) - set(beyond.tolist()) - set(left_out.tolist())
+
+
+def test_the_smaller_lies_in_the_larger() -> None:
+    sizes = ["1", "100", "10%", "3000", "1e4"]
+    parts = [part(size) for size in sizes]
+    assert [len(rows) for rows in parts] == [1, 100, 1000, 3000, 10_000]
+    assert all(small < large for small, large in pairwise(parts))
+    left_out = np.arange(0, 10_000, 3)
+    assert part("10%", left_out=left_out) < part("50%", left_out=left_out)
+    assert len(part("10%", left_out=left_out)) == 667
+
+
+def test_it_is_random_and_the_seeds() -> None:
+    rows, other = part("20%"), part("20%", seed=1)
+    assert part("20%") == rows
+    assert 300 < len(rows & other) < 500, "of 2,000 each, 400 are in both by chance"
+    halves = np.histogram(list(rows), bins=10, range=(0, 10_000))[0]
+    assert (abs(halves - 200) < 60).all(), "from everywhere"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, make_dataset: Callable[..., Dataset]) -> Dataset:
+    """30 samples in shards of 7; the bytes of sample i are its number."""
+    files = [str(row).encode() for row in range(30)]
+    return make_dataset(tmp_path / "data", files, [[row % 5] for row in range(30)], 7)
+
+
+def test_a_limited_split_is_a_split(dataset: Dataset) -> None:
+    listed = {"split": ["train"] * 2, "row": [4, 9], "key": ["class/4", "class/9"], "reason": ["x"] * 2}
+    write_list(dataset, "bad", pa.table(listed, EXCLUDED))
+    split = dataset.split("train", limit=Limit.parse("12"), seed=5)
+    kept = sorted(part("12", 30, np.array([4, 9]), seed=5))
+    assert split.manifest_rows(np.arange(len(split))).tolist() == kept
+    reader = ShardReader(split)
+    assert [reader.read(row).decode() for row in range(12)] == [str(row) for row in kept]
+    reader.close()
+    assert split.label_values.tolist() == [row % 5 for row in kept]
+    rows, epochs = SampleOrder(split.shard_sizes, 0, 4, 2, 5).rows(np.arange(24))
+    assert sorted(rows[epochs == 0].tolist()) == list(range(12)), "an epoch is the subset"
+    assert split.notes() == ["left out of train: 18 of 30 samples (bad 2, data.limit 16)"]
+    assert split.excluded != dataset.split("train", limit=Limit.parse("12"), seed=6).excluded
+    assert dataset.split("train", limit=Limit.parse("100%")).excluded == dataset.split("train").excluded
+
+
+@pytest.mark.parametrize("limit", ["29", "0", "0.1%"])
+def test_a_limit_that_cannot_be(dataset: Dataset, limit: str) -> None:
+    listed = {"split": ["train"] * 2, "row": [4, 9], "key": ["class/4", "class/9"], "reason": ["x"] * 2}
+    write_list(dataset, "bad", pa.table(listed, EXCLUDED))
+    with pytest.raises(UserError, match=rf"data.limit = {limit} is \d+ samples, and the split has 28\."):
+        dataset.split("train", limit=Limit.parse(limit))
+
+
+def test_limits_as_people_write_them() -> None:
+    for text, said in (("9e6", "9000000"), (" 10 % ", "10%"), ("0.5%", "0.5%"), ("500 samples", "500"), (7, "7")):
+        assert str(Limit.parse(text)) == said
+        assert Limit.parse(said) == Limit.parse(text)
+    for text in ("half", "-3", "101%", "5 epochs", ""):
+        with pytest.raises(ValueError, match="write a number of samples"):
+            Limit.parse(text)

@@ -1,0 +1,356 @@
+"""Views: what is random follows from (seed, epoch, sample) alone and has the right distribution; the rest is exact."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline import random_numbers
+from pipeline.data.loading import augment
+from pipeline.data.loading.augment import eval_view, inception_crop, train_view
+from pipeline.settings.run import AugmentConfig
+
+
+@pytest.fixture(scope="module")
+def image() -> np.ndarray:
+    """Smooth, so that two resizing methods are comparable, and different everywhere."""
+    small = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
+    return cv2.resize(small, (160, 120), interpolation=cv2.INTER_CUBIC)
+
+
+def view(
+    image: np.ndarray, size: int = 32, seed: int = 0, epoch: int = 0, sample: int = 0, **config: object
+) -> np.ndarray:
+    out = np.full((size, size, 3), 77, np.uint8)
+    train_view(image, out, AugmentConfig(**config), seed, epoch, sample)
+    return out
+
+
+def evaluated(image: np.ndarray, size: int, **config: object) -> np.ndarray:
+    out = np.full((size, size, 3), 77, np.uint8)
+    eval_view(image, out, AugmentConfig(**config))
+    return out
+
+
+def crops(height: int, width: int, count: int, **config: float) -> np.ndarray:
+    """(count, 4) of (top, left, height, width)."""
+    settings = AugmentConfig(**config)
+    return np.array(
+        [inception_crop(height, width, settings, random_numbers.draws(0, 3, 0, sample)) for sample in range(count)]
+    )
+
+
+@pytest.mark.parametrize(("height", "width"), [(300, 400), (500, 200), (64, 64)])
+def test_crops_obey_area_and_aspect(height: int, width: int) -> None:
+    top, left, h, w = crops(height, width, 2000).T
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + h <= height).all()
+    assert (left + w <= width).all()
+    share = h * w / (height * width)
+    assert share.min() >= 0.05
+    assert share.max() <= 1
+    # The width is rounded to a whole pixel.
+    assert (w >= np.floor(h * 3 / 4)).all()
+    assert (w <= np.ceil(h * 4 / 3)).all()
+
+
+def test_crops_fill_their_range() -> None:
+    top, left, h, w = crops(300, 400, 2000).T
+    share, aspect = h * w / 120_000, w / h
+    assert share.min() < 0.06
+    assert share.max() > 0.95
+    assert 0.74 < aspect.min() < 0.77
+    assert 1.30 < aspect.max() < 1.35
+    # The place is uniform in what is left.
+    assert abs((top / np.maximum(300 - h, 1))[h < 250].mean() - 0.5) < 0.03
+    assert abs((left / np.maximum(400 - w, 1))[w < 350].mean() - 0.5) < 0.03
+    # As TensorFlow's sample_distorted_bounding_box: the height is uniform, for square crops from sqrt(5 %) to all of it.
+    square = crops(300, 300, 2000, aspect_min=1.0, aspect_max=1.0).T[2]
+    assert abs(square.mean() - (67 + 300) / 2) < 5
+
+
+def test_crops_reach_every_edge() -> None:
+    top, left, h, w = crops(10, 10, 500).T
+    smaller = (h < 10) & (w < 10)
+    for touches in (top == 0, left == 0, top + h == 10, left + w == 10):
+        assert touches[smaller].any()
+
+
+def test_other_ranges_are_obeyed() -> None:
+    h, w = crops(300, 400, 500, area_min=0.3, area_max=0.5, aspect_min=1.0, aspect_max=1.0).T[2:]
+    assert (h == w).all()
+    assert (h * w / 120_000).min() >= 0.3
+    assert (h * w / 120_000).max() <= 0.5
+
+
+def test_no_valid_crop_is_the_whole_image() -> None:
+    # All of a 4:1 image is far from an aspect of 1.
+    assert crops(100, 400, 20, area_min=1.0, aspect_min=1.0, aspect_max=1.0).tolist() == [[0, 0, 100, 400]] * 20
+
+
+def test_later_tries_draw_anew() -> None:
+    # Most first tries fail on so narrow a range; nearly all of 100 do not.
+    found = crops(30, 41, 200, area_min=0.30, area_max=0.31)
+    assert (found[:, 2] < 30).mean() > 0.95
+
+
+@pytest.mark.parametrize("crop", ["inception", "resize_crop", "resize_small_crop"])
+def test_same_identity_same_view(crop: str, image: np.ndarray) -> None:
+    assert np.array_equal(view(image, crop=crop, sample=5), view(image, crop=crop, sample=5))
+    others = [{"sample": 6}, {"epoch": 1, "sample": 5}, {"seed": 1, "sample": 5}]
+    for other in others:
+        assert not np.array_equal(view(image, crop=crop, sample=5), view(image, crop=crop, **other)), other
+
+
+def test_views_do_not_depend_on_order_or_threads(image: np.ndarray) -> None:
+    expected = [view(image, sample=sample) for sample in range(64)]
+    backwards = [view(image, sample=sample) for sample in reversed(range(64))][::-1]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda sample: view(image, sample=sample), range(64)))
+    for a, b, c in zip(expected, backwards, together, strict=True):
+        assert np.array_equal(a, b)
+        assert np.array_equal(a, c)
+
+
+def test_half_of_the_views_are_flipped(image: np.ndarray) -> None:
+    plain = view(image, crop="none", flip=False)
+    flipped = 0
+    for sample in range(600):
+        found = view(image, crop="none", sample=sample)
+        is_flipped = np.array_equal(found, plain[:, ::-1])
+        assert is_flipped or np.array_equal(found, plain)
+        flipped += is_flipped
+    assert 250 < flipped < 350  # 4 standard deviations
+
+
+def test_flip_and_crop_are_independent(image: np.ndarray) -> None:
+    left = crops(300, 400, 1000)[:, 1]
+    flip = np.array(
+        [np.array_equal(view(image, crop="none", sample=i), view(image, crop="none", flip=False)) for i in range(1000)]
+    )
+    assert abs(np.corrcoef(left, flip)[0, 1]) < 0.1
+
+
+def test_inception_view_is_its_crop_resized(image: np.ndarray) -> None:
+    for sample in range(20):
+        top, left, h, w = inception_crop(120, 160, AugmentConfig(), random_numbers.draws(0, 3, 0, sample))
+        expected = cv2.resize(image[top : top + h, left : left + w], (32, 32), interpolation=cv2.INTER_LINEAR)
+        assert np.array_equal(view(image, flip=False, sample=sample), expected)
+
+
+def decibels(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of uint8 images."""
+    error = np.square(a.astype(np.float64) - b).mean()
+    return float(10 * np.log10(255**2 / error)) if error else np.inf
+
+
+@pytest.mark.parametrize("size", [(60, 80), (224, 100), (37, 41), (300, 500), (121, 160)])
+def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
+    # Noise at every scale: the hardest case, shrunk by up to 16 and enlarged.
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    for part in (image, image[3:, 5:-7]):
+        for side in (32, 96, 224):
+            reference = np.asarray(Image.fromarray(part).resize((side, side), Image.Resampling.BILINEAR))
+            found = view(part, size=side, crop="none", flip=False, resize_filter="antialias")
+            assert decibels(found, reference) > 50
+            assert np.abs(found.astype(int) - reference).max() <= 1
+
+
+def test_antialias_works_on_pixels_as_they_lie() -> None:
+    # Else torch goes plane by plane, and sorts the result back: twice the time.
+    image = np.zeros((60, 80, 3), np.uint8)
+    for part in (image, image[3:, 5:-7]):
+        assert augment.resize(part, (32, 24), augment.ANTIALIAS).flags.c_contiguous
+
+
+def test_linear_is_not_antialiased(image: np.ndarray) -> None:
+    sharp = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
+    reference = np.asarray(Image.fromarray(sharp).resize((32, 32), Image.Resampling.BILINEAR))
+    assert decibels(view(sharp, crop="none", flip=False), reference) < 30
+    # Nothing to do when the view is the image.
+    square = image[:32, :32].copy()
+    assert np.array_equal(view(square, crop="none", flip=False, resize_filter="antialias"), square)
+
+
+def test_antialias_in_the_other_views(image: np.ndarray) -> None:
+    resized = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BILINEAR))
+    assert decibels(evaluated(image, 56, resize_filter="antialias"), resized[4:60, 14:70]) > 50
+    resized = np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BILINEAR))
+    assert decibels(evaluated(image, 40, eval_crop="resize", resize_filter="antialias"), resized) > 50
+    # Also where one side shrinks and the other grows.
+    wide = np.ascontiguousarray(image[:30])
+    for side, crop in ((40, {"eval_crop": "resize"}), (35, {"eval_crop": "resize_center", "eval_resize": 40})):
+        resized = np.asarray(Image.fromarray(wide).resize((40, 40), Image.Resampling.BILINEAR))
+        edge = (40 - side) // 2
+        found = evaluated(wide, side, resize_filter="antialias", **crop)
+        assert decibels(found, resized[edge : edge + side, edge : edge + side]) > 50
+    resized = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR))
+    found = view(image, crop="resize_crop", resize_to=32, flip=False, resize_filter="antialias")
+    assert decibels(found, resized) > 50
+
+
+def test_bilinear_everywhere_is_the_same_in_training_and_evaluation() -> None:
+    image = np.random.default_rng(3).integers(0, 256, (128, 170, 3), np.uint8)
+    resized = cv2.resize(image, (40, 40), interpolation=cv2.INTER_LINEAR)
+    assert np.array_equal(view(image, 40, crop="none", flip=False, resize_filter="bilinear"), resized)
+    assert np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="bilinear"), resized)
+    assert not np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="linear"), resized)
+
+
+def test_no_crop_is_a_plain_resize(image: np.ndarray) -> None:
+    assert np.array_equal(
+        view(image, crop="none", flip=False), cv2.resize(image, (32, 32), interpolation=cv2.INTER_LINEAR)
+    )
+    square = image[:32, :32].copy()
+    assert np.array_equal(view(square, crop="none", flip=False), square)
+
+
+@pytest.mark.parametrize(("resize_to", "side"), [(0, 37), (48, 48)])  # 0: 7/6 of 32
+def test_resize_crop(resize_to: int, side: int, image: np.ndarray) -> None:
+    resized = cv2.resize(image, (side, side), interpolation=cv2.INTER_LINEAR)
+    windows = {
+        resized[top : top + 32, left : left + 32].tobytes(): (top, left)
+        for top in range(side - 31)
+        for left in range(side - 31)
+    }
+    found = [
+        windows[view(image, crop="resize_crop", resize_to=resize_to, flip=False, sample=i).tobytes()]
+        for i in range(400)
+    ]
+    # Every place there is comes up, the last ones included.
+    assert {top for top, _ in found} == {left for _, left in found} == set(range(side - 31))
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) -> None:
+    # 160 x 120 with its short side made 48: 64 x 48, of which a random 32 x 32.
+    source = np.ascontiguousarray(image.transpose(1, 0, 2)) if upright else image
+    resized = cv2.resize(source, (48, 64) if upright else (64, 48), interpolation=cv2.INTER_AREA)
+    windows = {
+        resized[top : top + 32, left : left + 32].tobytes(): (top, left)
+        for top in range(resized.shape[0] - 31)
+        for left in range(resized.shape[1] - 31)
+    }
+    settings = {"crop": "resize_small_crop", "resize_to": 48, "flip": False}
+    found = [windows[view(source, sample=i, **settings).tobytes()] for i in range(600)]
+    assert {top for top, _ in found} == set(range(resized.shape[0] - 31))
+    assert {left for _, left in found} == set(range(resized.shape[1] - 31))
+
+
+def test_resize_crop_takes_384_of_448() -> None:
+    big = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
+    # At exactly 448 the resize does nothing, so each view is a piece of the image.
+    found = view(big, size=384, crop="resize_crop", flip=False)
+    places = [
+        (top, left)
+        for top in range(65)
+        for left in range(65)
+        if np.array_equal(found[0, :8], big[top, left : left + 8])
+    ]
+    assert len(places) == 1
+    top, left = places[0]
+    assert np.array_equal(found, big[top : top + 384, left : left + 384])
+
+
+def test_evaluation_view_against_pillow(image: np.ndarray) -> None:
+    # Short side to 8/7 x 56 = 64, then the middle; box filtering is the area method.
+    found = evaluated(image, 56)
+    assert np.array_equal(found, cv2.resize(image, (85, 64), interpolation=cv2.INTER_AREA)[4:60, 14:70])
+    reference = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BOX))[4:60, 14:70]
+    difference = np.abs(found.astype(int) - reference)
+    assert difference.mean() < 3
+    assert np.abs(found.astype(int) - reference[:, ::-1]).mean() > 10
+
+
+def test_evaluation_view_by_hand() -> None:
+    # 4x4 blocks of one value, made four times smaller by area: the values themselves; then the middle 2 of 2 x 4.
+    values = np.arange(8, dtype=np.uint8).reshape(2, 4) * 20
+    large = np.repeat(np.kron(values, np.ones((4, 4), np.uint8))[..., None], 3, axis=2)
+    assert evaluated(large, 2, eval_resize=2)[..., 0].tolist() == values[:, 1:3].tolist()
+    assert evaluated(large, 2, eval_crop="resize")[..., 0].tolist() == [[10, 50], [90, 130]]
+    squashed = evaluated(large, 4, eval_crop="resize")
+    assert np.array_equal(evaluated(large, 2, eval_crop="resize_center", eval_resize=4), squashed[1:3, 1:3])
+
+
+def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:
+    small = image[:20, :30].copy()
+    expected = cv2.resize(small, (384, 256), interpolation=cv2.INTER_LINEAR)[16:240, 80:304]
+    assert np.array_equal(evaluated(small, 224), expected)
+    expected = cv2.resize(small, (40, 40), interpolation=cv2.INTER_LINEAR)
+    assert np.array_equal(evaluated(small, 40, eval_crop="resize"), expected)
+
+
+def test_views_that_are_not_square(image: np.ndarray) -> None:
+    def look(of: np.ndarray, height: int, width: int, **config: object) -> np.ndarray:
+        out = np.full((height, width, 3), 77, np.uint8)
+        eval_view(of, out, AugmentConfig(**config))
+        return out
+
+    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is made 52 x 70; then the middle.
+    found = look(image, 24, 56, eval_resize=30)
+    assert np.array_equal(found, cv2.resize(image, (70, 52), interpolation=cv2.INTER_AREA)[14:38, 7:63])
+    assert np.array_equal(
+        look(image, 24, 56, eval_crop="resize"), cv2.resize(image, (56, 24), interpolation=cv2.INTER_AREA)
+    )
+    standing = np.ascontiguousarray(image.transpose(1, 0, 2))
+    for config in ({"eval_resize": 30}, {"eval_crop": "resize"}):
+        turned = look(standing, 56, 24, **config).transpose(1, 0, 2)
+        assert np.abs(turned.astype(int) - look(image, 24, 56, **config)).max() <= 1
+
+    large = cv2.resize(image, (70, 30), interpolation=cv2.INTER_LINEAR)
+    out, places = np.empty((24, 56, 3), np.uint8), set()
+    for sample in range(60):
+        train_view(image, out, AugmentConfig(crop="resize_crop", resize_to=30, flip=False), 0, 0, sample)
+        windows = [
+            (top, left)
+            for top in range(7)
+            for left in range(15)
+            if np.array_equal(out, large[top : top + 24, left : left + 56])
+        ]
+        assert len(windows) == 1
+        places |= set(windows)
+    assert {top for top, _ in places} == set(range(7))
+    everything = {"color_jitter": 0.4, "randaugment_layers": 2, "erase": 1.0}
+    for crop in ("inception", "resize_small_crop", "none"):
+        views = []
+        for _ in range(2):
+            out[:] = 77
+            train_view(image, out, AugmentConfig(crop=crop, **everything), 0, 0, 3)
+            views.append(out.copy())
+        assert np.array_equal(*views)
+        assert (views[0] == 77).all(axis=2).mean() < 0.1
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5000), (5000, 2), (2, 3), (1, 65500)])
+def test_extreme_sizes(height: int, width: int) -> None:
+    flat = np.full((height, width, 3), (10, 20, 30), np.uint8)
+    for method in ("linear", "antialias"):
+        for crop in ("inception", "resize_crop", "resize_small_crop", "none"):
+            for sample in range(5):
+                assert (view(flat, crop=crop, sample=sample, resize_filter=method) == (10, 20, 30)).all()
+        for eval_crop in ("center", "resize"):
+            assert (evaluated(flat, 224, eval_crop=eval_crop, resize_filter=method) == (10, 20, 30)).all()
+
+
+def test_a_long_image_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1 x 65500 at a short side of 256 would be 12.9 GB.
+    sizes = []
+    resize = cv2.resize
+    monkeypatch.setattr(
+        augment.cv2, "resize", lambda image, size, **rest: sizes.append(size) or resize(image, size, **rest)
+    )
+    evaluated(np.zeros((1, 65500, 3), np.uint8), 224)
+    evaluated(np.zeros((65500, 1, 3), np.uint8), 224)
+    assert sizes
+    assert max(width * height for width, height in sizes) < 2_000_000
+
+
+def test_the_middle_of_a_long_image_is_its_middle() -> None:
+    long = np.zeros((3, 3001, 3), np.uint8)
+    long[:, 1499:1502] = 200
+    found = evaluated(long, 32)
+    assert np.array_equal(found, found[:, ::-1])
+    assert found[16, 16, 0] > 150

@@ -1,0 +1,270 @@
+"""Batches: the same for any number of threads; a bad sample is counted and changes no other; too many stop the run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
+from pipeline.data.loading import augment
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.loader import Batch, Loader, View, eval_view, normalise, train_view
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.errors import UserError
+from pipeline.settings.run import AugmentConfig
+
+COUNT = 40
+LABELS = [[row % 5] if row % 4 else [row % 5, 7] for row in range(COUNT)]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, encode: Callable[..., bytes], make_dataset: Callable[..., Dataset]) -> Dataset:
+    generator = np.random.default_rng(0)
+    sides = generator.integers(20, 60, (COUNT, 2))
+    files = [encode(generator.integers(0, 256, (h, w, 3), np.uint8), "JPEG") for h, w in sides]
+    return make_dataset(tmp_path / "data", files, LABELS, 9)
+
+
+def requests(epoch: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    rows = np.random.default_rng(1).permutation(COUNT)
+    return [(rows[i : i + 12], np.full(len(rows[i : i + 12]), epoch)) for i in range(0, COUNT, 12)]
+
+
+def load(split: Split, threads: int = 2, max_bad_share: float = 0.0, epoch: int = 0) -> tuple[list[Batch], Loader]:
+    with Loader(split, train_view(AugmentConfig(), 3), 24, threads, 2, max_bad_share) as loader:
+        return list(loader.batches(requests(epoch))), loader
+
+
+def spoil(split: Split, row: int, at: int = 0, count: int = 0) -> None:
+    """Overwrite the bytes of a sample, all of them or `count`."""
+    with open(split.shard_paths[int(split.shard_of(row))], "r+b") as file:
+        file.seek(int(split.offsets[row]) + at)
+        file.write(b"\x55" * (count or int(split.sizes[row])))
+
+
+def test_samples_are_read_from_where_they_are(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    reader = ShardReader(split)
+    for row in (0, 8, 9, 39):
+        image = reader.read(row)
+        assert image[:2] == b"\xff\xd8"
+        assert image[-2:] == b"\xff\xd9"
+        assert len(image) == split.sizes[row]
+    reader.close()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_any_number_of_threads_makes_the_same_batches(threads: int, dataset: Dataset) -> None:
+    split = dataset.split("train")
+    expected, _ = load(split, 2)
+    found, _ = load(split, threads)
+    assert [len(batch.rows) for batch in found] == [12, 12, 12, 4]
+    for a, b in zip(expected, found, strict=True):
+        for name in ("images", "labels", "valid"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        assert np.array_equal(a.rows, b.rows)
+
+
+def test_a_batch_is_its_samples(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    batches, loader = load(split)
+    reader = ShardReader(split)
+    for batch, (rows, epochs) in zip(batches, requests(), strict=True):
+        assert batch.images.dtype == torch.uint8
+        assert batch.valid.all()
+        for place, row in enumerate(rows):
+            expected = np.empty((24, 24, 3), np.uint8)
+            augment.train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
+            assert np.array_equal(batch.images[place].numpy(), expected)
+            assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
+    assert not loader.bad
+
+
+def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    rows = np.arange(8)
+    epochs = np.zeros(8, np.int64)
+
+    def places(keep: list[object], of: Callable[[torch.Tensor], object]) -> int:
+        found = set()
+        with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 1, 0.0) as loader:
+            for batch in loader.batches([(rows, epochs)] * 12):
+                found.add(batch.images.data_ptr())
+                keep.append(of(batch.images))
+        return len(found)
+
+    assert places([], lambda images: None) < 6
+    # Whatever shares the memory keeps it, also after the batch and the loader are gone.
+    for of in (lambda t: t, lambda t: t.permute(0, 3, 1, 2)[2:], lambda t: t.numpy(), lambda t: t[0].numpy()[::-1]):
+        kept: list[object] = []
+        assert places(kept, of) == 12
+        for other in kept[1:]:
+            assert np.array_equal(np.asarray(kept[0]), np.asarray(other))
+
+
+def test_epochs_are_augmented_differently(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    first, second = load(split, epoch=0)[0], load(split, epoch=1)[0]
+    assert not torch.equal(first[0].images, second[0].images)
+    assert torch.equal(first[0].labels, second[0].labels)
+
+
+def test_evaluation_view_is_not_random(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    rows = np.arange(COUNT)
+    with Loader(split, eval_view(AugmentConfig(eval_crop="resize")), 24, 2, 2, 0.0) as loader:
+        (a,), (b,) = (list(loader.batches([(rows, np.full(COUNT, epoch))])) for epoch in (0, 1))
+    assert torch.equal(a.images, b.images)
+    image = decode(ShardReader(split).read(5))
+    method = cv2.INTER_AREA if min(image.shape[:2]) > 24 else cv2.INTER_LINEAR
+    assert np.array_equal(a.images[5].numpy(), cv2.resize(image, (24, 24), interpolation=method))
+
+
+@pytest.mark.parametrize(("row", "at", "count"), [(7, 0, 0), (17, 200, 100), (39, 0, 2)])
+def test_a_bad_sample_changes_no_other(row: int, at: int, count: int, dataset: Dataset) -> None:
+    split = dataset.split("train")
+    good, _ = load(split)
+    spoil(split, row, at, count)
+    found, loader = load(split, max_bad_share=0.05)
+    assert list(loader.bad) == [row]
+    assert loader.bad[row]
+    for a, b in zip(good, found, strict=True):
+        is_bad = torch.from_numpy(a.rows == row)
+        assert torch.equal(b.valid, ~is_bad)
+        assert torch.equal(a.images[~is_bad], b.images[~is_bad])
+        assert torch.equal(a.labels[~is_bad], b.labels[~is_bad])
+        assert (b.images[is_bad] == 0).all()
+        assert (b.labels[is_bad] == -1).all()
+
+
+def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> None:
+    """Most flipped bits of a JPEG only change its pixels: the manifest's hash tells."""
+    split = dataset.split("train")
+    good, _ = load(split)
+    row, at = 7, int(split.sizes[7]) // 2
+    path = Path(split.shard_paths[int(split.shard_of(np.array(row)))])
+    content = bytearray(path.read_bytes())
+    content[int(split.offsets[row]) + at] ^= 1
+    path.write_bytes(content)
+    decode(bytes(content[int(split.offsets[row]) : int(split.offsets[row]) + int(split.sizes[row])]))  # It does decode.
+    found, loader = load(split, max_bad_share=0.05)
+    assert list(loader.bad) == [row]
+    assert loader.bad[row].endswith("are not those of the manifest (xxh128)")
+    for a, b in zip(good, found, strict=True):
+        is_bad = torch.from_numpy(a.rows == row)
+        assert torch.equal(b.valid, ~is_bad)
+        assert torch.equal(a.images[~is_bad], b.images[~is_bad])
+        assert (b.images[is_bad] == 0).all()
+    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7: its bytes in .*xxh128"):
+        load(split, max_bad_share=0.0)
+
+
+def test_a_left_out_sample_does_not_move_the_hashes(dataset: Dataset) -> None:
+    split = dataset.split("train").only(np.delete(np.arange(COUNT), [0, 3, 20]))
+    reader = ShardReader(split)
+    assert [reader.read(row) for row in range(len(split))]
+
+
+def test_images_of_data_sets_of_the_first_format_are_not_compared(dataset: Dataset) -> None:
+    """Those have SHA-256, which would cost a tenth of the time of decoding."""
+    path = dataset.path / SAMPLES_FILE
+    table = pq.read_table(path).drop_columns("xxh128")
+    pq.write_table(table.append_column("sha256", pa.array([b"0" * 32] * COUNT, pa.binary(32))), path)
+    info = json.loads((dataset.path / INFO).read_text())
+    info["files"][SAMPLES_FILE] = file_sha256(path)
+    info.pop("checksum", None)
+    (dataset.path / INFO).write_text(json.dumps({**info, "format": "vit-dataset/1"}))
+    split = open_dataset(dataset.path).split("train")
+    assert split.hash_of(3) is None
+    _, loader = load(split)
+    assert not loader.bad
+
+
+def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    path = Path(split.shard_paths[4])  # the last 4 samples
+    path.write_bytes(path.read_bytes()[: int(split.offsets[38])])
+    found, loader = load(split, max_bad_share=0.1)
+    assert sorted(loader.bad) == [38, 39]
+    assert "ends before byte" in loader.bad[38]
+    assert sum(int(batch.valid.sum()) for batch in found) == COUNT - 2
+
+
+def test_a_bad_sample_is_counted_once(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    spoil(split, 7)
+    with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 2, 0.025) as loader:  # a budget of one
+        for epoch in range(3):
+            list(loader.batches(requests(epoch)))
+        assert list(loader.bad) == [7]
+
+
+def test_too_many_bad_samples_stop_the_run(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    for row in (7, 17, 27):
+        spoil(split, row)
+    load(split, max_bad_share=0.075)
+    with pytest.raises(UserError) as error:
+        load(split, max_bad_share=0.05)
+    said = str(error.value)
+    assert "3 samples of 40 cannot be read, more than data.max_bad_share = 0.05 allows (2)" in said
+    assert any(f"the first is class/{row}: " in said for row in (7, 17, 27))
+    assert "\n" not in said
+
+
+def test_no_budget_stops_at_the_first(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    spoil(split, 7)
+    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7"):
+        load(split, max_bad_share=0.0)
+
+
+def test_a_small_split_may_have_one_bad_sample(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    spoil(split, 7)
+    load(split, max_bad_share=0.001)
+
+
+def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
+    def broken(image: np.ndarray, out: np.ndarray, epoch: int, row: int) -> None:
+        raise TypeError("ours")
+
+    view = View(None, broken)
+    with Loader(dataset.split("train"), view, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
+        list(loader.batches(requests()))
+
+
+def test_decoding_runs_ahead_but_not_away(dataset: Dataset) -> None:
+    asked = 0
+
+    def endless():
+        nonlocal asked
+        while True:
+            asked += 1
+            yield np.arange(4), np.zeros(4, np.int64)
+
+    with Loader(dataset.split("train"), train_view(AugmentConfig(), 3), 24, 2, 3, 0.0) as loader:
+        batches = loader.batches(endless())
+        next(batches)
+        assert asked == 4
+        next(batches)
+        assert asked == 5
+
+
+def test_normalise() -> None:
+    images = torch.zeros((1, 2, 3, 3), dtype=torch.uint8)
+    images[0, 0, 1] = torch.tensor([0, 51, 255], dtype=torch.uint8)
+    found = normalise(images, torch.device("cpu"), torch.float32)
+    assert found.shape == (1, 3, 2, 3)
+    torch.testing.assert_close(found[0, :, 0, 1], torch.tensor([-1, -0.6, 1]))
+    assert found[0, 0, 1, 2] == -1
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(-1, -1, -1, 3)
+    values = normalise(every, torch.device("cpu"), torch.float32)[0, 0].ravel()
+    torch.testing.assert_close(values, torch.linspace(-1, 1, 256), rtol=0, atol=1e-6)
+    assert normalise(every, torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16

@@ -1,0 +1,85 @@
+"""Google's API, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set's whole way."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from faulty_s3 import bucket_path, put
+
+from data_tools.check.verify_shard import Job, check_shard
+from data_tools.sources import list_source
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.storage.bucket import ObjectReader, name_inside, version, walk_files
+from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.storage.retry import Patience, StorageError
+from pipeline.settings.data import ShardConfig
+
+
+def test_objects_are_files(gcs: str) -> None:
+    folder = bucket_path(f"gs://models/set{gcs}")
+    large = os.urandom(21_000_000)
+    contents = {"a.gz": b"no gzip at all", "large": large, "sub/deep/x.tar": b"deep"}
+    for name, data in contents.items():
+        put(folder / name, data)
+    assert {name_inside(path, folder): size for path, size in walk_files(folder)} == {
+        name: len(data) for name, data in contents.items()
+    }
+    assert folder.sizes() == {"a.gz": 14, "large": len(large)}
+    assert sorted(path.name for path in folder.iterdir()) == ["a.gz", "large", "sub"]
+    assert all((folder / name).read_bytes() == data for name, data in contents.items())
+    with (folder / "large").open() as file:
+        file.seek(-7, os.SEEK_END)
+        assert file.read() == large[-7:]
+    assert folder.is_dir()
+    assert (folder / "sub").is_dir()
+    assert (folder / "a.gz").is_file()
+    assert not (folder / "nothing").exists()
+    with pytest.raises(FileNotFoundError, match="set/nothing"):
+        (folder / "nothing").read_bytes()
+    before, reader = version(folder / "a.gz"), ObjectReader(folder / "a.gz")
+    assert reader.read_at(3, 5) == b"gzip "
+    put(folder / "a.gz", b"another thing")
+    assert before
+    assert version(folder / "a.gz") != before
+    # Who has opened it never gets bytes of another version.
+    with pytest.raises(FileNotFoundError, match=r"set/a\.gz"):
+        reader.read_at(3, 5)
+    (folder / "a.gz").unlink()
+    (folder / "a.gz").unlink(missing_ok=True)
+    folder.remove_tree()
+    folder.remove_tree()  # What is not there is not waited for.
+    assert list(walk_files(folder)) == []
+    assert folder.patience.retries == 0
+    with pytest.raises(StorageError, match="no such bucket"):
+        bucket_path(f"gs://nobody/set{gcs}").exists()
+
+
+def test_a_data_set_is_read_checked_and_listed(
+    gcs: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "index"))
+    copy = shutil.copytree(dataset, tmp_path / "tiny", ignore=shutil.ignore_patterns("index"))
+    url = f"gs://models/tiny{gcs}"
+    folder = bucket_path(url)
+    for path in copy.iterdir():
+        put(folder / path.name, path.read_bytes())
+    local = ShardReader(open_dataset(dataset).split("train"))
+    for cache in (None, ShardCache(tmp_path / "cache", 10**9)):
+        split = open_dataset(url, Storage(Patience(5), cache)).split("train")
+        reader = ShardReader(split)
+        assert all(reader.read(row) == local.read(row) for row in range(0, 150, 7 if cache is None else 1))
+        assert split.storage.patience.retries == 0
+    data = open_dataset(url)
+    for shard, damage in zip(data.shards(), (False, True), strict=False):
+        if damage:
+            put(folder / shard.name, bytes(shard.bytes))
+        found = check_shard(Job(url, shard, None, 0, data.num_classes, None)).findings["kind"].to_pylist()
+        assert ("checksum" in found) == damage
+
+    copy_to = f"gs://models/raw{gcs}"
+    for name in ("cat/1.jpg", "dog/2.jpg"):
+        put(bucket_path(copy_to) / name, b"x")
+    listing = list_source(bucket_path(copy_to), ShardConfig(source=copy_to, out="unused"), tmp_path)
+    assert listing.classes == ["cat", "dog"]

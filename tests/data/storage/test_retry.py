@@ -1,0 +1,54 @@
+"""A storage that does not answer is named while a command waits for it."""
+
+import time
+
+import pytest
+
+from pipeline.data.storage import retry
+from pipeline.data.storage.retry import Patience, StorageError
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_SECONDS_TO_SAY", 0.1)
+
+
+def slow() -> str:
+    time.sleep(0.3)
+    return "content"
+
+
+def test_a_wait_for_the_first_answer_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = Patience(seconds=600)
+    assert [waiting.trying("s3://bucket/x", slow) for _ in range(3)] == ["content"] * 3
+    said = "waiting for s3://bucket/x: no answer yet; its requests are repeated for at most 10 minutes (data.retry_minutes)\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_answer_in_time_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = Patience()
+    assert waiting.trying("s3://bucket/x", lambda: 1) == 1
+    waiting = Patience()
+
+    def missing() -> None:
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        waiting.trying("s3://bucket/x", missing)
+    waiting.trying("s3://bucket/x", slow)
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("Couldn't resolve host name")
+
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(StorageError):
+        Patience(seconds=0.3).trying("s3://bucket/x", fail)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(StorageError, match="out of reach"):
+        Patience(seconds=0.3).trying("s3://bucket/x", fail)
+    assert capsys.readouterr().err.startswith("waiting for s3://bucket/x: no answer yet")

@@ -1,0 +1,334 @@
+"""Data sets in a bucket are read and written like local ones; a node's ranks share one cache of their shards."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
+
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.storage import bucket
+from pipeline.data.storage.bucket import name_inside, to_path, walk_files
+from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.storage.retry import Patience
+from pipeline.errors import UserError
+from pipeline.settings.run import AugmentConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+Server = tuple[S3, str]
+
+
+def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 60.0, split: str = "train"):
+    """A split of the data set at url, read through a cache."""
+    storage = Storage(Patience(5), ShardCache(folder, max_bytes, in_use_seconds))
+    return open_dataset(url, storage).split(split)
+
+
+def downloads(s3: S3) -> list[str]:
+    """Names of the shards that were asked for, once for each request."""
+    return [request.rpartition("/")[2] for request in s3.requests if request.startswith("GET") and ".tar" in request]
+
+
+def test_locations() -> None:
+    assert to_path("data/x") == Path("data/x")
+    assert to_path("~/x") == Path.home() / "x"
+    path = to_path("s3://bucket//a/b/?region=eu-west-1")
+    assert str(path) == "s3://bucket/a/b?region=eu-west-1"
+    assert str(path / "c.tar") == "s3://bucket/a/b/c.tar?region=eu-west-1"
+    assert str(to_path(str(path / "c.tar"))) == str(path / "c.tar")
+    assert (path / "c.tar").name == "c.tar"
+    assert name_inside(path / "c.tar", to_path("s3://bucket/a")) == "b/c.tar"
+    assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
+    assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
+    for wrong, said in (("hdfs://a/b", "hdfs:// is not known"), ("s3://", "names no bucket"),
+                        ("s3://a/b?regoin=x", "unknown option 'regoin'")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            to_path(wrong)
+
+
+def test_objects_are_files(s3: Server) -> None:
+    folder = bucket_path(f"{s3[1]}/set")
+    large = np.random.default_rng(0).bytes(2**20 * 21)  # three parts
+    contents = {"a.gz": b"no gzip at all", "empty": b"", "large": large, "sub/x.tar": b"deep"}
+    for name, data in contents.items():
+        put(folder / name, data)
+    assert {name_inside(path, folder): size for path, size in walk_files(folder)} == {
+        k: len(v) for k, v in contents.items()
+    }
+    assert folder.sizes() == {"a.gz": 14, "empty": 0, "large": len(large)}
+    assert sorted(path.name for path in folder.glob("[!.]*")) == ["a.gz", "empty", "large", "sub"]
+    assert all((folder / name).read_bytes() == data for name, data in contents.items())
+    with (folder / "large").open() as file:
+        file.seek(-7, os.SEEK_END)
+        assert file.read() == large[-7:]
+        file.seek(2**20 - 3)
+        assert file.read(10) == large[2**20 - 3 : 2**20 + 7]
+    assert folder.is_dir()
+    assert (folder / "sub").exists()
+    assert not (folder / "nothing").exists()
+    with pytest.raises(FileNotFoundError, match="set/nothing"):
+        (folder / "nothing").read_bytes()
+    (folder / "empty").unlink()
+    (folder / "empty").unlink(missing_ok=True)
+    assert "empty" not in folder.sizes()
+    folder.remove_tree()
+    folder.remove_tree()
+    assert list(walk_files(folder)) == []
+
+
+def test_what_fails_while_it_is_written_is_not_there(s3: Server) -> None:
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, b"old")
+    with pytest.raises(ValueError, match="ours"), replacing(path) as file:  # noqa: PT012
+        file.write(b"x" * 10_000_000)
+        raise ValueError("ours")
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, dataset: Path, tmp_path: Path) -> None:
+    copy_folder(dataset, f"{s3[1]}/tiny")
+    storage = Storage(Patience(5), ShardCache(tmp_path / "cache", 10**9) if with_cache else None)
+    rows = np.random.default_rng(0).permutation(150)
+    found = []
+    for split in (open_dataset(dataset).split("train"), open_dataset(f"{s3[1]}/tiny", storage).split("train")):
+        with Loader(split, eval_view(AugmentConfig()), 16, 2, 2, 0.0) as loader:
+            found.append(list(loader.batches((rows[i : i + 25], np.zeros(25, int)) for i in range(0, 150, 25))))
+        assert split.keys([149, 0]) == ["train00149", "train00000"]
+    for local, remote in zip(*found, strict=True):
+        assert torch.equal(local.images, remote.images)
+        assert torch.equal(local.labels, remote.labels)
+        assert remote.valid.all()
+    assert storage.patience.retries == 0
+    assert len(downloads(s3[0])) == (4 if with_cache else 150)
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from pipeline.data.storage.bucket import Patience
+from pipeline.data.storage.cache import ShardCache, Storage
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.loading.shard_reader import ShardReader
+
+url, folder, max_bytes, in_use_seconds = sys.argv[1:]
+cache = ShardCache(Path(folder), int(max_bytes), float(in_use_seconds))
+split = open_dataset(url, Storage(Patience(20), cache)).split("train")
+print("ready", flush=True)
+sys.stdin.readline()
+reader = ShardReader(split)
+for _ in range(2):
+    for row in range(len(split)):
+        reader.read(row)
+reader.close()
+print(cache.downloads)
+"""
+
+
+def start_reading(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", READ_ALL, *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    copy_folder(dataset, f"{s3[1]}/tiny")
+    processes = [start_reading(f"{s3[1]}/tiny", tmp_path, 10**9, 60) for _ in range(2)]
+    s3[0].fail(slow, ".tar")  # Each waits for the other's downloads.
+    for process in processes:
+        print(file=process.stdin, flush=True)
+    counts = [int(process.communicate(timeout=60)[0]) for process in processes]
+    assert sum(counts) == 4
+    assert sorted(downloads(s3[0])) == sorted(f"train-{i:06d}.tar" for i in range(4))
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]
+
+
+def test_a_killed_rank_holds_up_nobody(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    server, url = s3
+    copy_folder(dataset, f"{url}/tiny")
+    process = start_reading(f"{url}/tiny", tmp_path, 10**9, 60)
+    server.fail(slow, "GET", times=1)
+    assert process.stdin
+    print(file=process.stdin, flush=True)
+    while not list(tmp_path.glob("*.part")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert list(tmp_path.glob("*.part"))
+    split = cached(f"{url}/tiny", tmp_path)
+    reader = ShardReader(split)
+    begin = time.monotonic()
+    assert all(reader.read(row) for row in range(150))
+    assert time.monotonic() - begin < 5
+    assert len(list(tmp_path.glob("*.shard"))) == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    url = s3[1]
+    copy_folder(dataset, f"{url}/tiny")
+    split = cached(f"{url}/tiny", tmp_path)
+    sizes = split.shard_bytes.tolist()
+    # What a rank that was killed left of another data set's shard makes room first.
+    (tmp_path / f"{'0' * 64}.part").write_bytes(bytes(10**7))
+    split = cached(f"{url}/tiny", tmp_path, sizes[0] + sizes[1], in_use_seconds=0)
+    cache = split.storage.cache
+    assert cache
+    paths = [bucket_path(shard) for shard in split.shard_paths]
+
+    def fetch(shard: int) -> None:
+        file = cache.open(paths[shard], sizes[shard], split.shard_sha256[shard].as_py())
+        assert file is not None
+        os.close(file)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= cache.max_bytes
+        time.sleep(0.01)  # Times of last use differ.
+
+    for shard in (0, 1, 0, 2):
+        fetch(shard)
+    assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
+    assert (cache.downloads, cache.evictions) == (3, 1)
+    # Evicted under a reader, a shard stays readable until the reader lets it go.
+    reader = ShardReader(split)
+    first = reader.read(0)
+    fetch(1)
+    fetch(2)
+    assert not cache.has(split.shard_sha256[0].as_py())
+    assert reader.read(0) == first
+
+
+def test_shards_in_use_are_not_evicted_but_others_read_in_ranges(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    server, url = s3
+    copy_folder(dataset, f"{url}/tiny")
+    split = cached(f"{url}/tiny", tmp_path, max_bytes=int(open_dataset(dataset).split("train").shard_bytes[:2].sum()))
+    reader, local = ShardReader(split), ShardReader(open_dataset(dataset).split("train"))
+    assert all(reader.read(row) == local.read(row) for row in range(150))
+    assert split.storage.cache
+    assert (split.storage.cache.downloads, split.storage.cache.evictions) == (2, 0)
+    assert downloads(server).count("train-000003.tar") == 30
+
+
+def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    copy_folder(dataset, f"{s3[1]}/tiny")
+    split = cached(f"{s3[1]}/tiny", tmp_path)
+    assert split.storage.cache
+    reader = ShardReader(split)
+    asked = [(np.arange(first, first + 10),) for first in range(0, 150, 10)]
+    requests = reader.ahead(iter(asked))
+    passed = [next(requests)]
+    deadline = time.monotonic() + 10
+    while not all(map(split.storage.cache.has, split.shard_sha256.to_pylist()[:2])):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    passed += requests
+    assert [request[0].tolist() for request in passed] == [request[0].tolist() for request in asked]
+    reader.close()
+
+
+def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    copy_folder(dataset, f"{s3[1]}/tiny")
+    size = int(open_dataset(dataset).split("train").shard_bytes.max())
+    reader = ShardReader(
+        cached(f"{s3[1]}/tiny", tmp_path, max_bytes=2 * size)
+    )  # of which half may be filled: one shard
+    asked = []
+
+    def requests():
+        for first in range(0, 150, 10):
+            asked.append(first)
+            yield (np.arange(first, first + 10),)
+
+    passed = reader.ahead(requests())
+    for seen in range(1, 16):
+        next(passed)
+        # All of this shard, and the first request of the next.
+        assert len(asked) - seen <= 5
+    reader.close()
+
+
+def test_a_process_ends_at_once_while_it_downloads(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    server, url = s3
+    copy_folder(dataset, f"{url}/tiny")
+    code = f"""
+import time, numpy as np, sys
+sys.path[:0] = [{str(ROOT / "tests/data/storage")!r}, {str(ROOT / "tests/helpers")!r}]
+from test_storage import cached, ShardReader, Path
+reader = ShardReader(cached({f"{url}/tiny"!r}, Path({str(tmp_path)!r})))
+requests = reader.ahead((np.array([row]),) for row in range(150))
+next(requests)
+time.sleep(0.2)
+print("over", time.time())
+"""
+    server.fail(stall, "train-000001.tar")  # It would take longer than the test may.
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.time() - float(done.stdout.split()[1]) < 20, "not at the pace of the download"
+    assert done.stderr == ""
+
+
+def test_a_forked_process_reads_on(s3: Server) -> None:
+    path = bucket_path(f"{s3[1]}/file")
+    put(path, b"content")
+    assert path.read_bytes() == b"content"
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if path.read_bytes() == b"content" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
+    """A machine that is in no cloud, where the address that gives out credentials does not answer."""
+    put(bucket_path(f"{s3[1]}/file"), b"content")
+    code = f"from pipeline.data.storage.bucket import to_path; print(to_path({f'{s3[1]}/file'!r}).read_text())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        environment["AWS_ENDPOINT_URL"] = s3[0].url
+        begin = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "content\n", done.stderr
+    assert time.monotonic() - begin < 8
+
+
+def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "127.0.0.1,.internal")
+    assert bucket._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
+    assert bucket._proxy("minio.example:9000") == "http://proxy.example:3128"
+    assert bucket._proxy("https://minio.internal") is None
+    assert bucket._proxy("http://minio.example") is None
+
+
+def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:
+    url = f"{s3[1]}/tiny"
+    copy_folder(dataset, url)
+    local = ShardReader(open_dataset(dataset).split("train"))
+    remote = open_dataset(url)
+    keys = remote.table("train").keys(range(41))
+    rows = [{"split": "train", "row": row, "key": key, "reason": "test"} for row, key in enumerate(keys)]
+    write_list(remote, "damaged", pa.Table.from_pylist(rows, EXCLUDED))
+    bucket_path(f"{url}/train-000000.tar").unlink()
+    split = cached(url, tmp_path)
+    assert (len(split), split.left_out_by, split.index.note) == (109, {"damaged": 41}, "")
+    reader = ShardReader(split)
+    assert all(reader.read(row) == local.read(41 + row) for row in range(109))
+    assert not [path for path, _ in bucket_path(url).walk() if "/index/" in str(path)]
+    with pytest.raises(UserError, match=r"train-000000.tar is missing"):
+        remote.split("train", "none")
+    # Of a shard that is read in part too: who downloads it compares its checksum.
+    put(bucket_path(f"{url}/train-000001.tar"), b"cut")
+    with pytest.raises(UserError, match=r"train-000001.tar has 3 bytes"):
+        remote.split("train")

@@ -1,0 +1,146 @@
+"""Benchmarks: what is timed is what ran, in turns; what is missing or fails costs its own line only."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+
+from data_tools.bench import augment, measure, peers
+from data_tools.bench.measure import Contestant, Timing, race, table
+from pipeline.errors import UserError
+from pipeline.settings.data import BenchConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def slow() -> Iterator[int]:
+    time.sleep(0.3)  # Start-up, which is not part of the rate.
+    for _ in range(5):
+        yield 10
+        time.sleep(0.02)
+
+
+def test_the_first_third_does_not_count() -> None:
+    assert measure._rate([10] * 6, [5.0, 6.0, 6.5, 7.0, 7.5, 8.0]) == 40 / 2
+    assert measure._rate([10, 10], [5.0, 6.0]) == 10
+    assert measure._rate([10], [5.0]) == 2
+
+
+def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("two\nlines")
+
+    def killed() -> Iterator[int]:
+        yield 1
+        os._exit(3)
+
+    named = {"slow": slow, "missing": slow, "broken": broken, "killed": killed}
+    contestants = [
+        Contestant(name, ("uint8",), 1, work, "no_such_loader" if name == "missing" else "sys")
+        for name, work in named.items()
+    ]
+    results = race(contestants, 2)
+    timing = results["slow"]
+    assert isinstance(timing, Timing)
+    assert 50 < timing.rate <= 500  # 40 images in 4 x 0.02 s, on a busy machine later
+    assert 0.3 <= timing.first < 3
+    assert timing.per_cpu > 100
+    assert results["missing"] == "no_such_loader is not installed"
+    assert results["broken"] == "ValueError: two"
+    assert results["killed"] == "its process died"
+    turns = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert turns == ["slow", "missing", "broken", "killed", "slow"]
+    lines = table(contestants, results, ("output",)).splitlines()
+    assert len(lines) == 6
+    assert "not measured: its process died" in lines[5]
+
+
+def test_processor_time_counts_worker_processes() -> None:
+    def busy(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    def work() -> Iterator[int]:
+        child = os.fork()
+        if not child:
+            busy(0.3)
+            os._exit(0)
+        os.waitpid(child, 0)
+        yield 30
+
+    timing = race([Contestant("forks", (), 1, work, prepare=partial(busy, 1.0))], 1)["forks"]
+    assert isinstance(timing, Timing)
+    # 30 images in 0.3 s; in 1.3 s, if what comes before the clock starts were counted.
+    assert 30 < timing.per_cpu <= 100
+
+
+def test_views_of_other_loaders() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(pixels)
+    for view in (peers.linear, peers.antialias):
+        found = view(data, 24)
+        assert found.shape == (24, 24, 3)
+        assert found.dtype == np.uint8
+    found = peers.pillow_float(data, 24)
+    assert found.shape == (3, 24, 24)
+    assert abs(float(found.mean())) < 1
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of three wide JPEGs."""
+    source = tmp_path / "photos"
+    source.mkdir()
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (40, 300, 3), np.uint8)
+        Image.fromarray(pixels).save(source / f"{i}.jpg")
+    return source
+
+
+def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
+    config.check()
+    augment.run(config)
+    torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(augment.SETTINGS) + 4
+    assert [line.endswith(" 1.00 x") for line in lines[:6]] == [True, False, False, False, False, True]
+    with pytest.raises(UserError, match="batch = 3 must be even"):
+        replace(config, batch=3).check()
+    with pytest.raises(UserError, match="folder = /nowhere: there is no such folder"):
+        replace(config, folder="/nowhere").check()
+
+
+def test_the_command(source: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, ROOT / "launch" / "bench.py", "shard", f"source={source}", "images=8", "batch=4"]
+    done = subprocess.run(
+        [*command, "rounds=1", f"folder={scratch}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        cwd="/",
+        preexec_fn=lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]),  # One core: half the lines.
+    )
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ours") or line.startswith("| ShardWriter")]
+    assert len(rows) == 6
+    assert "not measured" not in "".join(rows)
+    assert not list(scratch.iterdir())
+    wrong = subprocess.run([*command[:3], f"source={tmp_path}/none"], capture_output=True, text=True, timeout=200)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(f"error: source = {tmp_path}/none: no such file or folder.")

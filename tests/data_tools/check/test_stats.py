@@ -1,0 +1,185 @@
+"""The numbers are those of the files; the pictures show them; nothing but the contact sheet reads a shard."""
+
+import csv
+import io
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from mlflow.tracking import MlflowClient
+from PIL import Image
+from raw_images import jpeg, noise, settings, write_folder
+
+from data_tools.check import contact_sheet, count, stats
+from data_tools.sharding import shard
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.errors import UserError
+from pipeline.settings.data import StatsConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(data: Path, out: Path, **others: object) -> dict:
+    return stats.run(StatsConfig(data=str(data), out=str(out), **others))
+
+
+def synthetic(path: Path, labels: list[list[list[int]]], num_classes: int) -> Dataset:
+    """A manifest of these labels, shard by shard, of which no tar exists; sample i is 100 + i wide and 200 high."""
+    path.mkdir()
+    shards, tables, first = [], [], 0
+    for number, of_shard in enumerate(labels):
+        n = len(of_shard)
+        rows = {
+            "key": [f"{first + i}" for i in range(n)],
+            "offset": [0] * n,
+            "size": [1000 * (1 + i % 3) for i in range(n)],
+            "ext": ["png" if i == 0 else "jpg" for i in range(n)],
+            "labels": of_shard,
+            "width": [100 + first + i for i in range(n)],
+            "height": [200] * n,
+            "xxh128": [b"0" * 16] * n,
+        }
+        shards.append(Shard(f"train-{number:06d}.tar", "train", n, 5000 + number, ""))
+        tables.append(pa.Table.from_pydict(rows, ROWS))
+        first += n
+    return write_dataset(path, shards, tables, [f"c{i}" for i in range(num_classes)], {}, {})
+
+
+def test_numbers_of_a_manifest_without_tars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic(tmp_path / "data", [[[0], [0, 1], []], [[0], [2], [0, 1]]], 5)
+    found = run(tmp_path / "data", tmp_path / "out", sheet=0)
+    train = json.loads((tmp_path / "out" / "stats.json").read_text())["splits"]["train"]
+    assert train == found["splits"]["train"]
+    assert (train["samples"], train["bytes"]) == (6, 12000)
+    assert train["classes"] == {
+        "max": 4, "median": 2.0, "min": 1, "imbalance": 4.0, "largest": "c0", "smallest": "c2", "with_one_image": 1,
+        "empty": 2, "first_empty": ["c3", "c4"],
+    }  # fmt: skip
+    assert train["labels_per_sample"] == {"0": 1, "1": 3, "2": 2}
+    assert train["formats"] == {"jpg": 4, "png": 2}
+    assert train["width"] == {"min": 100, "p5": 100, "median": 102, "p95": 105, "max": 105}
+    assert train["height"] == {"min": 200, "p5": 200, "median": 200, "p95": 200, "max": 200}
+    assert train["short_side"]["max"] == 105
+    assert train["aspect_ratio"]["min"] == pytest.approx(0.5, rel=0.006)
+    assert train["aspect_ratio"]["max"] == pytest.approx(105 / 200, rel=0.006)
+    assert train["bytes_per_image"]["median"] == pytest.approx(2000, rel=0.006)
+    assert train["shards"]["count"] == 2
+    assert (train["shards"]["bytes_min"], train["shards"]["bytes_max"]) == (5000, 5001)
+    classes = list(csv.reader(io.StringIO((tmp_path / "out" / "classes.csv").read_text())))
+    assert classes == [["class", "train"], ["c0", "4"], ["c1", "2"], ["c2", "1"], ["c3", "0"], ["c4", "0"]]
+    assert "2 without any: c3, c4" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "contact_sheet.png").exists()
+
+
+def test_a_mixed_shard_is_as_uneven_as_chance_and_a_sorted_one_is_not(tmp_path: Path) -> None:
+    labels = np.repeat(np.arange(50), 80)
+    mixed = np.random.default_rng(0).permutation(labels)
+    # Of 49 degrees of freedom: 1 +- 0.2 by chance for each shard.
+    for name, of, low, high in (("mixed", mixed, 0.3, 2), ("sorted", labels, 80, 1000)):
+        shards = [[[label] for label in part.tolist()] for part in np.array_split(of, 10)]
+        _, mixes = count.count(synthetic(tmp_path / name, shards, 50))
+        excess = [mix.excess for mix in mixes]
+        assert low < min(excess) <= max(excess) < high
+        assert all(mix.classes == 5 for mix in mixes) == (name == "sorted")
+    assert mixes[0].distance == pytest.approx(0.9)
+    assert (mixes[3].largest, mixes[3].largest_share) == (15, pytest.approx(0.2))
+
+
+def test_batches_change_nothing(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, mixes = count.count(dataset)
+    monkeypatch.setattr(count, "_BATCH", 7)
+    parts, part_mixes = count.count(dataset)
+    assert mixes == part_mixes
+    for split in dataset.splits:
+        for name, value in vars(whole[split]).items():
+            assert np.array_equal(value, getattr(parts[split], name)), name
+
+
+def colours(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3)
+
+
+def test_the_contact_sheet_shows_every_class_and_survives_damage(tmp_path: Path, ray_cluster: int) -> None:
+    shades = {"red": (250, 0, 0), "green": (0, 250, 0), "blue": (0, 0, 250)}
+    files = {}
+    for name, colour in shades.items():
+        for number in range(9):
+            buffer = io.BytesIO()
+            Image.new("RGB", (40, 20 + number), colour).save(buffer, "PNG")
+            files[f"{name}/{number}.png"] = buffer.getvalue()
+    dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "data", samples_per_shard=40))
+    sheet = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    assert sheet == contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    for colour in shades.values():
+        # Four tiles, at least half as high as they are wide.
+        assert (colours(sheet) == colour).all(1).sum() > 4 * 168 * 80
+    (dataset.path / "train-000000.tar").unlink()
+    damaged = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    assert not (colours(damaged) == shades["red"]).all(1).any()
+    assert colours(damaged).shape == colours(sheet).shape
+
+
+def test_many_classes_get_a_picture_each(tmp_path: Path, ray_cluster: int) -> None:
+    files = {f"class{number}/{i}.jpg": jpeg(number) for number in range(30) for i in range(1 + number % 2)}
+    dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "data"))
+    samples = contact_sheet._choose(dataset, np.arange(30), 1)
+    assert sorted(sample["class"] for sample in samples) == list(range(30))
+    assert all(dataset.classes[sample["class"]] == sample["key"].split("/")[0] for sample in samples)
+    assert noise(0).size == (samples[0]["width"], samples[0]["height"])
+
+
+def test_a_damaged_manifest_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
+    (data / "samples.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"samples.parquet is damaged .*python launch/verify.py data="):
+        run(data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_labels_out_of_range_are_not_counted_as_others(dataset: Dataset, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
+    info = json.loads((data / "dataset.json").read_text())
+    (data / "dataset.json").write_text(
+        json.dumps({**info, "checksum": None, "num_classes": 2, "classes": info["classes"][:2]})
+    )
+    with pytest.raises(UserError, match=r"labels from 0 to 2, but there are 2 classes .*launch/verify.py"):
+        run(data, tmp_path / "out")
+
+
+def test_every_number_has_a_name_and_every_file_is_there(dataset: Dataset, tmp_path: Path) -> None:
+    config = StatsConfig(data=str(dataset.path), out=str(tmp_path / "out"), sheet=6)
+    found = stats.run(config)
+    metrics = stats.metrics(found)
+    assert metrics["train.samples"] == found["splits"]["train"]["samples"]
+    assert metrics["val.short_side.median"] == 16
+    assert all(isinstance(value, (int, float)) for value in metrics.values())
+    assert sorted(stats.files(config)) == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_the_command_sends_all_of_it_to_mlflow(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Twice: the same data set, counted again, is the same run."""
+    uri, out = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "out"
+    arguments = [f"data={dataset.path}", f"out={out}", "sheet=6", f"mlflow={uri}"]
+    monkeypatch.setattr(sys, "argv", ["launch/stats.py", *arguments])
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "launch/stats.py"), run_name="__main__")
+    assert "warning" not in capfd.readouterr().err
+    client = MlflowClient(tracking_uri=uri)
+    (run_,) = client.search_runs([client.get_experiment_by_name("data").experiment_id])
+    found = json.loads((out / "stats.json").read_text())
+    assert run_.info.status == "FINISHED"
+    assert run_.info.run_name == f"stats {dataset.path.name}"
+    assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
+    assert run_.data.metrics == stats.metrics(found)
+    names = stats.files(StatsConfig(data="", sheet=6))
+    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(names)
+    for name in names:
+        sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
+        assert sent.read_bytes() == (out / name).read_bytes()

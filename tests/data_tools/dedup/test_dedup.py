@@ -1,0 +1,286 @@
+"""Copies of test images are found and marked, all of them and nothing else."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+from raw_images import encoded, settings, write_folder
+
+from data_tools.dedup import dedup, near_copies
+from data_tools.dedup.evaluate import PLANTS, measure_recall
+from data_tools.dedup.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
+from data_tools.dedup.verify_pair import distance, reduced
+from data_tools.sharding import shard
+from pipeline.data.dataset.exclusion import read_lists
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.errors import UserError
+from pipeline.settings.data import DedupConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+DEFAULT = DedupConfig(data="", against=[]).max_distance
+
+
+def picture(seed: int, width: int = 120, height: int = 90) -> np.ndarray:
+    """(height, width, 3) uint8: blots of all sizes in colours, as photographs have them."""
+    rng = np.random.default_rng([5, seed])
+    pixels = np.zeros((height, width, 3))
+    for scale in (4, 8, 16, 32):
+        blots = rng.normal(0, 1, (scale, scale, 3)).clip(-2, 2) * (60 / scale**0.5) + 15
+        large = [Image.fromarray(blots[..., c].astype(np.float32)).resize((width, height), 3) for c in range(3)]
+        pixels += np.stack([np.asarray(channel) for channel in large], -1)
+    return (pixels + 70).clip(0, 255).astype(np.uint8)
+
+
+def jpeg(pixels: np.ndarray) -> bytes:
+    return encoded(Image.fromarray(pixels), "JPEG", quality=90)
+
+
+def plain(level: int, seed: int) -> bytes:
+    return jpeg((level + np.random.default_rng(seed).normal(0, 1, (60, 80, 3))).astype(np.uint8))
+
+
+def planted() -> dict[str, tuple[str, bytes]]:
+    """Key of each copy -> key of the test image that it is made of, and its bytes."""
+    made = {}
+    for number, plant in enumerate(PLANTS.values()):
+        pixels = plant(picture(number), np.random.default_rng(number))
+        made[f"b/plant{number}"] = (f"x/{number:02d}", encoded(Image.fromarray(pixels), "PNG"))
+    made["b/same"] = ("x/20", jpeg(picture(20)))
+    made["b/plain_same"] = ("x/plain", plain(90, 0))
+    return made
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Dataset, Dataset]:
+    """Pre-training images (strangers, planted copies, plain ones) and test images; tests must not change them."""
+    folder = tmp_path_factory.mktemp("dedup")
+    train = {f"{'ab'[i % 2]}/{i:02d}.jpg": jpeg(picture(1000 + i)) for i in range(30)}
+    train |= {f"a/plain{level}.jpg": plain(level, level) for level in (88, 90, 200)}
+    train |= {f"{key}.png": data for key, (_, data) in planted().items()}
+    tests = {f"x/{i:02d}.jpg": jpeg(picture(i)) for i in range(24)} | {"x/plain.jpg": plain(90, 0)}
+    return (
+        shard.run(settings(write_folder(train, folder / "raw"), folder / "train", samples_per_shard=4)),
+        shard.run(settings(write_folder(tests, folder / "raw_test"), folder / "pets")),
+    )
+
+
+def copy(dataset: Dataset, tmp_path: Path) -> Dataset:
+    return open_dataset(shutil.copytree(dataset.path, tmp_path / dataset.path.name))
+
+
+def config(data: Dataset, *against: object, **others: object) -> DedupConfig:
+    made = DedupConfig(data=str(data.path), against=[str(entry) for entry in against], **others)
+    made.check()
+    return made
+
+
+def test_copies_are_marked_and_nothing_else(sets: tuple[Dataset, Dataset], tmp_path: Path, capfd) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    before = sorted(path.name for path in tests.path.iterdir())
+    report = dedup.run(config(train, tests.path))
+    marks = read_lists(train)["test_copies"].to_pylist()
+    found = {row["key"]: row["reason"] for row in marks}
+    assert {key: reason.split(",")[0] for key, reason in found.items()} == {
+        key: f"copy of pets:train/{of}" for key, (of, _) in planted().items()
+    }
+    assert [row["key"] for row in marks] == train.split("train", exclude="none").keys([row["row"] for row in marks])
+    assert found["b/same"].endswith("distance 0.000")
+    assert found["b/plain_same"].endswith("distance 0.000")
+
+    assert report == json.loads((train.path / "dedup/report.json").read_text())
+    assert report["data"]["copies"] == report["against"][0]["copies"] == len(planted())
+    assert sum(report["against"][0]["histogram"]) == len(planted())
+    assert report["data"]["plain"] == 4
+    assert "pets:train" in capfd.readouterr().out
+    with Image.open(train.path / "dedup/pairs.png") as sheet:
+        assert np.asarray(sheet).std() > 30
+    assert sorted(path.name for path in tests.path.iterdir()) == before
+
+
+def distances(images: list[np.ndarray], tests: list[np.ndarray]) -> np.ndarray:
+    """Of every pair that the search proposes."""
+    likely = TestImages(np.stack([thumbnail(pixels) for pixels in tests])).find(
+        np.stack([thumbnail(pixels) for pixels in images])
+    )
+    return np.array(
+        [
+            distance(reduced(tests[of]), reduced(images[row]), crop, mirrored)
+            for row, of, crop, mirrored in zip(
+                likely.query, likely.test, likely.crop, likely.mirrored.tolist(), strict=True
+            )
+        ]
+    )
+
+
+def test_recall_on_planted_copies() -> None:
+    recall = measure_recall([picture(seed, 96, 96) for seed in range(60)], DEFAULT)
+    assert np.mean(list(recall.values())) >= 0.95, recall
+    assert min(recall.values()) >= 0.9, recall
+
+
+def test_strangers_are_no_copies_even_of_the_same_layout() -> None:
+    def like(layout: int, seed: int) -> np.ndarray:
+        """The same shapes, with fine details of its own."""
+        shapes = cv2.GaussianBlur(picture(layout).astype(np.float32), (0, 0), 2)
+        own = cv2.GaussianBlur(np.random.default_rng(seed).normal(0, 50, (90, 120, 1)).astype(np.float32), (0, 0), 1.5)
+        return (shapes + own[..., None]).clip(0, 255).astype(np.uint8)
+
+    tests = [picture(seed) for seed in range(60)]
+    found = distances([picture(seed) for seed in range(5000, 5200)] + [like(seed, seed) for seed in range(60)], tests)
+    assert len(found) >= 50, "the search sorts these out: they say nothing about the second look"
+    assert found.min() > DEFAULT
+
+
+def test_candidates_are_all_hashes_within_seven_bits() -> None:
+    thumbs = np.stack([thumbnail(picture(seed)) for seed in range(8)])
+    codes = near_copies._crop_hashes(thumbs)
+    rng = np.random.default_rng(0)
+    bits = [rng.choice(64, size, replace=False) for size in range(12) for _ in range(20)]
+    flips = np.array([sum(1 << int(bit) for bit in chosen) for chosen in bits], np.uint64)
+    queries = codes[rng.integers(len(codes), size=len(flips))] ^ flips
+    near = np.bitwise_count(queries[:, None] ^ codes).reshape(len(queries), 8, NUM_CROPS).min(2) <= 7
+    found = TestImages(thumbs).candidates(queries)
+    pairs = list(zip(found.query.tolist(), found.test.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(zip(*(rows.tolist() for rows in np.nonzero(near)), strict=True)) <= set(pairs)
+
+
+def test_images_without_detail_are_plain() -> None:
+    gradient = np.tile(np.linspace(0, 255, 64).astype(np.uint8)[:, None, None], (1, 64, 3))
+    tiny, flat = picture(0, 12, 40), np.full((50, 50, 3), 7, np.uint8)
+    corner = flat.copy()
+    corner[38:, 34:] = picture(0)[:12, :16]
+    assert all(is_plain(pixels, thumbnail(pixels)) for pixels in (gradient, tiny, flat, corner))
+    assert not is_plain(picture(0), thumbnail(picture(0)))
+
+
+def test_killed_job_reads_no_shard_twice(sets: tuple[Dataset, Dataset], tmp_path: Path, capfd) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    dedup.run(config(train, tests.path))
+    whole = (train.path / "exclude/test_copies.parquet").read_bytes()
+    thumbnails = train.path / "dedup/thumbnails"
+    first = {path.name: path.read_bytes() for path in thumbnails.iterdir()}
+    shutil.rmtree(train.path / "dedup")
+    shutil.rmtree(train.path / "exclude")
+
+    thumbnails.mkdir(parents=True)
+    killed_after_two(
+        thumbnails,
+        "import sys; from pathlib import Path; from data_tools.dedup.thumbnails import jobs, make_thumbnails; "
+        "from pipeline.data.dataset.manifest import open_dataset; data, folder = sys.argv[1:]\n"
+        "for job in jobs(open_dataset(data), 'train', Path(folder)): make_thumbnails(job)",
+        train.path,
+    )
+    assert not (train.path / "exclude").exists()
+    kept = {path: path.stat().st_mtime_ns for path in thumbnails.glob("[!.]*")}
+    assert len(kept) < len(first)
+
+    capfd.readouterr()
+    dedup.run(config(train, tests.path))
+    assert "; 0 were read before" not in capfd.readouterr().out
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+    assert (train.path / "exclude/test_copies.parquet").read_bytes() == whole
+    assert {path.name: path.read_bytes() for path in thumbnails.glob("[!.]*")} == first
+
+
+def killed_after_two(folder: Path, code: str, *arguments: object) -> None:
+    """What the cluster's tasks do, in a process of its own that is killed when the folder has two files."""
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments), str(folder)], cwd=ROOT)
+    while len(list(folder.glob("[!.]*"))) < 2:
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_search_goes_on(sets: tuple[Dataset, Dataset], tmp_path: Path, capfd) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    dedup.run(config(train, tests.path))
+    whole = (train.path / "exclude/test_copies.parquet").read_bytes()
+    (folder,) = (train.path / "dedup/search").iterdir()
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in first.keys() - {"tests.npz"}:
+        (folder / name).unlink()
+    killed_after_two(
+        folder,
+        "import sys; from pathlib import Path; from data_tools.dedup.search_shard import SearchJob, search_shard; "
+        "from data_tools.dedup.thumbnails import jobs; from pipeline.data.dataset.manifest import open_dataset\n"
+        "data, folder = map(Path, sys.argv[1:])\n"
+        "for job in jobs(open_dataset(data), 'train', data / 'dedup/thumbnails'):\n"
+        "    search_shard(SearchJob(job, str(folder / 'tests.npz'), str(folder / Path(job.out).name)))",
+        train.path,
+    )
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
+    assert len(kept) < len(first)
+    capfd.readouterr()
+    dedup.run(config(train, tests.path))
+    assert f"{len(kept) - 1} of {len(first) - 1} shards were searched" in capfd.readouterr().out
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+    assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == first
+    assert (train.path / "exclude/test_copies.parquet").read_bytes() == whole
+
+    # Another threshold is no other search; other test images are.
+    report = dedup.run(config(train, tests.path, max_distance=0.0))
+    assert report["data"]["copies"] == 2
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+    assert dedup.run(config(train, tests.path, max_distance=0.5))["data"]["copies"] >= len(planted())
+    assert len(list((train.path / "dedup/search").iterdir())) == 1
+    assert not (train.path / "dedup/progress.json").exists()
+
+
+def test_dry_run_marks_nothing(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    train = copy(sets[0], tmp_path)
+    report = dedup.run(config(train, sets[1].path, dry_run=True))
+    assert report["data"]["copies"] == len(planted())
+    assert not (train.path / "exclude").exists()
+
+
+def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    strangers = {f"x/{i}.jpg": jpeg(picture(3000 + i)) for i in range(6)}
+    other = shard.run(settings(write_folder(strangers, tmp_path / "raw"), tmp_path / "other"))
+    train = copy(sets[0], tmp_path)
+    dedup.run(config(train, other.path))
+    assert len(read_lists(train)["test_copies"]) == 0
+    assert not (train.path / "dedup/pairs.png").exists()
+
+
+def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    mistakes = {
+        "no such data set": config(train, tmp_path / "nothing"),
+        "every image would be its own copy": config(train, train.path),
+        "no images of a split 'val'. It has: train": config(train, f"{tests.path}:val"),
+        "no images of a split 'test'": config(train, tests.path, split="test"),
+    }
+    for message, made in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            dedup.run(made)
+    assert not (train.path / "dedup").exists()
+    with pytest.raises(UserError, match="against is empty"):
+        config(train)
+
+
+def test_damage_stops_the_job_with_its_name(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    files = {f"x/{i}.jpg": jpeg(picture(i)) for i in range(5)}
+    # Cut, but with an end: only decoding finds it.
+    files["x/broken.jpg"] = files["x/0.jpg"][:1500] + b"\xff\xd9"
+    source = write_folder(files, tmp_path / "raw")
+    broken = shard.run(settings(source, tmp_path / "broken", inspect="header", max_bad_share=1))
+    with pytest.raises(UserError, match=r"1 of the 6 images of broken:train cannot be decoded.*: x/broken"):
+        dedup.run(config(train, broken.path))
+    report = dedup.run(config(train, broken.path, max_bad_share=0.5))
+    assert report["against"][0]["unreadable"] == 1
+
+    thumbnails = sorted((train.path / "dedup/thumbnails").iterdir())
+    thumbnails[0].write_bytes(thumbnails[0].read_bytes()[:-100])
+    with pytest.raises(UserError, match=f"{thumbnails[0].name} is damaged. Remove it"):
+        dedup.run(config(train, broken.path, tests.path, max_bad_share=0.5))

@@ -1,0 +1,158 @@
+"""Class rules: merged, chosen, ordered, large enough, held out; and readable names."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from raw_images import jpeg, settings, write_folder, write_tar
+
+from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, small_classes
+from data_tools.sharding.holdout import hold_out
+from data_tools.sources import Listing, list_source
+from pipeline.errors import UserError
+
+SIZES = {"ant": 1, "bee": 3, "cat": 5, "dog": 6}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {f"{name}/{name}_{i}.jpg": b"x" for name, count in SIZES.items() for i in range(count)}
+    return write_folder(files, tmp_path_factory.mktemp("zoo") / "raw")
+
+
+def ruled(source: Path, **others: object) -> Listing:
+    config = settings(source, source.parent / "unused", **others)
+    listing = apply_rules(list_source(source, config, source.parent / "staging"), config)
+    refuse_untrained(listing, config)
+    return hold_out(listing, config)
+
+
+def counts(listing: Listing, split: str = "train") -> dict[str, int]:
+    rows, labels = listing.label_pairs()
+    in_split = listing.table["split"].to_numpy()[rows] == listing.splits.index(split)
+    return dict(
+        zip(listing.classes, np.bincount(labels[in_split], minlength=len(listing.classes)).tolist(), strict=True)
+    )
+
+
+def text(at: Path, content: str) -> str:
+    (at / "file.txt").write_text(content)
+    return str(at / "file.txt")
+
+
+def refused(source: Path, **others: object) -> str:
+    with pytest.raises(UserError) as error:
+        ruled(source, **others)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_classes_with_more_than_so_many_images_stay(zoo: Path) -> None:
+    listing = ruled(zoo, min_images=3)
+    assert counts(listing) == {"cat": 5, "dog": 6}
+    assert "left out 4 images with 2 classes of at most min_images = 3 images" in listing.notes
+    assert "min_images = 6 leaves no class: the largest has 6 images" in refused(zoo, min_images=6)
+
+
+def test_the_21k_p_selection_holds_out_the_first_of_each_class(zoo: Path) -> None:
+    listing = ruled(zoo, min_images=3, holdout_per_class=2)
+    assert counts(listing) == {"cat": 3, "dog": 4}
+    assert counts(listing, "val") == {"cat": 2, "dog": 2}
+    val = listing.table["split"].to_numpy() == listing.splits.index("val")
+    keys = np.array(listing.table["key"].to_pylist(), object)[val]
+    assert keys.tolist() == ["cat/cat_0", "cat/cat_1", "dog/dog_0", "dog/dog_1"]
+    said = refused(zoo, holdout_per_class=3)
+    assert "leaves nothing to train on of 2 classes, such as 'ant' with 1. Set min_images=3" in said
+
+
+def test_an_image_of_two_classes_is_held_out_once(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,a;b\n" for i in range(4)) + "4.jpg,b\n")
+    listing = ruled(tmp_path / "list.csv", holdout_per_class=2)
+    assert counts(listing, "val") == {"a": 2, "b": 2}
+    assert counts(listing) == {"a": 2, "b": 3}
+    assert listing.rows(np.arange(5))["labels"] == [[0, 1]] * 4 + [[1]]
+
+
+def test_only_the_classes_of_the_list_in_its_order(zoo: Path, tmp_path: Path) -> None:
+    listing = ruled(zoo, class_list=text(tmp_path, "dog\n\n bee \n"))
+    assert listing.classes == ["dog", "bee"]
+    assert counts(listing) == {"dog": 6, "bee": 3}
+    assert any("left out 6 images with 2 classes not in class_list" in note for note in listing.notes)
+    assert "no class is called 'dgo'. Did you mean 'dog'?" in refused(zoo, class_list=text(tmp_path, "dgo"))
+    assert "names 'dog' 2 times" in refused(zoo, class_list=text(tmp_path, "dog\ndog"))
+    assert "is empty" in refused(zoo, class_list=text(tmp_path, "\n"))
+    assert "nowhere.txt cannot be read (No such file" in refused(zoo, class_list="nowhere.txt")
+
+
+def test_classes_are_merged_by_a_map_before_they_are_counted(zoo: Path, tmp_path: Path) -> None:
+    path = text(tmp_path, "cat,pet\ndog,pet\nbee,ant\n")
+    listing = ruled(zoo, class_map=path)
+    assert counts(listing) == {"ant": 4, "pet": 11}
+    assert counts(ruled(zoo, class_map=path, min_images=4)) == {"pet": 11}
+    assert counts(ruled(zoo, class_map=path, class_list=_other(tmp_path, "pet\nant"))) == {"pet": 11, "ant": 4}
+    assert "no class is called 'cow'. There are ant" in refused(zoo, class_map=text(tmp_path, "cow,pet"))
+    assert "'cat' is not of the form 'old,new'" in refused(zoo, class_map=text(tmp_path, "cat"))
+    assert "sends 'cat' to 'a' and to 'b'" in refused(zoo, class_map=text(tmp_path, "cat,a\ncat,b"))
+
+
+def _other(at: Path, content: str) -> str:
+    (at / "other.txt").write_text(content)
+    return str(at / "other.txt")
+
+
+def test_labels_that_become_one_count_once(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label\n1.jpg,cat;dog\n2.jpg,ant\n3.jpg,\n")
+    listing = ruled(tmp_path / "list.csv", class_map=text(tmp_path, "cat\tpet\ndog\tpet"))
+    assert listing.rows(np.arange(3))["labels"] == [[1], [0], []]
+    # A sample that never had a label has lost none.
+    assert len(ruled(tmp_path / "list.csv", class_list=_other(tmp_path, "cat"))) == 2
+
+
+def test_a_class_with_one_image_is_named(zoo: Path) -> None:
+    assert "1 class with one image only in train: ant" in small_classes(ruled(zoo))
+
+
+def test_readable_names(tmp_path: Path) -> None:
+    path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
+    assert readable_names(["n01", "n02", "n03"], path) == ["gold fish", "tench, Tinca tinca", "n03"]
+    assert readable_names(["n01"], "") is None
+    with pytest.raises(UserError, match="names none of the 1 classes, such as cat"):
+        readable_names(["cat"], path)
+
+
+def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -> None:
+    from data_tools.sharding import shard
+
+    files = {f"n0{c}/n0{c}_{i}.jpg": jpeg(10 * c + i) for c in (1, 2, 3) for i in range(4 - c)}
+    source = write_folder(files, tmp_path / "raw")
+    others = {"min_images": 1, "holdout_per_class": 1, "synset_names": text(tmp_path, "n01 cat\nn02 dog\n")}
+    dataset = shard.run(settings(source, tmp_path / "out", **others))
+    assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["cat", "dog"])
+    assert dataset.info["samples"] == {"train": 3, "val": 2}
+    assert dataset.info["settings"]["min_images"] == 1
+    for names, said in (
+        (text(tmp_path, "n01 cat\nn02 wolf\n"), "class 1 is 'dog', not 'wolf'"),
+        ("", "2 names, not none"),
+    ):
+        with pytest.raises(UserError, match=f"was made with other synset_names: {said}"):
+            shard.run(settings(source, tmp_path / "out", **{**others, "synset_names": names}))
+    for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
+        with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
+            shard.run(settings(source, tmp_path / "out", **{**others, **changed}))
+
+
+def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_path: Path) -> None:
+    """Validation images in a folder `images` would be 10,000 images of a new class; labels from 1 are off by one."""
+    files = {"train/cat/1.jpg": b"x", "train/dog/1.jpg": b"x", "val/images/1.jpg": b"x", "val/cat/2.jpg": b"x"}
+    splits = {"train": "train", "val": "val"}
+    said = "'train' has no image of 1 of the 2 classes of 'val', such as"
+    for source in (write_folder(files, tmp_path / "raw"), write_tar(files, tmp_path / "raw.tar")):
+        assert f"{said} 'images'" in refused(source, splits=splits)
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,0\nb.jpg,1\n")
+    (tmp_path / "val.csv").write_text("path,label\nc.jpg,1\nd.jpg,2\n")
+    lists = {"train": "train.csv", "val": "val.csv"}
+    assert f"{said} '2'" in refused(tmp_path, layout="list", splits=lists)
+    # Whoever chooses classes says that they are meant; a split of its own is nobody's evaluation.
+    names = text(tmp_path, "cat\ndog\nimages\n")
+    assert ruled(tmp_path / "raw", splits=splits, class_list=names).classes == ["cat", "dog", "images"]
+    assert ruled(tmp_path / "raw", splits={"val": "val"}).classes == ["cat", "images"]

@@ -1,0 +1,38 @@
+"""Images made anew are what their filter says."""
+
+import io
+from typing import Literal
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+from data_tools.sources.images import png, shrink
+from pipeline.data.loading.decode import decode
+
+
+@pytest.mark.parametrize("method", ["area", "antialias"])
+def test_smaller_copies(method: Literal["area", "antialias"]) -> None:
+    # Grey noise: the filters differ most, and JPEG of this quality keeps it to within one level.
+    grey = np.random.default_rng(0).integers(0, 256, (150, 220, 1), np.uint8)
+    pixels = decode(simplejpeg.encode_jpeg(np.repeat(grey, 3, axis=2), 100))
+    data, width, height = shrink(simplejpeg.encode_jpeg(pixels, 100), 100, method, 100)
+    assert (width, height) == (147, 100)
+    references = {
+        "area": cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA),
+        "antialias": np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)),
+    }
+    error = {name: np.abs(decode(data).astype(int) - image).mean() for name, image in references.items()}
+    assert error.pop(method) < 1
+    assert min(error.values()) > 5
+
+
+# The last needs more than one of the blocks that a PNG's bytes are stored in.
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (7, 5, 3), (96, 96, 3), (300, 250, 3)])
+def test_pixels_as_png(shape: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    image = Image.open(io.BytesIO(png(pixels)))
+    assert image.mode == ("RGB" if len(shape) == 3 else "L")
+    assert np.array_equal(np.asarray(image), pixels)

@@ -1,0 +1,161 @@
+"""Shards of others get a manifest where they lie; nothing of theirs changes."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from raw_images import contents, jpeg, write_tar
+
+from data_tools.check import verify
+from data_tools.sharding import shard
+from data_tools.sharding.index import IndexJob, index_tar, run
+from pipeline import command
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.errors import UserError
+from pipeline.settings.data import IndexConfig, ShardConfig, VerifyConfig
+
+SPLITS = {"train": "", "val": "val-"}
+
+
+def tars(at: Path) -> Path:
+    (at / "more").mkdir(parents=True)
+    for shard_name, first in (("train-0", 0), ("more/train-1", 3), ("val-0", 6)):
+        members: dict[str, bytes] = {}
+        for i in range(first, first + 3):
+            labels = {f"{i}.json": b'{"labels": [2, 1]}'} if i % 3 == 1 else {f"{i}.cls": str(i % 3).encode()}
+            members |= {f"{i}.jpg": jpeg(i), **labels}
+        write_tar(members, at / f"{shard_name}.tar")
+    return at
+
+
+def config(source: Path, out: Path | str = "", **others: object) -> IndexConfig:
+    made = IndexConfig(source=str(source), out=str(out), **{"splits": SPLITS, **others})
+    made.check()
+    return made
+
+
+def check(dataset: Dataset) -> None:
+    found = {}
+    for name in dataset.splits:
+        split = dataset.split(name)
+        reader = ShardReader(split)
+        for row, key in enumerate(split.keys(range(len(split)))):
+            found[key] = (name, split.labels_of(row).tolist(), reader.read(row))
+        reader.close()
+    assert found == {
+        str(i): ("val" if i > 5 else "train", [1, 2] if i % 3 == 1 else [i % 3], jpeg(i)) for i in range(9)
+    }
+
+
+def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    source = tars(tmp_path / "tars")
+    before = contents(source)
+    here = run(config(source))
+    assert here.path == source
+    assert contents(source) | before == contents(source)
+    new = {name.split("/")[0] for name in set(contents(source)) - set(before)}
+    assert new == {"dataset.json", "samples.parquet", "shards.parquet", "index"}
+    check(here)
+    (tmp_path / "names.txt").write_text("a\nb\nc\n")
+    for name in ("dataset.json", "samples.parquet", "shards.parquet"):
+        (source / name).unlink()
+    shutil.rmtree(source / "index")
+    there = run(config(source, tmp_path / "there", label_names=str(tmp_path / "names.txt")))
+    assert not list(there.path.glob("*.tar"))
+    assert there.classes == ["a", "b", "c"]
+    assert contents(source) == before
+    check(there)
+    capfd.readouterr()
+    run(config(source, tmp_path / "there"))
+    assert "checked 3 tars: nothing to do" in capfd.readouterr().out
+    (tmp_path / "others.txt").write_text("a\nB\nC\n")
+    with pytest.raises(UserError, match=r"other classes than label_names = .*: class 1 is 'b', not 'B' \(and 1 more\)"):
+        run(config(source, tmp_path / "there", label_names=str(tmp_path / "others.txt")))
+
+    # The manifest of what we wrote ourselves has the fingerprint it had, wherever it is.
+    moved = run(config(source, tmp_path / "moved/far/away", label_names=str(tmp_path / "names.txt")))
+    assert moved.fingerprint == there.fingerprint
+    again = shard.run(ShardConfig(source=str(source), out=str(tmp_path / "again"), splits=SPLITS))
+    assert again.info["samples"] == there.info["samples"]
+
+
+def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int, tmp_path: Path) -> None:
+    source = tars(tmp_path / "tars")
+    out = tmp_path / "out"
+    whole = (source / "val-0.tar").read_bytes()
+    (source / "val-0.tar").write_bytes(whole[:-11000])
+    with pytest.raises(UserError, match=r"val-0.tar is damaged \(cut off"):
+        run(config(source, out, num_tasks=1))
+    assert not (out / "dataset.json").exists()
+    assert list((out / ".parts").glob("*.parquet"))
+    (source / "val-0.tar").write_bytes(whole)
+    run(config(source, out))
+    assert not (out / ".parts").exists()
+    write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, source / "train-0.tar")
+    with pytest.raises(UserError, match=r"train-0.tar has changed since .*dataset.json was written"):
+        run(config(source, out))
+    shutil.copy(source / "val-0.tar", source / "val-1.tar")
+    with pytest.raises(UserError, match=r"(train-0.tar has changed|val-1.tar is new) since"):
+        run(config(source, out))
+
+
+def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    members = {"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": b"no image", "2.cls": b"1", "3.jpg": jpeg(3), "4.cls": b"1"}
+    source = write_tar(members, tmp_path / "t/train-0.tar" if (tmp_path / "t").mkdir() is None else tmp_path)
+    with pytest.raises(
+        UserError, match=r"2 of 3 samples are bad, more than max_bad_share = 0.001 allows: \.\./t/train"
+    ):
+        run(config(source, tmp_path / "out", splits={"train": ""}))
+    dataset = run(config(source, tmp_path / "out", splits={"train": ""}, max_bad_share=0.7))
+    assert "skipped 2 bad samples (see skipped.csv)" in capfd.readouterr().out
+    assert len(dataset.split("train")) == 1
+    assert np.array_equal(open_dataset(dataset.path).split("train").label_values, [0])
+
+
+def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
+    source = write_tar({"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2)[:-9], "2.cls": b"0"}, tmp_path / "a.tar")
+    for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
+        done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / f"{whole}.parquet"), whole, 1))
+        assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", reason)])
+
+
+def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    """Names as `tar cf a.tar .` has them, a label twice, two files of labels, keys that come again."""
+    (tmp_path / "t").mkdir()
+    of_two = {"b.jpg": jpeg(2), "b.cls": b"1", "b.json": b'{"label": 0}'}
+    write_tar({"./a.jpg": jpeg(1), "./a.json": b'{"labels": [1, 1, 0]}', **of_two}, tmp_path / "t/train-0.tar")
+    labels = [("a.cls", b"0"), ("b.cls", b"0"), ("a.cls", b"1")]
+    images = [(f"{label[0]}.jpg", jpeg(number)) for number, (label, _) in enumerate(labels, 3)]
+    again = [part for sample in zip(images, labels, strict=True) for part in sample]
+    write_tar(again, tmp_path / "t/train-1.tar")
+    dataset = run(config(tmp_path / "t", splits={"train": ""}))
+    assert "note: 3 samples have a key that an earlier one has, too" in capfd.readouterr().out
+    report = verify.run(VerifyConfig(data=str(dataset.path)))
+    assert report["is_whole"], report["kinds"]
+    split = dataset.split("train")
+    assert [split.labels_of(row).tolist() for row in range(5)] == [[0, 1], [1], [0], [0], [1]]
+    with pytest.raises(UserError, match=r"split 'train' has 3 samples 'a', so the key does not tell which"):
+        split.row_of("a")
+
+
+def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capfd) -> None:
+    source = tars(tmp_path / "tars")
+    (tmp_path / "names.txt").write_text("a\nb\n")
+    cases = {
+        (f"source={tmp_path}/nowhere",): "no such file or folder",
+        (f"source={source}",): "look like several splits. If they are, say so: splits.train=train splits.val=val",
+        (f"source={source}", "splits.train=x"): "no *.tar for split 'train' (names that begin with 'x')",
+        (f"source={source}", "splits.train=train", f"label_names={tmp_path}/names.txt"): "label 2 is out of range, there are 2",
+    }  # fmt: skip
+    for arguments, said in cases.items():
+        monkeypatch.setattr(sys, "argv", ["index.py", f"out={tmp_path}/out", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            command.main(IndexConfig, run, "about")
+        line = capfd.readouterr().err
+        assert exit.value.code == 2
+        assert said in line
+        assert line.count("\n") == 1
+        assert not (tmp_path / "out/dataset.json").exists()

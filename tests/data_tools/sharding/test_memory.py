@@ -1,0 +1,70 @@
+"""A worker holds one image at a time: what it needs does not grow with the shard, and little with the image."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from raw_images import jpeg
+
+ROOT = Path(__file__).resolve().parents[3]
+MIB = 2**20
+
+# Each program prints by how many bytes the peak of its process's memory grew, and what it is compared with.
+_START = """
+import sys
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+"""
+_SHARD = """
+import pyarrow.parquet as pq
+from data_tools.check.verify_shard import Job as CheckJob, check_shard
+from data_tools.sharding.write_shard import Job, part_path, write_shard
+from pathlib import Path
+image, out, copies = Path(sys.argv[1]), Path(sys.argv[2]), 96
+size = image.stat().st_size
+keys = [f"class/{i}" for i in range(copies)]
+rows = {"key": keys, "name": keys, "labels": [[0]] * copies, "path": [str(image)] * copies, "offset": [0] * copies,
+        "size": [size] * copies, "packed": [0] * copies}
+before = peak()
+done = write_shard(Job(str(image.parent), str(out), "train-000000.tar", "train", rows, 0, "area", 95, False, None))
+assert done.shard.bytes > copies * size
+rows = pq.read_table(part_path(out, done.shard.name)).to_pydict()
+assert len(check_shard(CheckJob(str(out), done.shard, rows, 0, 1, frozenset())).findings) == 0
+print(peak() - before, done.shard.bytes)
+"""
+_IMAGE = """
+from pipeline.data.loading.decode import inspect
+with open(sys.argv[1], "rb") as file:
+    data = file.read()
+before = peak()
+_, width, height = inspect(data, whole=True)
+print(peak() - before, width * height)
+"""
+
+
+def growth(program: str, *arguments: Path) -> tuple[int, int]:
+    """What the program printed, run in a process of its own."""
+    command = [sys.executable, "-c", _START + program, *map(str, arguments)]
+    grown, size = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    return int(grown), int(size)
+
+
+def test_a_worker_does_not_hold_its_shard(tmp_path: Path) -> None:
+    (tmp_path / "out/.parts").mkdir(parents=True)
+    (tmp_path / "image.jpg").write_bytes(jpeg(0, width=1500, height=1500))
+    grown, shard = growth(_SHARD, tmp_path / "image.jpg", tmp_path / "out")
+    assert shard > 150 * MIB
+    assert grown < 100 * MIB  # Half of it is what libraries allocate at first use.
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "I;16"])
+def test_an_image_costs_at_most_9_bytes_a_pixel(kind: str, tmp_path: Path) -> None:
+    image = Image.new(kind, (4000, 4000)).transpose(Image.Transpose.ROTATE_90)
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "large.png", compress_level=1, exif=exif)
+    grown, pixels = growth(_IMAGE, tmp_path / "large.png")
+    assert grown < 9 * pixels

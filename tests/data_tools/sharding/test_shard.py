@@ -1,0 +1,427 @@
+"""A data set is what it was made of, to the byte, however often the job was killed."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from faulty_s3 import S3, bucket_path, put
+from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
+
+from data_tools import progress
+from data_tools.sharding import shard
+from data_tools.sharding.write_shard import Job, write_shard
+from data_tools.sources import list_source
+from pipeline import ray_tasks
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.storage.bucket import name_inside, walk_files
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def expected_key(name: str) -> str:
+    return name.rpartition(".")[0].replace(".", "_")
+
+
+def test_webdataset_reads_the_images_and_labels_that_went_in(dataset: Dataset, pictures: dict[str, bytes]) -> None:
+    found = {}
+    for split in dataset.splits:
+        for sample in webdataset.WebDataset(dataset.split(split).shard_paths, shardshuffle=False):
+            (image,) = (sample[ext] for ext in ("jpg", "png", "webp", "gif") if ext in sample)
+            found[sample["__key__"]] = (image, int(sample["cls"]))
+    classes = sorted({name.split("/")[0] for name in pictures})
+    assert dataset.classes == classes
+    assert found == {expected_key(name): (data, classes.index(name.split("/")[0])) for name, data in pictures.items()}
+
+
+def test_bytes_at_the_manifest_s_offset_are_the_image(dataset: Dataset, pictures: dict[str, bytes]) -> None:
+    by_key = {expected_key(name): data for name, data in pictures.items()}
+    for name in dataset.splits:
+        split = dataset.split(name)
+        shards = split.shard_of(np.arange(len(split)))
+        for row, key in enumerate(split.keys(range(len(split)))):
+            with open(split.shard_paths[shards[row]], "rb") as file:
+                file.seek(split.offsets[row])
+                assert file.read(split.sizes[row]) == by_key[key]
+
+
+def test_extension_and_size_come_from_the_bytes(dataset: Dataset) -> None:
+    rows = {row["key"]: row for row in pq.read_table(dataset.path / "samples.parquet").to_pylist()}
+    assert rows["elk/really_a_png"]["ext"] == "png"
+    assert rows["cat/grey"]["ext"] == rows["cat/cmyk"]["ext"] == "jpg"
+    assert (rows["cat/one_pixel"]["width"], rows["cat/one_pixel"]["height"]) == (1, 1)
+    assert (rows["dog/grey16"]["width"], rows["dog/grey16"]["height"]) == (20, 16)
+
+
+def test_samples_are_mixed_across_classes(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    for start, end in zip(split.shard_starts[:-2], split.shard_starts[1:-1], strict=True):
+        assert len(set(split.label_values[start:end])) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_shards(layout: str, dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
+    source = LAYOUTS[layout](pictures, tmp_path)
+    other = shard.run(settings(source, tmp_path / "out", val_share=0.25))
+    assert other.fingerprint == dataset.fingerprint
+    assert other.info["source"]["sha256"] == dataset.info["source"]["sha256"]
+    assert not list(other.path.glob(".*"))
+
+
+def test_the_number_of_tasks_changes_no_byte(dataset: Dataset, source: Path, tmp_path: Path) -> None:
+    other = shard.run(settings(source, tmp_path / "out", val_share=0.25, num_tasks=1))
+    assert contents(other.path) == contents(dataset.path)
+
+
+def test_killed_job_goes_on_and_gives_the_same_bytes(ray_cluster: int, source: Path, tmp_path: Path, capfd) -> None:
+    whole = shard.run(settings(source, tmp_path / "whole", samples_per_shard=1))
+    out = tmp_path / "killed"
+    command = [sys.executable, "launch/shard.py", f"source={source}", f"out={out}", "samples_per_shard=1"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    while len(list(out.glob("*.tar"))) < 5:
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "dataset.json").exists()
+    with pytest.raises(UserError, match="no finished data set"):
+        open_dataset(out)
+    # What a kill in the middle of a shard leaves.
+    (out / ".train-000000.tar.0123abcd.tmp").write_bytes(b"half")
+
+    capfd.readouterr()
+    again = shard.run(settings(source, out, samples_per_shard=1))
+    assert " shards were whole already" in capfd.readouterr().out
+    assert contents(again.path) == contents(whole.path)
+
+
+def test_damaged_and_missing_shards_are_made_again(dataset: Dataset, source: Path, tmp_path: Path, capfd) -> None:
+    out = Path(shutil.copytree(dataset.path, tmp_path / "copy"))
+    flipped = bytearray((out / "train-000001.tar").read_bytes())
+    flipped[1000] ^= 1
+    (out / "train-000001.tar").write_bytes(flipped)
+    (out / "val-000000.tar").unlink()
+    with pytest.raises(UserError, match=r"val-000000.tar is missing"):
+        open_dataset(out).split("val")
+    shard.run(settings(source, out, val_share=0.25))
+    assert "made 2 again" in capfd.readouterr().out
+    assert contents(out) == contents(dataset.path)
+
+    shard.run(settings(source, out, val_share=0.25))
+    assert "nothing to do" in capfd.readouterr().out
+
+
+def test_damaged_manifest_is_made_again(dataset: Dataset, source: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(dataset.path, tmp_path / "copy"))
+    (out / "samples.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"samples.parquet is damaged"):
+        open_dataset(out).split("train")
+    shard.run(settings(source, out, val_share=0.25))
+    assert contents(out) == contents(dataset.path)
+
+
+def test_other_settings_are_refused_and_all_of_them_named(dataset: Dataset, source: Path) -> None:
+    before = contents(dataset.path)
+    with pytest.raises(UserError, match=r"made with seed = 0, not 1; resize_short = 0, not 8\. Choose another out"):
+        shard.run(settings(source, dataset.path, val_share=0.25, seed=1, resize_short=8))
+    with pytest.raises(UserError, match=r"made with resize_filter = area, not antialias\."):
+        shard.run(settings(source, dataset.path, val_share=0.25, resize_filter="antialias"))
+    assert contents(dataset.path) == before
+
+
+def test_another_source_is_refused_with_the_difference(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
+    before = contents(dataset.path)
+    changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
+    changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
+    more, fewer = write_folder(changed, tmp_path / "changed"), write_folder({"cat/a.jpg": jpeg(1)}, tmp_path / "few")
+    for source, said in (
+        (more, rf"was made of {len(pictures)} images .* of .*; .* has {len(changed)} .*: 1 came \(cat/new\); "
+               r"10 went \(cat/00, cat/01, cat/02, ...\); 1 changed in size \(dog/00\)\. Choose another out"),
+        (fewer, rf"1 came \(cat/a\); {len(pictures)} went"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as error:
+            shard.run(settings(source, dataset.path, val_share=0.25))
+        assert "\n" not in str(error.value)
+    assert contents(dataset.path) == before
+
+
+def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: int, tmp_path: Path) -> None:
+    """Unless it is an image that could not be read, and keeps its size."""
+    files = {**{f"cat/{i}.jpg": jpeg(i) for i in range(8)}, "dog/good.jpg": jpeg(9)}
+    source, out = write_folder({**files, "dog/bad.jpg": bytes(len(jpeg(10)))}, tmp_path / "raw"), tmp_path / "out"
+    with pytest.raises(
+        UserError, match=r"make them readable or raise max_bad_share, and run again; if you remove them"
+    ):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.0))
+    (source / "cat/3.jpg").unlink()
+    with pytest.raises(UserError, match=r"has 9 .*: 1 went \(cat/3\)\. Choose"):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.5))
+    (source / "cat").rename(source / "lion")
+    with pytest.raises(UserError, match=r"7 came \(lion/0, lion/1, lion/2, ...\); 8 went \(cat/0, "):
+        shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.5))
+    (source / "lion").rename(source / "cat")
+    write_folder({**files, "dog/bad.jpg": jpeg(10)}, source)
+    assert shard.run(settings(source, out, samples_per_shard=1, max_bad_share=0.0)).info["samples"] == {"train": 10}
+
+
+def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
+    seen, made = [], []
+
+    class Watched(progress.Progress):
+        def add(self, images: int, num_bytes: int, **others: bool) -> None:
+            seen.append(wait_for_state(tmp_path / "out", shards=self.shards))
+            made.append(others["made"])
+            super().add(images, num_bytes, **others)
+
+    monkeypatch.setattr(shard, "Progress", Watched)
+    dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
+    total = sum(dataset.info["samples"].values())
+    num_shards = sum(dataset.info["shards"].values())
+    assert [state["shards"] for state in seen] == list(range(num_shards))
+    assert {(state["total_images"], state["total_shards"]) for state in seen} == {(total, num_shards)}
+    assert {state["phase"] for state in seen} == {"sharded"}
+    assert seen[0]["images"] == seen[0]["bytes"] == 0
+    assert seen[0]["seconds_left"] is None
+    last = seen[-1]
+    assert last["images_per_second"] == pytest.approx(last["images"] / last["seconds"])
+    assert last["bytes_per_second"] == pytest.approx(last["bytes"] / last["seconds"])
+    assert last["seconds_left"] == pytest.approx((total - last["images"]) / last["images_per_second"])
+    assert not (tmp_path / "out/progress.json").exists()
+
+    # Of a data set that is finished, checks are the work; where some shards are yet to be made, they promise too much.
+    assert made == [True] * num_shards
+    made.clear()
+    shard.run(settings(source, tmp_path / "out", num_tasks=1))
+    assert made == [True] * num_shards
+
+
+def wait_for_state(folder: Path, **expected: object) -> dict:
+    """What progress.json says once it says this; it is replaced by a thread, whatever the job is at."""
+    deadline = time.monotonic() + 20
+    while True:
+        state = json.loads((folder / "progress.json").read_text())
+        if expected.items() <= state.items():
+            return state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.005)
+
+
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with progress.Progress(1000, 10, tmp_path, "sharded") as job:
+        job.add(600, 6_000_000, made=False)
+        state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
+        assert (state["images_per_second"], state["seconds_left"]) == (0, None)
+        time.sleep(0.1)
+        assert wait_for_state(tmp_path)["seconds"] > state["seconds"]
+        job.add(100, 1_000_000)
+        state = wait_for_state(tmp_path, images=700)
+        assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])
+        # 100 images since the check ended, not 700 since the start.
+        assert 100 / state["seconds"] < state["images_per_second"] < 100 / 0.1
+    time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+    checked, made = capfd.readouterr().err.splitlines()
+    assert checked == "sharded 600 of 1,000 images (60%)"
+    assert made.startswith("sharded 700 of 1,000 images (70%), ")
+
+
+def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
+    more = {**pictures, **{f"ant/{i}.jpg": jpeg(500 + i) for i in range(20)}}
+    bigger = shard.run(settings(write_folder(more, tmp_path / "raw"), tmp_path / "out", val_share=0.25, seed=5))
+    old, new = dataset.split("val"), bigger.split("val")
+    old_keys = set(old.keys(range(len(old))))
+    assert 0 < len(old_keys) < len(pictures) / 2
+    assert {key for key in new.keys(range(len(new))) if not key.startswith("ant/")} == old_keys
+
+
+BAD = {
+    "cat/text.jpg": (b"this is no image at all", "no image"),
+    "cat/cut.jpg": (jpeg(1, width=64, height=64)[:-300], "(?i)premature end"),
+    "dog/cut.png": (encoded(noise(2), "PNG")[:-100], "truncated|broken"),
+    "dog/empty.jpg": (b"", "empty file"),
+}
+
+
+def test_bad_images_are_skipped_named_and_counted(ray_cluster: int, pictures: dict, tmp_path: Path, capfd) -> None:
+    source = write_folder({**pictures, **{name: data for name, (data, _) in BAD.items()}}, tmp_path / "raw")
+    other = shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
+    assert f"skipped {len(BAD)} bad images" in capfd.readouterr().out
+    assert sum(other.info["samples"].values()) == len(pictures)
+    header, *rows = (tmp_path / "out/skipped.csv").read_text().splitlines()
+    assert header == "key,where,reason"
+    for row, (name, (_, reason)) in zip(rows, sorted(BAD.items()), strict=True):
+        key, where, why = row.split(",", 2)
+        assert (key, where) == (expected_key(name), name)
+        assert re.search(reason, why)
+
+
+def test_more_bad_images_than_the_budget_stop_the_job(ray_cluster, pictures: dict, tmp_path: Path) -> None:
+    source = write_folder({**pictures, **{name: data for name, (data, _) in BAD.items()}}, tmp_path / "raw")
+    with pytest.raises(UserError, match=r"more than the 1 that max_bad_share = 0.001 allows of \d+: (cat|dog)/"):
+        shard.run(settings(source, tmp_path / "out"))
+    assert not (tmp_path / "out/dataset.json").exists()
+    # And the way out that the message names.
+    shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
+
+
+def test_a_shard_of_bad_images_only_is_left_out(ray_cluster, tmp_path: Path) -> None:
+    source = write_folder({"cat/bad.jpg": b"text", "cat/good.jpg": jpeg(1), "dog/good.jpg": jpeg(2)}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out", samples_per_shard=1, max_bad_share=0.5))
+    assert dataset.info["shards"] == {"train": 2}
+    assert len(dataset.split("train").shard_paths) == len(list(dataset.path.glob("*.tar"))) == 2
+    assert shard.run(settings(source, tmp_path / "out", samples_per_shard=1)).fingerprint == dataset.fingerprint
+
+
+def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_path: Path) -> None:
+    exif = noise(1).getexif()
+    exif[0x0112] = 6  # rotated by a quarter
+    small = jpeg(3, width=40, height=32)
+    files = {
+        "cat/wide.png": encoded(noise(2, width=100, height=64), "PNG"),
+        "cat/rotated.jpg": encoded(noise(4, width=100, height=64), "JPEG", exif=exif),
+        "dog/small.jpg": small,
+        "dog/cut.jpg": jpeg(5, width=100, height=64)[:-50],
+        "dog/small_cut.jpg": small[:-50],
+    }
+    config = settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", resize_short=32, max_bad_share=0.4)
+    dataset = shard.run(config)
+    skipped = (dataset.path / "skipped.csv").read_text()
+    assert all(name in skipped for name in ("dog/cut.jpg", "dog/small_cut.jpg"))
+    rows = {row["key"]: row for row in pq.read_table(dataset.path / "samples.parquet").to_pylist()}
+    assert {key: (row["ext"], row["width"], row["height"]) for key, row in rows.items()} == {
+        "cat/wide": ("jpg", 50, 32),
+        "cat/rotated": ("jpg", 32, 50),
+        "dog/small": ("jpg", 40, 32),
+    }
+    assert rows["dog/small"]["size"] == len(small)
+
+
+def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
+    def fail(where: str) -> None:
+        if where == "here":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train-000000.tar")
+        raise UserError("mend it")
+
+    with pytest.raises(OSError, match="No space left") as full:
+        list(ray_tasks.run_tasks(fail, ["here"], 1, print))
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
+    with pytest.raises(UserError, match=r"^mend it$"):
+        list(ray_tasks.run_tasks(fail, ["there"], 1, print))
+
+
+def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) -> None:
+    taken: list[int] = []
+    results: dict[int, int] = {}
+    endless = (taken.append(i) or i for i in itertools.count())
+    with contextlib.closing(ray_tasks.run_tasks(lambda i: i * i, endless, 3, print)) as tasks:
+        for number, result in itertools.islice(tasks, 20):
+            results[number] = result
+            assert len(taken) - len(results) <= 3
+    assert results == {i: i * i for i in results}
+
+
+def test_a_dead_worker_or_machine_costs_its_task_which_is_run_again(ray_cluster: int, tmp_path: Path) -> None:
+    def fails_once(number: int) -> int:
+        mark = tmp_path / str(number)
+        if number % 2 and not mark.exists():
+            mark.touch()
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ray_tasks.LostError("1.jpg cannot be read: Input/output error.")
+        return number
+
+    told: list[str] = []
+    assert sorted(ray_tasks.run_tasks(fails_once, range(4), 2, told.append)) == [(i, i) for i in range(4)]
+    assert len(told) == 2
+    assert any("died" in reason for reason in told)
+    assert "1.jpg cannot be read: Input/output error." in told
+
+
+def test_a_task_that_kills_every_worker_is_given_up(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tasks, "_PAUSES", (0.0, 0.0, 0.0))
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"gave up on a task after 3 retries: .*died.*use fewer tasks at a time"):
+        list(ray_tasks.run_tasks(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], 1, told.append))
+    assert len(told) == 3
+
+
+def test_sharding_from_bucket_to_bucket_gives_the_same_bytes(
+    dataset: Dataset, pictures: dict, tmp_path: Path, s3: tuple[S3, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = s3[1]
+    for path in write_class_tars(pictures, tmp_path / "tars").iterdir():
+        put(bucket_path(f"{url}/raw/{path.name}"), path.read_bytes())
+    config = ShardConfig(source=f"{url}/raw", out=f"{url}/out", samples_per_shard=8, val_share=0.25)
+    other = shard.run(config)
+    assert other.fingerprint == dataset.fingerprint
+    found = {name_inside(path, bucket_path(f"{url}/out")): path.read_bytes() for path, _ in walk_files(other.path)}
+    assert {name: data for name, data in found.items() if name.endswith(".tar")} == {
+        name: data for name, data in contents(dataset.path).items() if name.endswith(".tar")
+    }
+    assert not [name for name in found if name.startswith(".")]
+    rows = ShardReader(other.split("val")), ShardReader(dataset.split("val"))
+    assert all(rows[0].read(row) == rows[1].read(row) for row in range(len(dataset.split("val"))))
+
+    bucket_path(f"{url}/out/val-000000.tar").unlink()
+    capfd.readouterr()
+    shard.run(config)
+    assert "made 1 again" in capfd.readouterr().out
+    assert bucket_path(f"{url}/out/val-000000.tar").read_bytes() == found["val-000000.tar"]
+
+
+def test_a_shard_uploaded_before_a_kill_is_not_read_again(
+    source: Path, tmp_path: Path, s3: tuple[S3, str], pictures: dict
+) -> None:
+    server, url = s3
+    listing = list_source(source, ShardConfig(source=str(source), out=url), tmp_path)
+    job = Job(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), 0, "area", 95, True, None)
+    first = write_shard(job)
+    server.reset()
+    again = write_shard(job)
+    assert (again.shard, again.made, first.made) == (first.shard, False, True)
+    assert not [request for request in server.requests if request.startswith("GET") and ".tar" in request]
+    put(bucket_path(f"{url}/train-000000.tar"), bytes(first.shard.bytes))
+    assert write_shard(job).made
+
+
+def test_a_packed_source_with_copies_to_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[S3, str]) -> None:
+    files = {"cat/1.jpg": jpeg(1), "cat/2.jpg": jpeg(1), "dog/1.jpg": jpeg(2), "dog/bad.jpg": b"text"}
+    source = write_tar(files, tmp_path / "raw.tar.gz", "w:gz")
+    config = ShardConfig(source=str(source), out=f"{s3[1]}/out", merge_copies=True, max_bad_share=0.0)
+    out = bucket_path(config.out)
+    with pytest.raises(UserError, match="more than the 0 that max_bad_share"):
+        shard.run(config)
+    # What was unpacked waits for the job to go on.
+    assert [path.suffix for path, _ in walk_files(out / ".staging")] == [".tar"]
+    there = shard.run(replace(config, max_bad_share=0.5))
+    here = shard.run(replace(config, max_bad_share=0.5, out=str(tmp_path / "out")))
+    assert there.fingerprint == here.fingerprint
+    found = {name_inside(path, out): path.read_bytes() for path, _ in walk_files(out)}
+    local = contents(tmp_path / "out")
+    assert found.keys() == {name for name in local if not name.startswith("index/")}
+    assert all(found[name] == local[name] for name in found if name != "dataset.json")
+    assert b"cat/2,train,cat/1,train" in found["copies.csv"]
+
+    write_tar(files | {"dog/3.jpg": jpeg(3)}, source, "w:gz")
+    with pytest.raises(UserError, match=r"1 came \(dog/3\)"):
+        shard.run(config)

@@ -1,0 +1,136 @@
+"""The tar of a shard is, to the byte, what Python's tarfile writes, and lacks no image that could be read."""
+
+import hashlib
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from raw_images import encoded, jpeg, noise, write_folder
+
+from data_tools.sharding.copies import HashJob, hash_samples
+from data_tools.sharding.write_shard import PARTS, Job, _Tar, read_part, write_part, write_shard
+from data_tools.sources import list_source
+from pipeline.data.dataset.manifest import ROWS
+from pipeline.ray_tasks import LostError
+from pipeline.settings.data import ShardConfig
+
+NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
+
+
+# 3,000,000: the disk is told to begin on the way.
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 4095, 4096, 10_240, 70_001, 3_000_000])
+def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
+    theirs = io.BytesIO()
+    begins = []
+    with (
+        open(tmp_path / "a.tar", "wb") as file,
+        tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as tar,
+    ):
+        ours = _Tar(file)
+        for name in NAMES:
+            data = name.encode("utf-8", "surrogateescape")[:1] * size
+            label = str(size).encode()
+            begins.append(ours.add(f"{name}.jpg", data, f"{name}.cls", label))
+            for ext, content in (("jpg", data), ("cls", label)):
+                info = tarfile.TarInfo(f"{name}.{ext}")
+                info.size, info.mode = len(content), 0o644
+                tar.addfile(info, io.BytesIO(content))
+        ours.finish()
+    written = (tmp_path / "a.tar").read_bytes()
+    assert written == theirs.getvalue()
+    for name, begin in zip(NAMES, begins, strict=True):
+        assert written[begin : begin + size] == name.encode("utf-8", "surrogateescape")[:1] * size
+    assert (ours.size, ours.sha256.digest()) == (len(written), hashlib.sha256(written).digest())
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A shard of three images, and the folder for it."""
+    source = write_folder({f"cat/{i}.jpg": jpeg(i) for i in range(3)}, tmp_path / "raw")
+    (tmp_path / "out" / PARTS).mkdir(parents=True)
+    rows = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path).rows(np.arange(3))
+    return Job(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
+
+
+def test_images_that_were_skipped_are_tried_again(job: Job, tmp_path: Path) -> None:
+    """A folder that was away, and an image that was mended in place."""
+    folder, away, broken = tmp_path / "raw/cat", tmp_path / "away", tmp_path / "raw/cat/1.jpg"
+    whole = write_shard(job)
+    expected = (tmp_path / "out" / job.name).read_bytes()
+    for path in (tmp_path / "out" / job.name, tmp_path / "out" / PARTS / "train-000000.parquet"):
+        path.unlink()
+
+    broken.write_bytes(bytes(broken.stat().st_size))
+    folder.rename(away)
+    gone = write_shard(job)
+    assert [(key, "No such file" in reason) for key, _, reason in gone.skipped] == [
+        (f"cat/{i}", True) for i in range(3)
+    ]
+    again = write_shard(job)
+    assert (again.made, again.skipped) == (False, gone.skipped)
+    away.rename(folder)
+    back = write_shard(job)
+    assert (back.made, [key for key, *_ in back.skipped]) == (True, ["cat/1"])
+    assert not write_shard(job).made
+    broken.write_bytes(jpeg(1))
+    assert write_shard(job) == whole
+    assert (tmp_path / "out" / job.name).read_bytes() == expected
+    assert not write_shard(job).made
+
+
+def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: Job, tmp_path: Path) -> None:
+    # Whose first byte no process has mapped: EIO.
+    job.rows["path"][1] = "/proc/self/mem"
+    for task in (lambda: write_shard(job), lambda: hash_samples(HashJob(str(tmp_path / "hashes"), job.rows))):
+        with pytest.raises(LostError, match=r"^/proc/self/mem cannot be read: Input/output error\.$"):
+            task()
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == [PARTS]
+    assert not (tmp_path / "hashes").exists()
+
+
+def test_a_cut_image_is_skipped_by_its_header_alone_too(job: Job, tmp_path: Path) -> None:
+    cut = encoded(noise(5), "PNG")[:-5]
+    for number, data in ((1, jpeg(1)[:-30]), (2, cut)):
+        (tmp_path / f"raw/cat/{number}.jpg").write_bytes(data)
+        job.rows["size"][number] = len(data)
+    done = write_shard(replace(job, whole=False))
+    assert [(key, reason) for key, _, reason in done.skipped] == [
+        ("cat/1", "cut off: it has no end marker"), ("cat/2", "cut off: it has no end marker")
+    ]  # fmt: skip
+    assert done.shard.samples == 1
+
+
+def test_a_damaged_part_is_made_again(job: Job, tmp_path: Path) -> None:
+    """Whatever bit of it is flipped: a label or a checksum that changed would enter the manifest unseen."""
+    whole = write_shard(job)
+    part = tmp_path / "out" / PARTS / "train-000000.parquet"
+    data = part.read_bytes()
+    rows = pq.read_table(part).replace_schema_metadata(None).cast(ROWS)
+    places = np.random.default_rng(0).choice(len(data) * 8, 250, replace=False)
+    assert not write_shard(job).made
+    num_made = 0
+    for place in places.tolist():
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        part.write_bytes(flipped)
+        done = write_shard(job)
+        assert done == replace(whole, made=done.made)
+        assert pq.read_table(part).replace_schema_metadata(None).cast(ROWS) == rows  # As the manifest takes them.
+        num_made += done.made
+    assert num_made > 100
+
+
+@pytest.mark.parametrize(
+    "about", [b"{", b"3", b'{"shard": 3}', b'{"shard": {"name": "x"}, "skipped": []}', b"[" * 50_000]
+)
+def test_a_part_that_says_something_else_is_none(about: bytes, job: Job, tmp_path: Path) -> None:
+    write_shard(job)
+    part = tmp_path / "out" / PARTS / "train-000000.parquet"
+    table = pq.read_table(part)
+    write_part(part, table, about.decode())
+    assert read_part(part) is None
+    assert write_shard(job).made

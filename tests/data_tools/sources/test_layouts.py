@@ -1,0 +1,605 @@
+"""Layouts that know their samples: every image, class and split of real files of each kind; one line for what is wrong."""
+
+import csv
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from raw_images import jpeg, write_folder, write_tar, write_zip
+from scipy.io import savemat
+
+from data_tools.sources import Listing, Reader, list_source
+from data_tools.sources.images import to_png
+from pipeline.data.loading.decode import decode
+from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
+
+Sample = tuple[str, tuple[str, ...], bytes]
+
+
+def listed(source: Path, **settings: object) -> Listing:
+    config = ShardConfig(source=str(source), out="unused", **settings)
+    config.check()
+    return list_source(source, config, source.parent / "staging")
+
+
+def samples(listing: Listing) -> dict[str, Sample]:
+    """Key -> split, names of the classes, bytes."""
+    rows = listing.rows(np.arange(len(listing)))
+    splits = [listing.splits[split] for split in listing.table["split"].to_pylist()]
+    found = {}
+    with Reader() as reader:
+        places = zip(*(rows[name] for name in ("path", "offset", "size", "packed")), strict=True)
+        for key, split, labels, place in zip(rows["key"], splits, rows["labels"], places, strict=True):
+            found[key] = (split, tuple(listing.classes[label] for label in labels), reader.read(*place))
+    assert len(found) == len(listing)
+    return found
+
+
+def refused(source: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as error:
+        listed(source, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- CIFAR ------------------------------------------------------------------------------------------------------------
+
+NAMES = ["plane", "car", "bird"]
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 3072), np.uint8)
+LABELS = [2, 0, 1, 1, 2, 0, 2, 1, 0]
+
+
+def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    """What cPickle of Python 2 and NumPy 1 write: byte strings (BINSTRING, T) for text and for the array's elements."""
+
+    def text(content: bytes) -> bytes:
+        return b"T" + len(content).to_bytes(4, "little") + content
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+
+    dtype = b"cnumpy\ndtype\n(" + text(b"u1") + number(0) + number(1) + b"tR(" + number(3) + text(b"|")
+    dtype += b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
+    shape = number(pixels.shape[0]) + number(pixels.shape[1]) + b"\x86"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"tR("
+    array += number(1) + shape + dtype + b"\x89" + text(pixels.tobytes()) + b"tb"
+    entries = text(b"data") + array + text(b"labels") + b"](" + b"".join(map(number, labels)) + b"e"
+    return b"\x80\x02}(" + entries + b"u."
+
+
+def python3_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    return pickle.dumps({"data": pixels, "labels": labels}, protocol=5)
+
+
+def binary_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    return b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, pixels, strict=True))
+
+
+def cifar10(at: Path, make: Callable[[list[int], np.ndarray], bytes], suffix: str = "") -> dict[str, bytes]:
+    files = {
+        f"data_batch_1{suffix}": make(LABELS[:4], PIXELS[:4]),
+        f"data_batch_2{suffix}": make(LABELS[4:6], PIXELS[4:6]),
+        f"test_batch{suffix}": make(LABELS[6:], PIXELS[6:]),
+        "readme.html": b"...",
+    }
+    names = {"batches.meta": pickle.dumps({b"label_names": NAMES}, protocol=2)}
+    return files | ({"batches.meta.txt": "\n".join([*NAMES, ""]).encode()} if suffix else names)
+
+
+CIFAR10 = {"python 2": (python2_batch, ""), "python 3": (python3_batch, ""), "binary": (binary_batch, ".bin")}
+
+
+@pytest.mark.parametrize("version", CIFAR10)
+@pytest.mark.parametrize("form", ["folder", "tar.gz"])
+def test_cifar10(version: str, form: str, tmp_path: Path) -> None:
+    files = cifar10(tmp_path, *CIFAR10[version])
+    inside = {f"cifar-10/{name}": data for name, data in files.items()}
+    source = (
+        write_folder(files, tmp_path / "raw") if form == "folder" else write_tar(inside, tmp_path / "c.tar.gz", "w:gz")
+    )
+    listing = listed(source)
+    assert listing.classes == NAMES
+    found = samples(listing)
+    places = [("data_batch_1", i) for i in range(4)] + [("data_batch_2", i) for i in range(2)]
+    places += [("test_batch", i) for i in range(3)]
+    for (batch, number), label, pixels in zip(places, LABELS, PIXELS, strict=True):
+        split, names, data = found[f"{NAMES[label]}/{batch}_{number:05d}"]
+        assert (split, names) == ("test" if batch == "test_batch" else "train", (NAMES[label],))
+        assert np.array_equal(decode(data), pixels.reshape(3, 32, 32).transpose(1, 2, 0))
+
+
+def test_cifar100_takes_the_fine_labels_or_the_coarse(tmp_path: Path) -> None:
+    coarse, groups = [1, 0, 1, 1, 0, 0, 1, 0, 1], ["animal", "machine"]
+    triples = zip(coarse, LABELS, PIXELS, strict=True)
+    records = b"".join(bytes([group, label]) + image.tobytes() for group, label, image in triples)
+    names = {"fine_label_names.txt": "\n".join(NAMES).encode(), "coarse_label_names.txt": "\n".join(groups).encode()}
+    binary = write_folder({"train.bin": records, "test.bin": records, **names}, tmp_path / "binary")
+    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": coarse}, protocol=4)
+    meta = pickle.dumps({"fine_label_names": NAMES, "coarse_label_names": groups})
+    python = write_folder({"train": batch, "test": batch, "meta": meta}, tmp_path / "python")
+    for kind, first in (("fine", "bird"), ("coarse", "machine")):
+        by_binary, by_python = (listed(source, cifar100_labels=kind) for source in (binary, python))
+        assert samples(by_binary) == samples(by_python)
+        assert by_binary.digest() == by_python.digest()
+        assert by_python.classes == (NAMES if kind == "fine" else groups)
+        assert samples(by_python)[f"{first}/train_00000"][:2] == ("train", (first,))
+    cifar10_source = write_folder(cifar10(tmp_path, binary_batch, ".bin"), tmp_path / "cifar10")
+    assert "is no CIFAR-100. It has: batches" in refused(cifar10_source, cifar100_labels="coarse")
+
+
+class _Evil:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('obeyed')",))
+
+
+def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path) -> None:
+    files = cifar10(tmp_path, python2_batch)
+    files["data_batch_1"] = pickle.dumps({"data": _Evil(), "labels": [0]})
+    assert "asks for builtins.exec, which is not obeyed" in refused(write_folder(files, tmp_path / "raw"))
+    # Python 3 writes bytes as text under protocol 2: then there are no pixels to point at.
+    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:4], "labels": LABELS[:4]}, protocol=2)
+    assert "pickled so that its pixels are not in it" in refused(write_folder(files, tmp_path / "raw"))
+    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:3], "labels": LABELS[:4]}, protocol=4)
+    assert "no `data` of 3,072 bytes for each of its `labels`" in refused(write_folder(files, tmp_path / "raw"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, there are 3 class"),
+        ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
+        ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
+    ],
+)  # fmt: skip
+def test_bad_cifar(change: dict[str, bytes], said: str, tmp_path: Path) -> None:
+    assert said in refused(write_folder(cifar10(tmp_path, binary_batch, ".bin") | change, tmp_path / "raw"))
+
+
+def test_png_of_pixels_is_the_same_everywhere_and_two_decoders_read_it() -> None:
+    pixels = PIXELS[0].reshape(3, 32, 32).transpose(1, 2, 0)
+    data = to_png(PIXELS[0].tobytes())
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB), pixels)
+    # 8 signature, 25 IHDR, 12 of IDAT around 2 + 5 + 32 * 97 + 4 bytes of zlib, 12 IEND: no compressor had a say.
+    assert len(data) == 8 + 25 + 12 + 2 + 5 + 32 * 97 + 4 + 12
+
+
+# --- ImageNet-1k ------------------------------------------------------------------------------------------------------
+
+VAL = {f"ILSVRC2012_val_{number:08d}": wnid for number, wnid in ((1, "n02"), (2, "n01"), (3, "n02"))}
+
+
+def imagenet1k(at: Path) -> Path:
+    at.mkdir()
+    inner = {}
+    for wnid, seed in (("n01", 1), ("n02", 2)):
+        files = {f"{wnid}_{number}.JPEG": jpeg(10 * seed + number) for number in (7, 12)}
+        inner[f"{wnid}.tar"] = write_tar(files, at / "x.tar").read_bytes()
+    (at / "x.tar").unlink()
+    write_tar(inner, at / "ILSVRC2012_img_train.tar")
+    write_tar({f"{stem}.JPEG": jpeg(i) for i, stem in enumerate(VAL)}, at / "ILSVRC2012_img_val.tar")
+    return at
+
+
+def _ground_truth(at: Path) -> Path:
+    # As in the development kit: numbers in the order of the images, which are not in the order of the wnids.
+    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O")]
+    savemat(at / "meta.mat", {"synsets": np.array([(1, "n02", "b"), (2, "n01", "a"), (3, "n09", "c")], kinds)})
+    (at / "ground_truth.txt").write_text("1\n2\n1\n")
+    return at / "ground_truth.txt"
+
+
+def _text(text: str) -> Callable[[Path], Path]:
+    def make(at: Path) -> Path:
+        (at / "labels.txt").write_text(text)
+        return at / "labels.txt"
+
+    return make
+
+
+VAL_LABELS = {
+    "development kit": _ground_truth,
+    "map": _text("".join(f"{stem}.JPEG {wnid}\n" for stem, wnid in VAL.items())),
+    "kaggle": _text("ImageId,PredictionString\n" + "".join(f"{s},{w} 85 1 499 272 \n" for s, w in VAL.items())),
+    "column": _text("".join(f"{wnid}\n" for wnid in VAL.values())),
+}
+
+
+@pytest.mark.parametrize("form", VAL_LABELS)
+def test_imagenet1k(form: str, tmp_path: Path) -> None:
+    found = samples(listed(imagenet1k(tmp_path / "raw"), val_labels=str(VAL_LABELS[form](tmp_path))))
+    val = {f"{wnid}/{stem}": ("val", (wnid,), jpeg(i)) for i, (stem, wnid) in enumerate(VAL.items())}
+    train = {f"n0{c}/n0{c}_{n}": ("train", (f"n0{c}",), jpeg(10 * c + n)) for c in (1, 2) for n in (7, 12)}
+    assert found == train | val
+
+
+def test_imagenet1k_with_the_labels_of_real(tmp_path: Path) -> None:
+    """Several labels, or none: such an image does not count. Classes are all that there are, in their order."""
+    source, real, names = imagenet1k(tmp_path / "raw"), tmp_path / "real.json", tmp_path / "wnids.txt"
+    names.write_text("n01\nn02\nn03\n")
+    real.write_text("[[2, 0], [], [1]]\n")
+    flat = {"splits": {"val": "ILSVRC2012_img_val.tar"}, "val_labels": str(real), "layout": "imagenet1k"}
+    listing = listed(source, label_names=str(names), **flat)
+    first, _, third = VAL
+    # Sorted by class number, as every list of labels is.
+    assert samples(listing) == {
+        f"n03/{first}": ("val", ("n01", "n03"), jpeg(0)), f"n02/{third}": ("val", ("n02",), jpeg(2))
+    }  # fmt: skip
+    assert listing.classes == ["n01", "n02", "n03"]
+    assert any("left out 1 of 3 images" in note for note in listing.notes)
+    assert "label_names=FILE names the wnids" in refused(source, **flat)
+    real.write_text("[[3], [], [1]]")
+    assert "label 3 is out of range" in refused(source, label_names=str(names), **flat)
+    for text, said in (
+        ("[[1]]", "must be a list of 3 lists"),
+        ("[", "is not valid JSON"),
+        ("[[1], 2, [1]]", f"val_labels = {real}: [1] = 2 must be a list of whole number."),
+        ('[[1], ["2"], [1]]', "[1][0] = '2' must be a whole number"),
+    ):
+        real.write_text(text)
+        assert said in refused(source, label_names=str(names), **flat)
+
+
+def test_bad_imagenet1k(tmp_path: Path) -> None:
+    source = imagenet1k(tmp_path / "raw")
+    assert "holds images without classes: val_labels=FILE" in refused(source)
+    few = _text("ILSVRC2012_val_00000001 n02\n")(tmp_path)
+    assert "names no class for 2 of 3 images, such as ILSVRC2012_val_00000002" in refused(source, val_labels=str(few))
+    (tmp_path / "labels.txt").write_text("".join(f"{stem}.JPEG {number}\n" for number, stem in enumerate(VAL)))
+    assert "has class numbers: label_names=FILE names the wnids" in refused(source, val_labels=str(few))
+    names = tmp_path / "wnids.txt"
+    for text, said in (
+        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, there are 2 class names"),
+        ("n01\nn09\nn08\n", "lacks 'n02', a class of the train tar"),
+        ("n01\nn02\nn09\n", "the train tar does not have 1 of the 3 classes, such as 'n09'"),
+    ):
+        names.write_text(text)
+        assert said in refused(source, val_labels=str(few), label_names=str(names))
+    # Whoever chooses classes may do with fewer in the train tar.
+    listing = listed(source, val_labels=str(few), label_names=str(names), class_list=str(names))
+    assert listing.classes == ["n01", "n02", "n09"]
+    assert {key: sample[1] for key, sample in samples(listing).items() if sample[0] == "val"} == {
+        f"{wnid}/{stem}": (wnid,) for wnid, stem in zip(listing.classes, VAL, strict=True)
+    }
+    (tmp_path / "labels.txt").write_text("n02\nn01\n")
+    assert "has 2 lines for 3 images" in refused(source, val_labels=str(few))
+    (tmp_path / "labels.txt").write_text("1\n2\n9\n")
+    assert "meta.mat is missing" in refused(source, val_labels=str(few))
+    _ground_truth(tmp_path)
+    assert "'9' is none of the 3 numbers" in refused(source, val_labels=str(few))
+    (source / "ILSVRC2012_img_val.tar").unlink()
+    assert "has no 'ILSVRC2012_img_val.tar' (split 'val')" in refused(source)
+    assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
+
+
+# --- Tiny-ImageNet ----------------------------------------------------------------------------------------------------
+
+TINY = {
+    **{f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(10 * c + i) for c, wnid in enumerate(("n02", "n01")) for i in (0, 1)},
+    **{f"train/{wnid}/{wnid}_boxes.txt": b"x_0.JPEG\t0\t0\t9\t9\n" for wnid in ("n01", "n02")},
+    **{f"val/images/val_{i}.JPEG": jpeg(50 + i) for i in range(3)},
+    "val/val_annotations.txt": b"".join(b"val_%d.JPEG\t%s\t0\t0\t9\t9\n" % (i, w) for i, w in enumerate((b"n01", b"n02", b"n01"))),
+    "test/images/test_0.JPEG": jpeg(60), "wnids.txt": b"n02\nn01\n", "words.txt": b"n01\tone\nn02\ttwo\n",
+}  # fmt: skip
+TINY_SAMPLES = {f"{w}/{w}_{i}": ("train", (w,), jpeg(10 * c + i)) for c, w in enumerate(("n02", "n01")) for i in (0, 1)}
+TINY_SAMPLES |= {f"{w}/val_{i}": ("val", (w,), jpeg(50 + i)) for i, w in enumerate(("n01", "n02", "n01"))}
+
+
+@pytest.mark.parametrize("form", ["folder", "zip", "tar.gz"])
+def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
+    packed = {f"tiny-imagenet-200/{name}": data for name, data in TINY.items()}
+    if form == "folder":
+        source = write_folder(TINY, tmp_path / "raw")
+    else:
+        source = (
+            write_zip(packed, tmp_path / "t.zip") if form == "zip" else write_tar(packed, tmp_path / "t.tar.gz", "w:gz")
+        )
+    layout = "auto" if form != "tar.gz" else "tiny_imagenet"  # Its first members do not tell.
+    listing = listed(source, layout=layout)
+    assert samples(listing) == TINY_SAMPLES
+    assert listing.classes == ["n01", "n02"]
+    assert any(note.startswith("ignored 1 image outside") and "test_0.JPEG" in note for note in listing.notes)
+    # Whoever names the splits, as our messages used to propose, gets the same.
+    start = "" if form == "folder" else "tiny-imagenet-200/"
+    splits = {"train": f"{start}train", "val": f"{start}val"}
+    assert samples(listed(source, layout=layout, splits=splits)) == TINY_SAMPLES
+    said = refused(source, layout=layout, splits={**splits, "test": f"{start}test"})
+    assert "Tiny-ImageNet has labels of its folders train and val only" in said
+
+
+def test_bad_tiny_imagenet(tmp_path: Path) -> None:
+    source = write_folder(TINY, tmp_path / "raw")
+    (source / "val/images/val_9.JPEG").write_bytes(jpeg(9))
+    listing = listed(source)
+    assert listing.skipped == [("", "val/images/val_9.JPEG", "no class: val_annotations.txt has no line for it")]
+    assert samples(listing) == TINY_SAMPLES
+    for text, said in ((b"val_0.JPEG\n", "line 1: 'val_0.JPEG' is not of the form"), (b"\xff", "no text in UTF-8")):
+        (source / "val/val_annotations.txt").write_bytes(text)
+        assert said in refused(source)
+    (source / "val/val_annotations.txt").unlink()
+    assert "is no Tiny-ImageNet: it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
+
+
+# --- Flat -------------------------------------------------------------------------------------------------------------
+
+FLAT = {f"n0144076{c}_{name}_{i}.JPEG": jpeg(10 * c + i) for c, name in ((4, "tench"), (5, "a_b")) for i in (0, 1)}
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "zip", "split"])
+def test_flat_folder_of_names_that_begin_with_the_class(form: str, tmp_path: Path) -> None:
+    made = {"tar": lambda: write_tar(FLAT, tmp_path / "f.tar"), "zip": lambda: write_zip(FLAT, tmp_path / "f.zip")}
+    splits = {"train": "photos"} if form == "split" else {"train": ""}
+    source = made[form]() if form in made else write_folder(FLAT, tmp_path / "raw" / splits["train"])
+    listing = listed(tmp_path / "raw" if form == "split" else source, splits=splits)
+    expected = {name.replace(".JPEG", ""): (name[:9], data) for name, data in FLAT.items()}
+    assert samples(listing) == {f"{w}/{stem}": ("train", (w,), data) for stem, (w, data) in expected.items()}
+    assert listing.classes == ["n01440764", "n01440765"]
+
+
+def test_an_image_of_a_flat_folder_without_a_class(tmp_path: Path) -> None:
+    source = write_folder({**FLAT, "tench.JPEG": jpeg(1)}, tmp_path / "raw")
+    listing = listed(source, layout="flat")
+    assert [where for _, where, _ in listing.skipped] == ["tench.JPEG"]
+    assert len(listing) == 4
+    # Without being told, such a folder is refused, with the command that reads it.
+    said = refused(source)
+    assert f"a first line path,label and a line for each image (1.jpg,cat), and run: python launch/shard.py layout=list source={source}/labels.csv out=unused . At" in said  # fmt: skip
+    table(source / "labels.csv", [(name, name[:9]) for name in FLAT])
+    assert len(listed(source / "labels.csv", layout="list")) == 4
+
+
+# --- Parquet ----------------------------------------------------------------------------------------------------------
+
+IMAGES = [jpeg(i) for i in range(5)]
+
+
+def hugging_face(path: Path, labels: pa.Array, names: list[str] | None = None, column: str = "image") -> Path:
+    rows = [{"bytes": data, "path": f"{i}.jpg"} for i, data in enumerate(IMAGES)]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({column: pa.array(rows, kind), "label": labels})
+    if names:
+        is_list = pa.types.is_list(labels.type)
+        one = {"names": names, "_type": "ClassLabel"}
+        features = {"image": {"_type": "Image"}, "label": {"feature": one, "_type": "Sequence"} if is_list else one}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=2)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "expected"),
+    [
+        (pa.array([2, 0, 0, 1, 2]), NAMES, [("bird",), ("plane",), ("plane",), ("car",), ("bird",)]),
+        (pa.array([10, 2, 0, 2, 2]), None, [("10",), ("2",), ("0",), ("2",), ("2",)]),
+        (pa.array(["b", "a", "a", "b", "a"]), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
+        (pa.array(["b", "a", "a", "b", "a"]).dictionary_encode(), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
+        (pa.array([[2, 0], [0], [], [1], [1, 1]]), NAMES, [("plane", "bird"), ("plane",), (), ("car",), ("car",)]),
+        (pa.array([["b", "a"], ["a"], ["b"], ["c"], ["a"]]), None, [("a", "b"), ("a",), ("b",), ("c",), ("a",)]),
+    ],
+)
+def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_path: Path) -> None:
+    listing = listed(hugging_face(tmp_path / "data/train-0.parquet", labels, names))
+    found = samples(listing)
+    assert [found[f"train-0/{row:06d}"] for row in range(5)] == [
+        ("train", names, data) for names, data in zip(expected, IMAGES, strict=True)
+    ]
+    if names or pa.types.is_integer(labels.type):
+        assert listing.classes == (names or [str(number) for number in range(11)])
+
+
+def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "raw/data/train-0.parquet", pa.array(list("ababa")))
+    pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")
+    said = refused(tmp_path / "raw")
+    assert "look like several splits. If they are, say so: splits.train=data/train splits.val=data/val" in said
+    listing = listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/val"})
+    found = samples(listing)
+    assert found["data/validation-0/000001"] == ("val", ("a",), IMAGES[1])
+    assert len(found) == 10
+    # The second time nothing is unpacked: a whole file is taken as it is.
+    staged = {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()}
+    assert listed(tmp_path / "raw", splits=dict(zip(listing.splits, ("data/train", "data/val"), strict=True)))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()} == staged
+
+    # A file of the same length that was written later is another one.
+    changed = tmp_path / "raw/data/validation-0.parquet"
+    os.utime(changed, ns=(0, 0))
+    listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/validation"})
+    assert len(list((tmp_path / "staging").iterdir())) == len(staged) + 2
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
+    assert "row 3: label 3 is out of range, there are 3 class names" in refused(path)
+    assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
+    assert "column 'label' holds int64, not encoded images" in refused(path, image_column="label", layout="parquet")
+    assert "column 'image' holds struct<" in refused(path, label_column="image")
+    hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, -1, 2]), NAMES)
+    assert "Images without a label (-1) belong in no split" in refused(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is damaged" in refused(path, layout="parquet")
+    images = pa.array([{"bytes": IMAGES[0], "path": "0.jpg"}, None, {"bytes": None, "path": "cat/2.jpg"}])
+    pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"]}), path)
+    assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
+    pq.write_table(pa.table({"image": images, "label": ["a", "b", "c"]}), path)
+    assert "row 2: 'image' names a file (cat/2.jpg) instead of holding it" in refused(path)
+    names = _text("plane\ncar\nplane\n")(tmp_path)
+    hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
+    assert "names 'plane' 2 times" in refused(path, label_names=str(names))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("{", "its metadata `huggingface` is not valid JSON"),
+        ("[]", "the content = [] must be a mapping."),
+        ('{"info": 3}', "info = 3 must be a mapping"),
+        ('{"info": {"features": [1]}}', "features = [1] must be a mapping."),
+        ('{"info": {"features": {"label": {"names": "abc"}}}}', "info.features.label.names = 'abc' must be a list of text."),
+        ('{"info": {"features": {"label": {"names": ["a", 2]}}}}', "names[1] = 2 must be text."),
+        ('{"info": {"features": {"label": [{"names": ["a", "a"]}]}}}', "has a name twice"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_hugging_face_metadata_that_makes_no_sense(metadata: str, said: str, tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": metadata}), path)
+    line = refused(path)
+    assert said in line
+    assert line.startswith(f"{path}, its metadata `huggingface`")
+    names = _text("\n".join(NAMES))(tmp_path)
+    assert listed(path, label_names=str(names)).classes == NAMES
+
+
+@pytest.mark.parametrize("features", [{}, {"label": None}, {"label": []}, {"label": 3}, {"label": {"dtype": "int64"}}])
+def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> None:
+    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
+    for metadata in ({"info": {"features": features}}, {"info": None}, {}):
+        pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(metadata)}), path)
+        assert listed(path).classes == ["0", "1", "2"]
+
+
+# --- Lists ------------------------------------------------------------------------------------------------------------
+
+FILES = {"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "3.png": jpeg(3)}
+
+
+def table(path: Path, rows: list[tuple[str, object]], header: tuple[str, str] = ("path", "label")) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([header, *rows])
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_list(ending: str, tmp_path: Path) -> None:
+    write_folder(FILES, tmp_path)
+    rows = [("cat/1.jpg", "cat; pet"), ("./dog/2.jpg", "dog"), (str(tmp_path / "3.png"), "")]
+    if ending == "parquet":
+        labels = [["cat", "pet"], ["dog"], []]
+        pq.write_table(pa.table({"path": [path for path, _ in rows], "label": labels}), tmp_path / "list.parquet")
+    else:
+        table(tmp_path / f"list.{ending}", rows)
+    listing = listed(tmp_path / f"list.{ending}")
+    assert samples(listing) == {
+        "cat/1": ("train", ("cat", "pet"), FILES["cat/1.jpg"]),
+        "dog/2": ("train", ("dog",), FILES["dog/2.jpg"]),
+        str(tmp_path / "3").removeprefix("/").replace(".", "_"): ("train", (), FILES["3.png"]),
+    }
+    assert listing.notes == ["1 image without any label"]
+
+
+def test_a_list_gives_the_table_of_its_folder(tmp_path: Path) -> None:
+    files = {name: data for name, data in FILES.items() if "/" in name}
+    folder = listed(write_folder(files, tmp_path / "raw"))
+    by_list = listed(table(tmp_path / "raw/list.csv", [(name, name.split("/")[0]) for name in files]))
+    assert folder.digest() == by_list.digest()
+
+
+def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
+    write_folder(FILES, tmp_path / "raw/lists")
+    table(tmp_path / "raw/lists/a.csv", [("cat/1.jpg", 10), ("dog/2.jpg", 2)])
+    table(tmp_path / "raw/lists/b.csv", [("3.png", 0)])
+    listing = listed(tmp_path / "raw", layout="list", splits={"train": "lists/a.csv", "test": "lists/b.csv"})
+    found = samples(listing)
+    assert found["cat/1"] == ("train", ("10",), FILES["cat/1.jpg"])
+    assert found["3"] == ("test", ("0",), FILES["3.png"])
+    assert listing.classes == [str(number) for number in range(11)]
+    names = _text("\n".join(NAMES))(tmp_path)
+    said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
+    assert "a.csv, row 1: label 10 is out of range, there are 3 class names" in said
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "num_classes"),
+    [
+        (["2", "0;10"], [("2",), ("0", "10")], 11),
+        (["2", " ", "10; 07"], [("2",), (), ("7", "10")], 11),
+        (["02", "", "10;07"], [("02",), (), ("07", "10")], 3),
+        (["2", "", "ten"], [("2",), (), ("ten",)], 2),
+    ],
+    ids=["several", "blank", "codes", "names"],
+)
+def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_classes: int, tmp_path: Path) -> None:
+    listing = listed(table(tmp_path / "list.csv", [(f"{row}.jpg", label) for row, label in enumerate(labels)]))
+    found = [tuple(listing.classes[label] for label in row) for row in listing.table["labels"].to_pylist()]
+    assert found == expected
+    assert len(listing.classes) == num_classes
+    assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
+
+
+def test_bad_list(tmp_path: Path) -> None:
+    path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
+    assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
+    assert "row 2: file is empty" in refused(path, path_column="file")
+    table(path, [("gone.jpg", "cat")])
+    # A missing file is the job's to find, count and name.
+    assert listed(path).table["size"].to_pylist() == [0]
+    table(path, [("a.jpg", "cat"), ("a.png", "cat")])
+    assert "a.jpg and a.png have the same key, 'a'" in refused(path)
+    assert "is no list of images (split 'train')" in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
+
+
+# --- webdataset -------------------------------------------------------------------------------------------------------
+
+SHARD = {
+    "a/1.jpg": jpeg(1), "a/1.cls": b"3\n", "a/2.x.json": b"[]", "a/2.PNG": jpeg(2), "a/2.json": b'{"labels": [0, 10]}',
+    "v1.5/3.jpeg": jpeg(3), "v1.5/3.json": b'{"label": 4, "caption": "x"}', "note.txt": b"no image",
+}  # fmt: skip
+
+
+def test_webdataset(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    write_tar(SHARD, tmp_path / "raw/train-0.tar")
+    write_tar({"9.jpg": jpeg(9), "9.cls": b"1", "8.jpg": jpeg(8)}, tmp_path / "raw/val-0.tar")
+    assert "say so: splits.train=train splits.val=val" in refused(tmp_path / "raw")
+    listing = listed(tmp_path / "raw", splits={"train": "train", "val": "val"})
+    assert samples(listing) == {
+        "a/1": ("train", ("3",), jpeg(1)),
+        "a/2": ("train", ("0", "10"), jpeg(2)),
+        "v1_5/3": ("train", ("4",), jpeg(3)),
+        "9": ("val", ("1",), jpeg(9)),
+    }
+    assert listing.classes == [str(number) for number in range(11)]
+    assert listing.notes == ["ignored 1 sample: val-0.tar: 8.jpg (no .cls and no .json)"]
+
+
+def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> None:
+    (tmp_path / "raw/more").mkdir(parents=True)
+    for number, name in enumerate(("v1.0", "more/v1.0")):
+        write_tar({"0.jpg": jpeg(number), "0.cls": b"0"}, tmp_path / f"raw/{name}.tar")
+    listing = listed(tmp_path / "raw")
+    assert samples(listing) == {f"{tar}/0": ("train", ("0",), jpeg(i)) for i, tar in enumerate(("v1_0", "more/v1_0"))}
+    assert listing.notes == ["keys come again from tar to tar: each gets its tar's name first, as more/v1_0/0"]
+    files = [(f"{key}.{ext}", data) for key in (0, 1, 0) for ext, data in (("jpg", jpeg(key)), ("cls", b"0"))]
+    write_tar(files, tmp_path / "raw/twice.tar")
+    assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
+
+
+def test_bad_webdataset(tmp_path: Path) -> None:
+    names = _text("\n".join(NAMES))(tmp_path)
+    path = write_tar(SHARD, tmp_path / "a.tar")
+    assert "a.tar: a/1.jpg: label 3 is out of range" in refused(path, label_names=str(names))
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:-200])
+    assert "a.tar is damaged (cut off" in refused(path)
+    write_tar({"a.jpg": jpeg(1), "a.cls": b"cat"}, tmp_path / "b.tar")
+    assert "split 'train' (all of it) has no images" in refused(tmp_path / "b.tar")
+
+
+def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    with tarfile.open(write_tar({"1.jpg": jpeg(1)}, tmp_path / "raw/n01.tar")):
+        write_tar({"2.jpg": jpeg(2)}, tmp_path / "raw/n02.tar")
+    assert listed(tmp_path / "raw").classes == ["n01", "n02"]

@@ -1,0 +1,296 @@
+"""One odd item stops no job: it is skipped, counted and named, and every other sample is what it was."""
+
+import csv
+import io
+import os
+import socket
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from raw_images import jpeg, settings, write_folder, write_tar
+
+from data_tools.check import stats, verify
+from data_tools.check.contact_sheet import draw_sheet
+from data_tools.sharding import shard
+from data_tools.sharding.index import run as index
+from data_tools.sharding.write_shard import Job, write_shard
+from data_tools.sources import Listing, list_source
+from data_tools.sources.layouts.archive import tar_members
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.errors import UserError
+from pipeline.settings.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+
+GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
+LATIN = os.fsdecode("caf\u00e9".encode("latin-1"))
+
+
+def listed(source: Path, **others: object) -> Listing:
+    config = ShardConfig(source=str(source), out="unused", **others)
+    return list_source(source, config, source.parent / "staging")
+
+
+def skipped(listing: Listing) -> dict[str, str]:
+    return {where: reason for _, where, reason in listing.skipped}
+
+
+# ---------------------------------------------------------------- folders
+
+
+def _loop(at: Path) -> None:
+    (at / "a").symlink_to(at / "b")
+    (at / "b").symlink_to(at / "a")
+
+
+def _cycle(at: Path) -> None:
+    (at / "cat/dogs").symlink_to("../dog")
+    (at / "dog/cats").symlink_to("../cat")
+
+
+def _socket(at: Path) -> None:
+    here = os.getcwd()
+    os.chdir(at)  # A socket's path has at most 107 bytes.
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind("cat/s.jpg")
+    os.chdir(here)
+
+
+LINK = "a link to a folder that it lies in"
+FOLDERS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
+    "loop of links": (_loop, dict.fromkeys("ab", "Too many levels of symbolic links")),
+    "looping image": (
+        lambda at: (at / "cat/2.jpg").symlink_to("2.jpg"),
+        {"cat/2.jpg": "Too many levels of symbolic links"},
+    ),
+    "link to the parent": (lambda at: (at / "cat/up").symlink_to(".."), {"cat/up": LINK}),
+    "link to itself": (lambda at: (at / "cat/here").symlink_to("."), {"cat/here": LINK}),
+    "cycle": (_cycle, {"cat/dogs/cats": LINK, "dog/cats/dogs": LINK}),
+    "fifo": (lambda at: os.mkfifo(at / "cat/f.jpg"), {"cat/f.jpg": "a FIFO, not a regular file"}),
+    "socket": (_socket, {"cat/s.jpg": "a socket, not a regular file"}),
+    "not UTF-8": (
+        lambda at: (at / f"cat/{LATIN}.jpg").write_bytes(jpeg(3)),
+        {"cat/caf\\udce9.jpg": "its name is not UTF-8; rename it"},
+    ),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", FOLDERS)
+def test_an_odd_item_of_a_folder_is_skipped_and_named(what: str, tmp_path: Path) -> None:
+    plant, expected = FOLDERS[what]
+    source = write_folder(GOOD, tmp_path / "raw")
+    plant(source)
+    listing = listed(source)
+    assert skipped(listing) == expected
+    assert {"cat/1", "dog/1"} <= set(listing.table["key"].to_pylist())
+    assert any(note.startswith(f"cannot use {len(expected)} of the items listed: ") for note in listing.notes)
+
+
+def test_folders_deeper_than_python_recurses(tmp_path: Path) -> None:
+    source = write_folder(GOOD, tmp_path / "raw")
+    deep = os.open(source / "cat", os.O_RDONLY)
+    try:
+        for _ in range(2100):  # Twice the recursion limit, and beyond the longest path of the system.
+            os.mkdir("d", dir_fd=deep)
+            inner = os.open("d", os.O_RDONLY, dir_fd=deep)
+            os.close(deep)
+            deep = inner
+        os.close(deep)
+        listing = listed(source)
+    finally:
+        subprocess.run(["rm", "-rf", str(source)], check=True)  # Python, and so pytest, could not.
+    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
+    assert list(skipped(listing).values()) == ["File name too long"]
+
+
+def test_class_folders_with_the_names_of_other_layouts(tmp_path: Path) -> None:
+    names = ["x.tar", "y.parquet", "dataset.json", "test.bin", "meta"]
+    source = write_folder({f"{name}/1.jpg": jpeg(number) for number, name in enumerate(names)}, tmp_path / "raw")
+    assert listed(source).classes == sorted(names)
+
+
+def test_what_is_ignored_is_named(tmp_path: Path) -> None:
+    others = {"cat/00001": b"", "cat/b.txt": b"", "cat/.photo.jpg": b"", "top.jpg": b""}
+    listing = listed(write_folder({**GOOD, **others}, tmp_path / "raw"))
+    said = {note.split(": ")[0]: set(note.split(": ")[-1].split(", ")) for note in listing.notes}
+    assert said["ignored 2 files that are no images by their extension"] == {"cat/00001", "cat/b.txt"}
+    assert said["ignored 1 hidden file"] == {"cat/.photo.jpg"}
+    assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
+
+
+def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    files = {f"{name}/{i}.jpg": jpeg(i) for name in ("cat", "dog") for i in range(5)}
+    plain = shard.run(settings(write_folder(files, tmp_path / "plain"), tmp_path / "a"))
+    source = write_folder(files, tmp_path / "raw")
+    os.mkfifo(source / "cat/f.jpg")
+    (source / "dog/up").symlink_to("..")
+    with pytest.raises(UserError, match=r"^2 items of the source cannot be used, more than the 1 that max_bad_share"):
+        shard.run(settings(source, tmp_path / "b"))
+    capfd.readouterr()
+    made = shard.run(settings(source, tmp_path / "b", max_bad_share=0.2))
+    assert "skipped 2 bad images (see skipped.csv)" in capfd.readouterr().out
+    with open(made.path / "skipped.csv", newline="") as file:
+        assert list(csv.reader(file))[1:] == [["", "cat/f.jpg", "a FIFO, not a regular file"], ["", "dog/up", LINK]]
+    for name in ("train-000000.tar", "train-000001.tar", "samples.parquet", "shards.parquet", "source.parquet"):
+        assert (made.path / name).read_bytes() == (plain.path / name).read_bytes(), name
+
+
+# ---------------------------------------------------------------- lists
+
+
+@pytest.mark.timeout(30)
+def test_odd_paths_of_a_list(tmp_path: Path) -> None:
+    write_folder(GOOD, tmp_path)
+    os.mkfifo(tmp_path / "f.jpg")
+    rows = [b"path,label", b"cat/1.jpg,cat", b"a\0b.jpg,cat", b"caf\xe9.jpg,cat", b"f.jpg,cat", b"dog,dog", b"..,dog"]
+    (tmp_path / "list.csv").write_bytes(b"\n".join(rows) + b"\n")
+    listing = listed(tmp_path / "list.csv")
+    assert skipped(listing) == {
+        "list.csv, row 2: a\\x00b.jpg": "a NUL in its path",
+        "list.csv, row 3: caf\\udce9.jpg": "its name is not UTF-8; rename it",
+        "..": "it has no name but an extension",
+    }
+    rows_of_job = listing.rows(range(len(listing)))
+    job = Job(str(tmp_path), str(tmp_path / "out"), "train-000000.tar", "train", rows_of_job, 0, "area", 95, True, None)
+    (tmp_path / "out/.parts").mkdir(parents=True)
+    done = write_shard(job)
+    assert {name: reason for _, name, reason in done.skipped} == dict.fromkeys(("f.jpg", "dog"), "not a regular file")
+    assert done.shard.samples == 1
+
+
+# ---------------------------------------------------------------- tars
+
+
+def header(name: bytes, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    info = tarfile.TarInfo(os.fsdecode(name))
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+def member(name: bytes, data: bytes, pax: bytes = b"") -> bytes:
+    """A member of a tar, with this content of a pax header before it."""
+    before = header(b"pax", len(pax), tarfile.XHDTYPE) + pax + bytes(-len(pax) % 512) if pax else b""
+    return before + header(name, len(data)) + data + bytes(-len(data) % 512)
+
+
+def record(name: bytes, value: bytes) -> bytes:
+    length = len(name) + len(value) + 3
+    return b"%d %s=%s\n" % (length + len(str(length + len(str(length)))), name, value)
+
+
+def tar_of(*members: bytes) -> bytes:
+    return b"".join(members) + bytes(1024)
+
+
+ODD_MEMBERS = {
+    "name not UTF-8": (member(b"cat/caf\xe9.jpg", jpeg(3)), "its name is not UTF-8; rename it"),
+    "pax name not UTF-8": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\xff.jpg")), "its name is not UTF-8; rename it"),
+    "pax size no number": (member(b"cat/x.jpg", jpeg(3), record(b"size", b"many")), "says size = 'many', which is no number"),
+    "pax length no number": (member(b"cat/x.jpg", jpeg(3), b"xx path=cat/y.jpg\n"), "b'xx', which is no length"),
+    "pax length nought": (member(b"cat/x.jpg", jpeg(3), b"0 path=cat/y.jpg\n"), "a record of 0 bytes does not end"),
+    "pax length too long": (member(b"cat/x.jpg", jpeg(3), b"99 path=cat/y.jpg\n"), "a record of 99 bytes does not end"),
+    "NUL in a pax name": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\0.jpg")), "its name has a NUL character"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", ODD_MEMBERS)
+@pytest.mark.parametrize("layout", ["archive", "imagenet21k"])
+def test_an_odd_member_of_a_tar_is_skipped_and_named(what: str, layout: str, tmp_path: Path) -> None:
+    odd, reason = ODD_MEMBERS[what]
+    data = tar_of(member(b"cat/1.jpg", GOOD["cat/1.jpg"]), odd, member(b"dog/1.jpg", GOOD["dog/1.jpg"]))
+    source, splits = tmp_path / "raw.tar", {"train": ""}
+    if layout == "imagenet21k":
+        data, splits = tar_of(member(b"all.tar", data)), {"train": "all"}
+    source.write_bytes(data)
+    listing = listed(source, layout=layout, splits=splits)
+    assert len(listing) == 2
+    ((_, where, said),) = listing.skipped
+    assert reason in said
+    assert where.isprintable()
+
+
+def test_a_pax_header_that_is_not_utf8_elsewhere_spoils_nothing(tmp_path: Path) -> None:
+    pax = record(b"comm\xffent", b"\xfe") + record(b"path", "cat/ö.jpg".encode())
+    (tmp_path / "raw.tar").write_bytes(tar_of(member(b"x", jpeg(1), pax)))
+    with open(tmp_path / "raw.tar", "rb") as file:
+        (found,) = tar_members(file, 0, os.path.getsize(tmp_path / "raw.tar"))
+    assert (found.name, found.fault) == ("cat/ö.jpg", "")
+
+
+def test_odd_members_of_a_zip(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "raw.zip", "w") as file:
+        for name, data in GOOD.items():
+            file.writestr(name, data)
+        file.writestr("cat/rare.jpg", jpeg(3), zipfile.ZIP_BZIP2)
+        file.writestr("cat/locked.jpg", jpeg(4))
+        file.filelist[-1].flag_bits |= 1
+    listing = listed(tmp_path / "raw.zip")
+    assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
+    assert [(where, reason.split(";")[0]) for _, where, reason in listing.skipped] == [
+        ("cat/locked.jpg", "it is encrypted"), ("cat/rare.jpg", "it is packed by a rare method")
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- webdataset
+
+DEEP = b'{"label": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+SHARD = [
+    ("1.jpg", jpeg(1)), ("1.cls", b"0"), ("/tmp/ESC.jpg", jpeg(2)), ("/tmp/ESC.cls", b"1"), ("../up.jpg", jpeg(3)),
+    ("../up.cls", b"0"), ("deep.jpg", jpeg(4)), ("deep.json", DEEP), (f"{LATIN}.jpg", jpeg(5)), (f"{LATIN}.cls", b"1"),
+    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000),
+]  # fmt: skip
+BAD = {"deep.jpg": "nested too deeply", "caf\\udce9.jpg": "not UTF-8", "long.jpg": "no whole number"}
+
+
+@pytest.fixture
+def odd_shard(tmp_path: Path) -> Path:
+    (tmp_path / "tars").mkdir()
+    return write_tar(SHARD, tmp_path / "tars/a.tar")
+
+
+def test_odd_samples_of_a_webdataset(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
+    listing = listed(odd_shard)
+    assert listing.table["key"].to_pylist() == ["1", "__/up", "tmp/ESC"]
+    assert "removed the leading / of 1 key: /tmp/ESC" in listing.notes
+    found = {where.removeprefix("a.tar: "): reason for where, reason in skipped(listing).items()}
+    assert found.keys() == BAD.keys()
+    assert all(BAD[name] in reason for name, reason in found.items())
+    made = shard.run(settings(odd_shard, tmp_path / "out", max_bad_share=1.0))
+    with tarfile.open(made.path / "train-000000.tar") as tar:
+        names = tar.getnames()
+    assert sorted(names) == sorted(f"{key}.{ext}" for key in ("1", "tmp/ESC", "__/up") for ext in ("jpg", "cls"))
+
+
+def test_index_and_verify_of_odd_tars(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
+    made: Dataset = index(IndexConfig(source=str(odd_shard), out=str(tmp_path / "out"), max_bad_share=0.6))
+    with open(made.path / "skipped.csv", newline="") as file:
+        found = {where.rpartition(": ")[2]: reason for _, where, reason in list(csv.reader(file))[1:]}
+    assert found.keys() == BAD.keys()
+    assert all(BAD[name] in reason for name, reason in found.items())
+    assert len(made.split("train")) == 3
+    assert verify.run(VerifyConfig(data=str(made.path)))["is_whole"]
+    # A tar of which only an odd header has changed since.
+    with open(odd_shard, "r+b") as file:
+        file.seek(-20_000, io.SEEK_END)
+        file.write(tar_of(member(b"x\xff.jpg", b"", b"0 path=y\n")))
+    report = verify.run(VerifyConfig(data=str(made.path)))
+    assert not report["is_whole"]
+
+
+# ---------------------------------------------------------------- names in pictures
+
+
+def test_stats_of_class_names_with_control_characters(ray_cluster: int, tmp_path: Path, capsys) -> None:
+    names = ["a\nb", "\x1b[31m", "c\td", "$\\frac$", "\u202e"]
+    source = write_folder({f"{name}/{i}.jpg": jpeg(i) for i, name in enumerate(names)}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert dataset.classes == sorted(names)
+    found = stats.run(StatsConfig(data=str(dataset.path), out=str(tmp_path / "stats")))
+    assert found["splits"]["train"]["samples"] == len(names)
+    with open(tmp_path / "stats/classes.csv", newline="") as file:
+        assert [row[0] for row in csv.reader(file)][1:] == sorted(names)
+    assert draw_sheet(dataset, 4, __import__("numpy").ones(len(names), int))

@@ -1,0 +1,210 @@
+"""What is refused or passed over when a source is listed: before Ray starts, and with nothing left behind."""
+
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zip
+
+from data_tools.sharding.shard import run
+from data_tools.sources import list_source
+from pipeline import command
+from pipeline.settings.data import ShardConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
+MORE = {**GOOD, "cat/2.jpg": jpeg(3, width=99)}
+
+
+def _below(*folders: str) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for folder in folders for name, data in GOOD.items()}
+
+
+def _empty_class(at: Path) -> Path:
+    (at / "raw/fox").mkdir(parents=True)
+    return write_folder(GOOD, at / "raw")
+
+
+def _cut(path: Path) -> Path:
+    # A plain tar ends in kilobytes of zeros: cut it before those.
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:-200])
+    return path
+
+
+def _flipped(path: Path) -> Path:
+    data = bytearray(path.read_bytes())
+    data[20] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+def _damaged_header(path: Path) -> Path:
+    with tarfile.open(path) as tar:
+        second = tar.getmembers()[1].offset
+    data = bytearray(path.read_bytes())
+    data[second + 10] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+def _twice_in_tar(at: Path) -> Path:
+    write_tar(GOOD, at / "raw.tar")
+    with tarfile.open(at / "raw.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("cat/1.jpg"))
+    return at / "raw.tar"
+
+
+def _cut_class_tars(at: Path) -> Path:
+    folder = write_class_tars({**GOOD, "elk/1.jpg": jpeg(4)}, at / "raw")
+    _cut(folder / "cat.tar")
+    _cut(folder / "elk.tar")
+    return folder
+
+
+def _damaged_tar_in_a_tar(at: Path) -> Path:
+    folder = write_class_tars(MORE, at / "inner")
+    _damaged_header(folder / "cat.tar")
+    return write_tar({path.name: path.read_bytes() for path in sorted(folder.iterdir())}, at / "raw.tar")
+
+
+def _text(at: Path) -> Path:
+    (at / "raw.tar").write_text("hello")
+    return at / "raw.tar"
+
+
+# What is wrong -> (makes the source, what the line says)
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
+    "no images": (lambda at: write_folder({"cat/notes.txt": b""}, at / "raw"), "no class folders with images"),
+    "images at the top": (lambda at: write_folder({"1.jpg": jpeg(1)}, at / "raw"), "no class folders with images"),
+    "empty class": (_empty_class, "raw/fox is a class folder without images"),
+    "empty class tar": (
+        lambda at: write_class_tars({**GOOD, "fox/readme.txt": b"?"}, at / "raw"),
+        "raw/fox is a class folder without images",
+    ),
+    "two extensions": (
+        lambda at: write_folder({**GOOD, "cat/1.png": b"?"}, at / "raw"),
+        "cat/1.jpg and cat/1.png have the same key, 'cat/1'",
+    ),
+    "dots": (
+        lambda at: write_folder({**GOOD, "cat/a.b.jpg": b"?", "cat/a_b.jpg": b"?"}, at / "raw"),
+        "cat/a.b.jpg and cat/a_b.jpg have the same key, 'cat/a_b'",
+    ),
+    "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
+    "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
+    "cut tar.gz": (lambda at: _cut(write_tar(MORE, at / "raw.tgz", "w:gz")), "is damaged"),
+    "damaged tar.bz2": (lambda at: _flipped(write_tar(MORE, at / "raw.tar.bz2", "w:bz2")), "is damaged (Invalid data"),
+    "cut zip": (lambda at: _cut(write_zip(MORE, at / "raw.zip")), "is damaged"),
+    "damaged tar": (lambda at: _damaged_header(write_tar(GOOD, at / "raw.tar")), "is damaged (bad checksum"),
+    "cut class tars": (_cut_class_tars, "raw has 2 damaged tars: cat.tar (cut off at byte"),
+    "damaged tar in a tar": (_damaged_tar_in_a_tar, "raw.tar has 1 damaged tar: cat.tar (bad checksum at byte"),
+    "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
+    "splits as classes": (
+        lambda at: write_folder(_below("test", "train"), at / "raw"),
+        "If they are, say so: splits.test=test splits.train=train",
+    ),
+    "one folder too deep": (
+        lambda at: write_folder(_below("photos"), at / "raw"),
+        "If those are the classes, say so: splits.train=photos",
+    ),
+}  # fmt: skip
+
+
+def refusal(monkeypatch, capfd, *arguments: str) -> str:
+    """The one line that the command prints, having checked that it is one line with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["shard.py", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        command.main(ShardConfig, run, "about")
+    line = capfd.readouterr().err
+    assert exit.value.code == 2
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_in_one_line_and_nothing_left(what: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    make, said = REFUSED[what]
+    line = refusal(monkeypatch, capfd, f"source={make(tmp_path)}", f"out={tmp_path / 'out'}")
+    assert said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
+    source = write_folder(GOOD, tmp_path / "raw")
+    stranger = write_folder({"thesis.txt": b"..."}, tmp_path / "mine")
+    # Of a job that was killed while it listed.
+    killed = write_folder({"progress.json": b"{}"}, tmp_path / "killed")
+    cases = {
+        (f"out={killed}", "splits.train=here"): "here has no class folders with images (split 'train')",
+        (f"out={source}/shards",): "lies inside source",
+        (f"out={stranger}",): "is not empty (it holds thesis.txt)",
+        (f"out={stranger}/thesis.txt",): "is a file",
+        (f"out={tmp_path}/new", "splits.train=here"): "here has no class folders with images (split 'train')",
+        (f"out={tmp_path}/new", "val_share=0.0001"): "leaves 2 for 'train' and 0 for 'val'",
+        (f"out={tmp_path}/new", "layout=archive"): "is a folder",
+    }
+    for arguments, said in cases.items():
+        assert said in refusal(monkeypatch, capfd, f"source={source}", *arguments)
+    assert [path.name for path in stranger.iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "new").exists()
+
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://x.zip"}}')
+    assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (b"{", "is not valid JSON (Expecting property name"),
+        (b"[" * 100_000, "is not valid JSON (it is nested too deeply)"),
+        (b"{}", "plan.json: settings is missing."),
+        (b'{"settings": {}, "source": 3}', "plan.json: source = 3 must be a mapping."),
+        (b'{"settings": {}, "source": {"path": "x", "samples": "2"}}', "plan.json: source.samples = '2' must be a whole number."),
+    ],
+)  # fmt: skip
+def test_a_damaged_plan_of_a_killed_job_is_named(plan: bytes, said: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    source = write_folder(GOOD, tmp_path / "raw")
+    out = write_folder({".parts/plan.json": plan}, tmp_path / "out")
+    line = refusal(monkeypatch, capfd, f"source={source}", f"out={out}")
+    assert said in line
+    assert f"Remove {out}, or choose another out=..." in line
+
+
+def test_the_command_itself_refuses_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "launch/shard.py", f"source={tmp_path}/nowhere", f"out={tmp_path}/out"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert (
+        result.stderr
+        == f"error: source = {tmp_path}/nowhere: no such file or folder. Give the path of your images: source=...\n"
+    )
+
+
+def test_help_tells_every_setting() -> None:
+    result = subprocess.run([sys.executable, "launch/shard.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "samples_per_shard" in result.stdout
+    assert "ray job submit" in result.stdout
+
+
+def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
+    others = {
+        "cat/.DS_Store": b"",
+        "__MACOSX/cat/._1.jpg": b"",
+        "cat/notes.txt": b"",
+        ".git/x/y.jpg": b"",
+        "top.jpg": b"",
+    }
+    for source in (
+        write_folder({**GOOD, **others}, tmp_path / "raw"),
+        write_zip({**GOOD, **others}, tmp_path / "raw.zip"),
+    ):
+        listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
+        assert listing.classes == ["cat", "dog"]
+        assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
+        assert any("that are no images" in note for note in listing.notes)
+        assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)

@@ -1,0 +1,493 @@
+"""VTAB-1k's tasks from generated originals: the right images under the right keys, and splits that can be proved."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import vtab_originals
+import webdataset
+from raw_images import write_folder
+from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
+
+from data_tools import progress
+from data_tools.vtab import keys
+from data_tools.vtab.datasets import DATASETS, File
+from data_tools.vtab.origin import find_origin, read_original
+from data_tools.vtab.prepare import run
+from data_tools.vtab.readers import convert
+from data_tools.vtab.readers.files import Files
+from data_tools.vtab.split import SPLITS
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
+from pipeline.data.loading.decode import decode
+from pipeline.errors import UserError
+from pipeline.settings.data import VtabPrepareConfig
+from pipeline.transfer.vtab_tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[3]
+CONVERTED = ("sun397", "retinopathy")
+SIZES = {"train800": NUM_TRAIN, "val200": NUM_VAL, "train800val200": NUM_TRAIN + NUM_VAL}
+
+
+def refused(config: VtabPrepareConfig) -> str:
+    with pytest.raises(UserError) as error, small_splits():
+        run(config)
+    return str(error.value)
+
+
+def published_order(pool: str, names: list[str]) -> list[str]:
+    """The rule as protocols write it."""
+    return sorted(names, key=lambda key: int(hashlib.md5(pool.encode() + key.encode()).hexdigest(), 16))
+
+
+def expected_splits(task: str, dataset: str, truth: Truth) -> dict[str, dict[str, tuple[str, str]]]:
+    """Split -> key in shards -> (pool, key), with the official slices written out."""
+    order = {pool: published_order(pool, list(found)) for pool, found in truth.labels[task].items()}
+    n = {pool: len(names) for pool, names in order.items()}
+    cuts = {
+        "caltech101": ("train", 90, "test", 0),
+        "cifar100": ("train", 90, "test", 0),
+        "pets": ("train", 80, "test", 0),
+        "svhn": ("train", 90, "test", 0),
+        "eurosat": ("train", 60, "train", 80),
+        "resisc45": ("train", 60, "train", 80),
+        "clevr": ("train", 90, "validation", 0),
+        "dsprites": ("train", 80, "train", 90),
+        "smallnorb": ("test", 0, "test", 50),
+    }
+    val_pool, val_percent, test_pool, test_percent = cuts.get(dataset, ("validation", 0, "test", 0))
+    val_start = n[val_pool] * val_percent // 100
+    chosen = {
+        "train800": [("train", key) for key in order["train"][:NUM_TRAIN]],
+        "val200": [(val_pool, key) for key in order[val_pool][val_start : val_start + NUM_VAL]],
+        "test": [(test_pool, key) for key in order[test_pool][n[test_pool] * test_percent // 100 :]],
+    }
+    chosen["train800val200"] = chosen["train800"] + chosen["val200"]
+
+    def name(pool: str, key: str) -> str:
+        return f"{pool}/" + key.lstrip("/").removesuffix(".jpg").removesuffix(".png").replace(".", "_")
+
+    return {split: {name(*pair): pair for pair in pairs} for split, pairs in chosen.items()}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks: tuple[Path, Truth]) -> None:  # type: ignore[no-untyped-def]
+    folder, truth = vtab_tasks
+    dataset = open_dataset(folder / "out" / task.name)
+    expected = expected_splits(task.name, task.dataset, truth)
+    assert dataset.splits == list(SPLITS)
+    for name in SPLITS:
+        found = {}
+        for sample in webdataset.WebDataset(dataset.split(name).shard_paths, shardshuffle=False):
+            (image,) = (sample[ext] for ext in ("jpg", "png") if ext in sample)
+            found[sample["__key__"]] = (image, int(sample["cls"]))
+        assert found.keys() == expected[name].keys()
+        assert len(found) == SIZES.get(name, len(found)) > 0
+        for number, (key, (pool, original)) in enumerate(expected[name].items()):
+            image, label = found[key]
+            assert label == truth.labels[task.name][pool][original]
+            wanted = truth.images[task.dataset][pool, original]
+            if isinstance(wanted, np.ndarray):
+                gray = wanted if wanted.ndim == 3 else np.repeat(wanted[..., None], 3, axis=2)
+                assert np.array_equal(decode(image), gray)
+            elif task.dataset not in CONVERTED:
+                assert image == wanted
+            elif number < 2:  # To convert costs as much as all the rest.
+                assert image == getattr(convert, task.dataset)(wanted)
+
+
+def test_splits_that_were_made_are_proved(vtab_tasks: tuple[Path, Truth], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = vtab_tasks
+    with small_splits():
+        run(settings(folder / "out", prove=True, originals=str(folder / "originals")))
+    lines = capsys.readouterr().out.splitlines()
+    proved = [line.partition(":")[0] for line in lines if ": proved with reservations: train800 20, val200 5" in line]
+    assert proved == [task.name for task in TASKS]
+    assert all("keys and labels read again from" in line for line in lines)
+
+
+def rewrite(path: Path, change: Callable[[list[dict]], None]) -> None:
+    """Change the rows of a Parquet file, keeping its row groups."""
+    file = pq.ParquetFile(path)
+    groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    rows, schema = file.read().to_pylist(), file.schema_arrow
+    change(rows)
+    with pq.ParquetWriter(path, schema) as writer:
+        table = pa.Table.from_pylist(rows, schema)
+        for start, size in zip(np.cumsum([0, *groups[:-1]]), groups, strict=True):
+            writer.write_table(table.slice(start, size), row_group_size=size)
+
+
+def sign(folder: Path) -> None:
+    """Make dataset.json agree with tables that were changed, as a forger would."""
+    info = json.loads((folder / INFO).read_text())
+    del info["checksum"]
+    info["files"][SAMPLES_FILE] = file_sha256(folder / SAMPLES_FILE)
+    info["source"]["vtab"]["keys_sha256"] = keys.digest(keys.read_keys(folder / keys.KEYS_FILE))
+    (folder / INFO).write_text(json.dumps(info))
+
+
+def first_of(rows: list[dict], split: str) -> dict:
+    return next(row for row in rows if row["split"] == split)
+
+
+def _rename(rows: list[dict]) -> None:
+    first_of(rows, "train800")["key"] = "train/100000"
+
+
+def _relabel(rows: list[dict]) -> None:
+    row = first_of(rows, "test")
+    row["labels"] = [(row["labels"][0] + 1) % 10]
+
+
+def _exchange(rows: list[dict]) -> None:
+    one, other = first_of(rows, "train800"), first_of(rows, "val200")
+    one["key"], other["key"] = other["key"], one["key"]
+
+
+def _another_picture(rows: list[dict]) -> None:
+    first_of(rows, "train800val200")["xxh128"] = bytes(16)
+
+
+def _drop_a_key(rows: list[dict]) -> None:
+    del rows[5]
+
+
+def _relabel_keys(rows: list[dict]) -> None:
+    for row in rows:
+        row["label"] = 9 - row["label"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        (SAMPLES_FILE, _rename, "train800 lacks 1: train/"),
+        (SAMPLES_FILE, _rename, "train800 has, and should not, 1: train/100000"),
+        (SAMPLES_FILE, _relabel, "test has with another label 1: test/"),
+        (SAMPLES_FILE, _exchange, "val200 lacks 1: train/"),
+        (SAMPLES_FILE, _another_picture, "train800val200 has other images"),
+        (keys.KEYS_FILE, _relabel_keys, "train800 has with another label 20: train/"),
+    ],
+)
+def test_a_forgery_is_not_proved(
+    file: str,
+    change: Callable[[list[dict]], None],
+    said: str,
+    vtab_tasks: tuple[Path, Truth],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "svhn")
+    rewrite(folder / file, change)
+    unsigned = refused(settings(tmp_path, prove=True))
+    assert unsigned == "1 of 1 tasks are not proved: svhn."
+    assert "with" in capsys.readouterr().out
+    sign(folder)
+    assert refused(settings(tmp_path, prove=True)) == unsigned
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "dataset.json was written with" not in printed
+
+
+def test_a_forgery_of_everything_is_found_with_the_originals(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "svhn")
+
+    def relabel(rows: list[dict]) -> None:
+        for row in rows:
+            row["labels"] = [9 - row["labels"][0]]
+
+    rewrite(folder / keys.KEYS_FILE, _relabel_keys)
+    rewrite(folder / SAMPLES_FILE, relabel)
+    sign(folder)
+    with small_splits():
+        run(settings(tmp_path, prove=True))
+    refused(settings(tmp_path, prove=True, originals=str(vtab_tasks[0] / "originals")))
+    assert "keys.parquet, pool 'train', has with another label 120" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    """All tasks, in which keys are names, numbers, or are told by the order alone."""
+    folder, truth = vtab_tasks
+    for task in TASKS:
+        origin = find_origin(task, settings(tmp_path, tfds=str(folder / "tfds")))
+        original = read_original(task, origin, tmp_path, published=False)
+        found = {name: dict(zip(pool.keys, pool.labels.tolist(), strict=True)) for name, pool in original.pools.items()}
+        assert found == truth.labels[task.name]
+    with small_splits():
+        run(settings(tmp_path / "out", tfds=str(folder / "tfds"), tasks=["kitti_distance", "svhn"]))
+        run(settings(tmp_path / "out", tfds=str(folder / "tfds"), prove=True))
+    for task in ("kitti_distance", "svhn"):
+        ours, theirs = open_dataset(tmp_path / "out" / task), open_dataset(folder / "out" / task)
+        rows = [
+            sorted(zip(*(part[name].to_pylist() for name in ("key", "labels", "width")), strict=True))
+            for dataset in (ours, theirs)
+            for part in [pa.concat_tables(dataset.table("test").read(["key", "labels", "width"]))]
+        ]
+        assert rows[0] == rows[1]
+        assert ours.classes == theirs.classes
+
+
+def test_tfds_out_of_order_or_damaged_is_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    folder = shutil.copytree(vtab_tasks[0] / "tfds" / "dtd", tmp_path / "tfds" / "dtd") / "3.0.1"
+    config = settings(tmp_path / "out", tfds=str(tmp_path / "tfds"), tasks=["dtd"])
+    first, second = (folder / f"dtd-train.tfrecord-0000{number}-of-00002" for number in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(content[:-60] + bytes([content[-60] ^ 1]) + content[-59:])
+    assert "has another checksum" in refused(config)
+    first.write_bytes(content[:-60])
+    assert "is cut off, within the record" in refused(config)
+    first.write_bytes(content + content[-1:])
+    assert "no record begins" in refused(config)
+    first.write_bytes(b"")
+    assert "has 0 records, but dataset_info.json says 20" in refused(config)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    for content_of_info, said in (
+        (b"{", "dataset_info.json is not valid JSON"),
+        (b"[1]", "dataset_info.json: the content = [1] must be a mapping."),
+        (b'{"splits": [{"name": "train", "shardLengths": 5}]}', "splits[0].shardLengths = 5 must be a list of"),
+        (b'{"splits": [{"name": "train", "shardLengths": ["x"]}]}', "has 'x', which is no number of records"),
+        (b'{"splits": [{"name": "train"}]}', "splits[0].shardLengths = None must be a list"),
+    ):
+        (folder / "dataset_info.json").write_bytes(content_of_info)
+        assert said in refused(config)
+    info["splits"][0]["shardLengths"] = ["40", "20"]
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    assert "are not in the order of the hash of their keys" in refused(config)
+    second.unlink()
+    assert "dtd-train.tfrecord-00001-of-00002 is missing" in refused(config)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").rglob("*.tar"))
+
+
+def test_lists_are_taken_and_said_not_to_be_proved(
+    ray_cluster: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lists" / "cifar"
+    sizes = {"train800": 6, "val200": 3, "train800val200": 9, "test": 4}
+    for name, count in sizes.items():
+        numbers = [number if name != "val200" else number + 6 for number in range(count)]
+        files = {f"images/{name}/{n:06d}.jpg": vtab_originals.jpeg(n) for n in range(count)}
+        write_folder(files, folder)
+        lines = [f"{file} {label % 100}\n" for file, label in zip(files, numbers, strict=True)]
+        (folder / f"{name}.txt").write_text("".join(lines))
+    config = settings(tmp_path / "out", lists=str(tmp_path / "lists"))
+    run(config)
+    assert "1 of 19 tasks are ready: cifar100" in capsys.readouterr().out
+    assert open_dataset(tmp_path / "out" / "cifar100").info["samples"] == sizes
+    assert refused(settings(tmp_path / "out", prove=True)) == "1 of 1 tasks are not proved: cifar100."
+    assert "it was made of lists, which keep no keys" in capsys.readouterr().out
+    checked = VtabPrepareConfig(out=str(tmp_path / "other"), lists=str(tmp_path / "lists"))
+    assert "train800.txt has 6 images, but VTAB has 800" in refused(checked)
+    (folder / "train800val200.txt").write_text("images/test/000000.jpg 3\n" * 9)
+    assert "train800val200.txt has other labels than" in refused(
+        settings(tmp_path / "third", lists=str(tmp_path / "lists"))
+    )
+
+
+def test_what_is_missing_is_named_and_the_rest_is_made(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    originals = tmp_path / "originals"
+    shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
+    shutil.copytree(vtab_tasks[0] / "originals" / "pets", originals / "pets")
+    (originals / "pets" / "annotations.tar.gz").unlink()
+    said = refused(settings(tmp_path / "out", originals=str(originals)))
+    printed = capsys.readouterr()
+    assert said.startswith("1 of 19 tasks were not made: pets: ")
+    assert "has not annotations/trainval.txt. pets is made of images.tar.gz (https://www.robots" in said
+    assert "1 of 19 tasks are ready: eurosat" in printed.out
+    for task in TASKS:
+        if task.dataset not in ("eurosat", "pets"):
+            assert (
+                f"missing: {task.name}: {originals / task.dataset}: not found, or empty. {task.dataset} is made of "
+                f"{DATASETS[task.dataset].files[0].name} (http" in printed.out
+            )
+    (originals / "svhn").mkdir()
+    (tmp_path / "lists").mkdir()
+    three = settings(
+        tmp_path / "out", originals=str(originals), tfds=str(tmp_path), lists=str(tmp_path / "lists"), tasks=["svhn"]
+    )
+    assert (
+        f"1 of 1 tasks were not made: svhn: {originals / 'svhn'}, {tmp_path / 'svhn_cropped'}, "
+        f"{tmp_path / 'lists' / 'svhn' / 'test.txt'}: not found, or empty. svhn is made of train_32x32.mat (http://ufldl"
+    ) in refused(three)
+    assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(
+        settings(tmp_path / "out", originals=str(originals), tasks=["cifar"])
+    )
+
+
+def test_a_task_without_files_that_was_made_before_is_ready(
+    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    originals, out = tmp_path / "originals", tmp_path / "out"
+    shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
+    for name in ("pets", "clevr_count"):
+        shutil.copytree(vtab_tasks[0] / "out" / name, out / name)
+    (out / "clevr_count" / INFO).unlink()  # As a job that was killed leaves it.
+    with small_splits():
+        run(settings(out, originals=str(originals)))
+    printed = capsys.readouterr().out
+    assert printed.endswith("2 of 19 tasks are ready: pets (made before), eurosat\n")
+    assert "missing: clevr_count: " in printed
+    assert "missing: pets: " not in printed
+    # Asked for by name, and with no files for any task.
+    (tmp_path / "empty").mkdir()
+    run(settings(out, originals=str(tmp_path / "empty"), tasks=["pets"]))
+    assert capsys.readouterr().out == "1 of 19 tasks are ready: pets (made before)\n"
+    assert "1 of 2 tasks were not made: clevr_count: " in refused(
+        settings(out, originals=str(tmp_path / "empty"), tasks=["pets", "clevr_count"])
+    )
+    assert refused(settings(tmp_path / "new", originals=str(tmp_path / "empty"))) == (
+        f"No task has its files in originals = {tmp_path / 'empty'}. Each data set has a folder of its own there "
+        "(docs/vtab.md)."
+    )
+
+
+@pytest.mark.parametrize("name", ["originals", "tfds", "lists"])
+def test_a_setting_that_is_no_folder_is_refused_before_all_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    places = {"originals": str(tmp_path / "there"), name: "/nonexistent"}
+    said = "Give the folder that has one for each data set"
+    for prove in (False, True):
+        config = settings(tmp_path / "out", **places, tasks=["no task"], prove=prove)
+        assert refused(config) == f"{name} = /nonexistent: no such folder. {said}: {name}=..."
+    monkeypatch.chdir(tmp_path)
+    assert refused(settings(tmp_path / "out", **{name: "file"})) == (
+        f"{name} = file: is a file (that is {tmp_path / 'file'}). {said}: {name}=..."
+    )
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    path = tmp_path / "norb" / "a.mat.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(os.urandom(5000)))
+    content, time = path.read_bytes(), path.stat().st_mtime_ns
+    file = File(path.name, "http://of/a", len(content), hashlib.sha256(content).hexdigest())
+    source = replace(DATASETS["smallnorb"], files=(file,))
+
+    def said(task: str) -> str:
+        """What one task of the data set shows."""
+        Files(source, path.parent, tmp_path / task, check=True).plain("a.mat")
+        return capsys.readouterr().err
+
+    hashed = "hashed a.mat.gz: 0.0 of 0.0 MB (100%), "
+    first, second = said("azimuth"), said("elevation")
+    assert first.startswith(hashed)
+    assert "\nunpacked a.mat.gz: 0.0 of 0.0 MB (100%), " in first
+    assert "hashed" not in second
+    assert "unpacked a.mat.gz" in second
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(path, ns=(time, time + 1))
+    with pytest.raises(UserError, match=r"a\.mat\.gz has not the published checksum\. Fetch it again: http://of/a"):
+        said("azimuth")
+    assert capsys.readouterr().err.startswith(hashed)
+
+
+def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    originals = tmp_path / "originals"
+    shutil.copytree(vtab_tasks[0] / "originals" / "svhn", originals / "svhn")
+    config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(originals))
+    size = (originals / "svhn" / "train_32x32.mat").stat().st_size
+    assert f"train_32x32.mat has {size:,} bytes, but 182,040,794 were published" in refused(config)
+    # The published size, other bytes.
+    write_folder({"imagelabels.mat": bytes(502)}, originals / "flowers102")
+    config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(originals), tasks=["flowers102"])
+    assert "imagelabels.mat has not the published checksum" in refused(config)
+    # Unpacked, so without a checksum: the number of images is compared all the same.
+    shutil.copytree(vtab_tasks[0] / "originals" / "resisc45", tmp_path / "others" / "resisc45")
+    config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(tmp_path / "others"))
+    assert "has 120 images of 'train', but 31,500 were published" in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "file", "damage", "said"),
+    [
+        ("eurosat", "EuroSAT.zip", lambda data: data[:-100], "EuroSAT.zip is damaged"),
+        ("cifar100", "cifar-100-binary.tar.gz", lambda data: data[:-100], "cifar-100-binary.tar.gz is damaged"),
+        ("dtd", "dtd-r1.0.1.tar.gz", lambda data: data[:9000], "dtd-r1.0.1.tar.gz is damaged (cut off at byte 9000"),
+        ("svhn", "test_32x32.mat", lambda data: data[:-100], "test_32x32.mat is damaged"),
+        ("smallnorb", "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz", lambda data: data[:-9999], "is damaged"),
+        ("patch_camelyon", "camelyonpatch_level_2_split_test_y.h5.gz", lambda data: data[:-9], "_y.h5.gz is damaged"),
+        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b"level", b"grade"), "no column 'level'"),
+        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b",1", b",?"), "not as they were published"),
+        (
+            "retinopathy",
+            "trainLabels.csv",
+            lambda data: data + b"99_left,0\n",
+            "1 of 26 images are not there, such as 99_left",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    dataset: str, file: str, damage: Callable[[bytes], bytes], said: str, vtab_tasks: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(vtab_tasks[0] / "originals" / dataset, tmp_path / "originals" / dataset)
+    (folder / file).write_bytes(damage((folder / file).read_bytes()))
+    assert said in refused(settings(tmp_path / "out", originals=str(tmp_path / "originals")))
+    # Nothing half-written stays.
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    """dSprites as .npz, Caltech101 without the official list, CLEVR and KITTI unpacked: what differs is said."""
+    originals = tmp_path / "originals"
+    for name in ("dsprites", "caltech101"):
+        shutil.copytree(vtab_tasks[0] / "originals" / name, originals / name)
+    vtab_originals.dsprites_as_npz(originals / "dsprites")
+    (originals / "caltech101" / "train.txt").unlink()
+    for name in ("clevr", "kitti"):
+        for path in (vtab_tasks[0] / "originals" / name).iterdir():
+            shutil.unpack_archive(path, originals / name)
+    tasks = ["dsprites_orientation", "clevr_count", "kitti_distance", "caltech101"]
+    with small_splits():
+        run(settings(tmp_path / "out", originals=str(originals), tasks=tasks))
+        run(settings(tmp_path / "out", prove=True))
+    for name in tasks[:3]:
+        ours, theirs = open_dataset(tmp_path / "out" / name), open_dataset(vtab_tasks[0] / "out" / name)
+        assert ours.fingerprint == theirs.fingerprint
+    about = open_dataset(tmp_path / "out" / "caltech101").info["source"]["vtab"]
+    assert any("the official draw is from the order in which a disk listed them" in note for note in about["notes"])
+    theirs = open_dataset(vtab_tasks[0] / "out" / "caltech101").info["source"]["vtab"]
+    assert not any("official draw" in note for note in theirs["notes"])
+
+
+def test_the_command_refuses_a_mistyped_folder_in_one_line(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "originals=orignals", "out=out"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: originals = orignals: no such folder (that is {tmp_path / 'orignals'}). Give the folder that has one for "
+        "each data set: originals=...\n"
+    )
+
+
+def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "--prove"]
+    shutil.copytree(vtab_tasks[0] / "out" / "eurosat", tmp_path / "eurosat")
+    done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
+    assert done.returncode == 2
+    assert "eurosat: NOT PROVED: eurosat: 120 samples of 'train' are too few" in done.stdout
+    assert done.stderr == "error: 1 of 1 tasks are not proved: eurosat.\n"

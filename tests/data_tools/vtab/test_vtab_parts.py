@@ -1,0 +1,240 @@
+"""The parts of VTAB's preparation: TFRecords, label rules, converted images, the table of tasks, the rule of the splits."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import simplejpeg
+from PIL import Image
+from raw_images import encoded, noise
+from vtab_originals import example, tfrecord
+
+from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.readers import arrays, convert, labels
+from data_tools.vtab.readers.examples import Example, crc32c, records
+from data_tools.vtab.split import choose, hashed_order, shard_key
+from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.errors import UserError
+from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+
+
+def numbered(**counts: int) -> dict[str, list[str]]:
+    return {pool: [str(number) for number in range(count)] for pool, count in counts.items()}
+
+
+def test_golden_splits() -> None:
+    """protocol E2: published ids of prepared copies of CIFAR and SUN397 lead to these."""
+    order = hashed_order("train", numbered(train=50_000)["train"])
+    assert order[:5].tolist() == [16399, 1680, 47917, 17307, 27051]
+    assert hashed_order("test", numbered(test=10_000)["test"])[0] == 9933
+    chosen = choose(DATASETS["cifar100"], numbered(train=50_000, test=10_000))
+    train, val = chosen["train800"]["train"].tolist(), chosen["val200"]["train"].tolist()
+    assert (train[:3], train[-1], len(train)) == ([16399, 1680, 47917], 45288, 800)
+    assert (val[0], len(val)) == (13431, 200)
+    assert chosen["train800val200"]["train"].tolist() == train + val
+    assert sorted(chosen["test"]["test"].tolist()) == list(range(10_000))
+    sun = [
+        "/r/rope_bridge/sun_biqflnsoednmhvce.jpg",
+        "/t/tower/sun_avxiyhlcnzjayhrk.jpg",
+        "/b/bedroom/sun_aakynfpfyupnkxtn.jpg",
+        "/t/track/outdoor/sun_aophkoiosslinihb.jpg",
+    ]
+    assert hashed_order("train", sun[::-1]).tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "pool", "first"),
+    [
+        ("svhn", "train", [16399, 1680, 47917]),
+        ("dsprites", "train", [16399, 634903, 206287]),
+        ("smallnorb", "train", [16399, 1680, 17307]),
+        ("smallnorb", "test", [23018, 16932, 19084]),
+    ],
+)
+def test_golden_orders_of_numbered_images(dataset: str, pool: str, first: list[int]) -> None:
+    """The order of tensorflow_datasets, md5(name of the split + number), of as many images as were published."""
+    keys = arrays._numbers(DATASETS[dataset].counts[pool])
+    assert hashed_order(pool, keys)[:3].tolist() == first
+
+
+def test_pools_of_validation_have_an_order_of_their_own() -> None:
+    chosen = choose(DATASETS["smallnorb"], numbered(train=24_300, test=24_300))
+    assert list(chosen["train800val200"]) == ["train", "test"]
+    assert [len(rows) for rows in chosen["train800val200"].values()] == [800, 200]
+    assert len(chosen["test"]["test"]) == 12_150
+    assert not set(chosen["val200"]["test"].tolist()) & set(chosen["test"]["test"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "val", "test"),
+    [
+        ("cifar100", 45_000, 0),
+        ("pets", 2944, 0),
+        ("svhn", 65_931, 0),
+        ("eurosat", 16_200, 21_600),
+        ("resisc45", 18_900, 25_200),
+        ("clevr", 63_000, 0),
+        ("dsprites", 589_824, 663_552),
+        ("caltech101", 2754, 0),
+        ("smallnorb", 0, 12_150),
+    ],
+)
+def test_where_official_slices_begin(dataset: str, val: int, test: int) -> None:
+    found = DATASETS[dataset]
+    assert found.val.start(found.counts[found.val.pool]) == val
+    assert found.test.start(found.counts[found.test.pool]) == test
+
+
+def test_too_few_samples_and_keys_twice_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="svhn: 900 samples of 'train' are too few, val200 would end at 1,010 and end begin"
+    ):
+        choose(DATASETS["svhn"], numbered(train=900, test=1))
+    with pytest.raises(UserError, match="train800 would end at 800 and val200 begin at 540"):
+        choose(DATASETS["eurosat"], numbered(train=900))
+    with pytest.raises(UserError, match="of the 2 keys of 'test' only 1 are different"):
+        choose(DATASETS["svhn"], {**numbered(train=9000), "test": ["0", "0"]})
+    with pytest.raises(UserError, match="svhn: there are no samples of 'test'"):
+        choose(DATASETS["svhn"], numbered(train=9000))
+
+
+def test_keys_in_shards() -> None:
+    keys = {
+        "/a/abbey/sun_x.jpg": "train/a/abbey/sun_x",
+        "10_left": "train/10_left",
+        "a.b.PNG": "train/a_b",
+        "7": "train/7",
+    }
+    assert {key: shard_key("train", key) for key in keys} == keys
+
+
+def test_the_table_of_tasks() -> None:
+    assert [sum(task.group == group for task in TASKS) for group in GROUPS] == [7, 4, 8]
+    assert len({task.name for task in TASKS}) == len({task.title for task in TASKS}) == 19
+    assert {task.dataset for task in TASKS} == DATASETS.keys()
+    for task in TASKS:
+        test = DATASETS[task.dataset].test
+        size = DATASETS[task.dataset].counts[test.pool]
+        assert task.num_test == size - test.start(size)
+    # BiT paper, appendix F.
+    assert {task.title for task in TASKS if not task.flip} == {"dSpr-Ori", "sNORB-Azim", "dSpr-Loc"}
+    assert {t.title for t in TASKS if not t.crop} == {"Clevr-Count", "Clevr-Dist", "DMLab", "KITTI-Dist", "dSpr-Loc"}
+
+
+@pytest.mark.parametrize(
+    ("depth", "label"),
+    [(7.9, 0), (8.0, 0), (8.000001, 1), (8.5, 1), (9.0, 2), (9.2, 3), (9.5, 3), (10.0, 4), (10.1, 5), (42.0, 5)],
+)
+def test_bins_of_clevr(depth: float, label: int) -> None:
+    assert labels.clevr_distance([depth, 99.0, depth + 1]) == label
+
+
+@pytest.mark.parametrize(("nearest", "label"), [(-3.0, 0), (8.0, 0), (8.01, 1), (20.0, 1), (20.01, 2), (900.0, 2)])
+def test_bins_of_kitti(nearest: float, label: int) -> None:
+    assert labels.kitti_distance([nearest + 5, nearest]) == label
+    assert labels.kitti_distance([]) == 3
+
+
+def test_bins_of_dsprites() -> None:
+    assert np.bincount(labels.dsprites_orientation(np.arange(40))).tolist() == [3, 2] * 8
+    assert np.bincount(labels.dsprites_location(np.arange(32))).tolist() == [2] * 16
+
+
+def test_crc32c() -> None:
+    # RFC 3720, B.4; and the common check value.
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"\xff" * 32) == 0x62A8AB43
+    assert crc32c(bytes(range(32))) == 0x46DD794E
+    assert crc32c(b"") == 0
+    # Around the ends of blocks, and over many: all but the last byte's step is the same.
+    data = np.random.default_rng(0).bytes(70_000)
+    for length in (1, 3, 4, 5, 1020, 1023, 1024, 1025, 2048, 65_537, 70_000):
+        (found,) = [content for _, content in records(io.BytesIO(tfrecord([data[:length]])), 0, length + 16, "x")]
+        assert found == data[:length]
+
+
+def test_an_example_of_every_kind_of_feature() -> None:
+    image = noise(1).tobytes()
+    read = Example(
+        example(
+            {"image": image, "ids": [3, -2, 2**62, 0], "z": [1.5, -2.25], "empty": [], "words": [b"a", b"", b"ccc"]}
+        )
+    )
+    start, end = read.span("image")
+    assert read.data[start:end] == image
+    assert read.list("ids").tolist() == [3, -2, 2**62, 0]
+    assert read.list("z").tolist() == [1.5, -2.25]
+    assert read.list("empty").tolist() == read.list("not there").tolist() == []
+    assert [read.data[first:last] for first, last in read.spans["words"]] == [b"a", b"", b"ccc"]
+    with pytest.raises(KeyError):
+        read.text("not there")
+
+
+def test_numbers_that_are_not_packed_and_fields_of_others() -> None:
+    """Old writers store each number of a list by itself; whoever does not know a field passes over it."""
+    floats = b"\x0d" + struct.pack("<f", 0.5) + b"\x0d" + struct.pack("<f", 4.0)
+    integers = b"\x08\x96\x01" + b"\x08\x07"
+
+    def message(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    entries = [message(1, message(1, b"f") + message(2, message(2, floats))),
+               message(1, message(1, b"i") + message(2, message(3, integers)))]  # fmt: skip
+    unknown = b"\x48\x05" + b"\x51" + bytes(8) + b"\x5d" + bytes(4)
+    read = Example(unknown + message(1, b"".join(entries)))
+    assert read.list("f").tolist() == [0.5, 4.0]
+    assert read.list("i").tolist() == [150, 7]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, -1])
+def test_an_example_that_is_cut_off(cut: int) -> None:
+    with pytest.raises(ValueError, match="protocol buffer"):
+        Example(example({"image": b"x" * 50, "label": 3})[:cut])
+
+
+def test_a_retinopathy_image_is_what_the_protocol_says() -> None:
+    """Against its formulas on floats, before JPEG: scaled to radius 300, 4 (image - average) + 128, a disc of 270."""
+    height, width, radius = 700, 900, 320
+    y, x = np.mgrid[:height, :width]
+    inside = (y - height // 2) ** 2 + (x - width // 2) ** 2 < radius**2
+    texture = scipy.ndimage.gaussian_filter(np.random.default_rng(0).normal(0, 1, (height, width, 3)), (6, 6, 0)) * 150
+    pixels = (np.clip(texture + np.array([150, 90, 60]), 20, 230) * inside[..., None]).astype(np.uint8)
+    found = decode(convert.retinopathy(simplejpeg.encode_jpeg(pixels, 100, colorsubsampling="444")))
+    assert found.shape == (540, 540, 3)
+    scale = 300 / ((pixels[height // 2].sum(axis=1) > 0).sum() / 2)
+    small = scipy.ndimage.zoom(pixels.astype(float), (scale, scale, 1), order=1, grid_mode=True, mode="nearest")
+    average = scipy.ndimage.gaussian_filter(small, (10, 10, 0), mode="mirror")
+    expected = np.clip(4 * (small - average) + 128, 0, 255)
+    top, left = small.shape[0] // 2 - 270, small.shape[1] // 2 - 270
+    expected = expected[top : top + 540, left : left + 540]
+    v, u = np.mgrid[:540, :540] - 270
+    disc = v**2 + u**2 < 265**2
+    # Blocks of 16 pixels that the disc's edge is not in are gray.
+    assert np.abs(found[v**2 + u**2 > 296**2].astype(float) - 128).max() <= 1
+    # Resampling by a pixel's fraction and JPEG at quality 72 remain.
+    error = np.abs(found.astype(float) - expected)[disc]
+    assert np.median(error) < 6
+    assert np.corrcoef(found[disc].ravel(), expected[disc].ravel())[0, 1] > 0.97
+
+
+def test_a_retinopathy_image_whose_eye_is_not_found() -> None:
+    black = simplejpeg.encode_jpeg(np.zeros((100, 100, 3), np.uint8))
+    assert decode(convert.retinopathy(black)).shape == (540, 540, 3)
+    with pytest.raises(DecodeError):
+        convert.retinopathy(b"\xff\xd8\xffno image")
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "BMP"])
+def test_a_sun397_image_is_small_and_a_jpeg(format: str) -> None:
+    image = noise(3, width=600, height=400).resize((60, 40)).resize((600, 400))
+    data = convert.sun397(encoded(image, format))
+    assert Image.open(io.BytesIO(data)).format == "JPEG"
+    # The factor is the square root of 120,000 / (600 x 400).
+    assert decode(data).shape == (283, 424, 3)
+    expected = np.asarray(Image.open(io.BytesIO(encoded(image, format))).convert("RGB").resize((424, 283)), float)
+    assert np.abs(decode(data) - expected).mean() < 8
+    small = encoded(noise(4, width=300, height=400), format)
+    assert decode(convert.sun397(small)).shape == (400, 300, 3)

@@ -1,0 +1,196 @@
+"""The plan of a run: figures of the paper, choices that fit, refusals that training makes too."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import Forge
+
+from pipeline.errors import UserError
+from pipeline.estimate.cluster import HEADROOM, Cluster, choose
+from pipeline.estimate.forecast import describe, make_forecast, readers, run, to_dict
+from pipeline.estimate.memory import rank_memory
+from pipeline.settings import schema
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.run import RunConfig
+from pipeline.train import loop
+
+ROOT = Path(__file__).parents[2]
+L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"
+BY_HAND = ["samples=14.2e6", "classes=21841"]
+SHIPPED = sorted([*(ROOT / "configs/pretrain").glob("*.yaml"), *(ROOT / "configs/finetune").glob("*.yaml")])
+
+
+def load(*overrides: str, file: Path = L16) -> PlanConfig:
+    return schema.load(PlanConfig, file, [*BY_HAND, *overrides])
+
+
+def test_the_paper_s_run() -> None:
+    forecast = make_forecast(load("cluster=8x8xH100-80GB", "mfu=0.5", "price=2"))
+    assert forecast.plan.steps == 312_012
+    # ViT paper, Table 6 counts 783 exaFLOPs for 7 epochs of 303 M images; the file's header says 472 for this run.
+    assert forecast.flops / 1e18 == pytest.approx(472, rel=0.003)
+    figures = to_dict(forecast)
+    training = forecast.flops / (64 * 989e12 * 0.5) / 3600
+    waiting = forecast.num_checkpoints * forecast.stall_seconds / 3600
+    assert figures["hours"] == pytest.approx(training + waiting)
+    assert figures["cost"] == pytest.approx(figures["hours"] * 64 * 2)
+    assert json.loads(json.dumps(figures))["flops"] == forecast.flops
+    assert any("312,012 steps" in line for line in describe(forecast))
+
+
+def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
+    file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"
+    forecast = make_forecast(load("cluster=8x8xH100-80GB", file=file))
+    assert (forecast.plan.micro_batch, forecast.plan.accumulation, forecast.plan.world_size) == (64, 1, 64)
+    assert forecast.flops / 1e18 == pytest.approx(1283, rel=0.003)  # Its header.
+    assert forecast.choice
+    assert forecast.choice.overrides == [
+        "engine.zero_stage=1", "engine.activation_checkpointing=false", "train.micro_batch=64"
+    ]  # fmt: skip
+    assert forecast.choice.memory.total / 2**30 == pytest.approx(28.2, abs=0.1)  # Its header.
+
+
+def test_images_that_are_not_square_are_planned() -> None:
+    """Twice the width: a bit more than twice the arithmetic and the activations, the same parameters but positions."""
+    square, wide = (make_forecast(load(f"model.image_size={size}")) for size in ("224", "224x448"))
+    assert wide.model.num_tokens == 1 + 14 * 28
+    assert 2 < wide.flops / square.flops < 2.1
+    memory = [next(iter(forecast.layouts)).memory for forecast in (square, wide)]
+    assert memory[1].inputs == 2 * memory[0].inputs
+    assert 1.9 < memory[1].activations / memory[0].activations < 2.1
+    assert "ViT-L/16 at 224x448 px" in describe(wide)[0]
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
+    page = (ROOT / "docs/plan.md").read_text()
+    printed = describe(make_forecast(load("cluster=8x8xH100-80GB", "price=2.5")))
+    assert "\n".join(f"    {line}".rstrip() for line in printed) in page
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_run_is_planned_and_its_advice_is_taken(path: Path) -> None:
+    more = ["variant=ViT-L/16", "model.image_size=384"] if path.parent.name == "finetune" else []
+    forecast = make_forecast(load("cluster=1x8xA100-40GB", *more, file=path))
+    assert forecast.choice
+    again = make_forecast(load("cluster=1x8xA100-40GB", *more, *forecast.choice.overrides, file=path))
+    assert again.choice
+    assert again.choice.overrides == forecast.choice.overrides
+    plan = again.plan
+    assert (plan.micro_batch, plan.accumulation) == (forecast.choice.micro_batch, forecast.choice.accumulation)
+    peak = rank_memory(again.model, again.config, plan.micro_batch, plan.accumulation, plan.world_size)
+    assert peak == forecast.choice.memory
+    assert peak.total <= HEADROOM * 40e9
+
+
+def test_what_fits_is_the_largest_that_does() -> None:
+    forecast = make_forecast(load("cluster=8x8xH100-80GB"))
+    for layout in forecast.layouts:
+        engine = load(
+            f"engine.zero_stage={layout.zero_stage}",
+            f"engine.activation_checkpointing={str(layout.activation_checkpointing).lower()}",
+        )
+        assert layout.largest
+        fits, not_any_more = (
+            rank_memory(forecast.model, engine, images, 2, 64).total for images in (layout.largest, layout.largest + 1)
+        )
+        assert fits <= HEADROOM * 80e9 < not_any_more
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "expected"),
+    [
+        ("8x8xH100-80GB", "ViT-L/16", (1, False, 64)),  # much room: nothing is given up
+        ("1x8xL4", "ViT-H/14", (1, False, 32)),  # 32 images keep 12 GiB of the 22: a smaller part of the 512
+        ("1x8xV100-16GB", "ViT-G/14", (2, True, 64)),  # stage 1 keeps all fp32 gradients, 4 x 1.9 GB
+        ("2x8xV100-16GB", "ViT-e/14", (3, True, 64)),  # the bf16 weights alone are 7.7 GB
+    ],
+)
+def test_no_more_is_given_up_than_must_be(cluster: str, model: str, expected: tuple[int, bool, int]) -> None:
+    config = load(f"cluster={cluster}", f"model.name={model}")
+    forecast = make_forecast(config)
+    found = forecast.choice
+    assert found
+    assert (found.zero_stage, found.activation_checkpointing, found.micro_batch) == expected
+    assert [override.partition("=")[0] for override in found.overrides] == [
+        "engine.zero_stage",
+        "engine.activation_checkpointing",
+        "train.micro_batch",
+    ]
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    config = load("model.name=ViT-e/14")
+    with pytest.raises(UserError, match=r"does not fit 1 x V100: even with engine\.zero_stage=3"):
+        choose(config, make_forecast(config).model, Cluster.parse("1x1xV100-16GB"))
+
+
+def train_on_a_small_gpu(overrides: list[str]) -> None:
+    """In a rank whose device says that it has a gigabyte."""
+    loop.device_memory = lambda device: 10**9
+    loop.run(schema.load(RunConfig, None, overrides))
+
+
+def test_training_refuses_what_the_plan_refuses(
+    forge: Forge, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        f"data.path={dataset}", f"out={tmp_path}", "train.micro_batch=512", "train.global_batch=512", "name=large",
+        "model.name=ViT-S/16", "train.length=10 steps", "schedule.warmup=1%", "engine.activation_checkpointing=true",
+        "track.enabled=false",
+    ]  # fmt: skip
+    with pytest.raises(UserError) as planned:
+        run(schema.load(PlanConfig, None, [*overrides, "cluster=1x1xV100-1GB"]))
+    assert "Memory of a rank" in capsys.readouterr().out
+    assert "a rank needs" in str(planned.value)
+    rank = forge.start_work(1, "test_forecast:train_on_a_small_gpu", overrides)
+    assert rank.wait() == [2], rank.said()
+    assert rank.said().splitlines()[-1] == f"error: {planned.value}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
+        (["cluster=0x8xH100"], "write nodes x GPUs x kind"),
+        (["cluster=8x8xTPU"], "no data sheet of 'TPU' here. Known: B200, H200"),
+        (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
+        (["samples=0"], "samples = 0, classes = 21841: give both, or neither"),
+        (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
+        (["mfu=40"], "mfu = 40.0 must be above 0 and at most 1"),
+        (["variant=ViT-L/16"], "set model.name for a new model"),
+    ],
+)
+def test_refusals(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_forecast(load(*overrides))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_not_there() -> None:
+    with pytest.raises(UserError, match=r"Or plan without them: variant=ViT-L/16\."):
+        make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
+
+
+def test_readers(dataset: Path) -> None:
+    few = make_forecast(load("data.streams=16", "cluster=8x8xH100"))
+    assert readers(few)[0].startswith("LOW: 16 streams for 64 ranks: 4 ranks read the same shards")
+    assert "data.streams=64" in readers(few)[0]
+    there = make_forecast(load("samples=0", "classes=0", f"data.path={dataset}", "train.length=1000 epochs",
+                               "schedule.warmup=1%", "cluster=1x2xH100"))  # fmt: skip
+    assert there.data.samples == 150
+    assert readers(there)[1].startswith("LOW: 4 shards for 64 streams")
+    assert "GB/s from storage" in readers(there)[2]
+
+
+def test_a_real_process_writes_the_table_and_the_figures(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch/plan.py"), "--config", str(L16), "--cluster", "8x8xH100-80GB"]
+    done = subprocess.run(
+        [*command, *BY_HAND, f"json={tmp_path / 'plan.json'}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "engine.zero_stage=1 engine.activation_checkpointing=false train.micro_batch=64" in done.stdout
+    assert json.loads((tmp_path / "plan.json").read_text())["plan"]["steps"] == 312_012

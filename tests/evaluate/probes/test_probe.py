@@ -1,0 +1,107 @@
+"""A run probes its features on the way: exactly once each time, the same on any number of ranks and after a stop."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forked import Forge
+from ranks import metrics, settings
+from tiny import make_dataset
+
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.distributed import Ranks
+from pipeline.evaluate import report
+from pipeline.evaluate.probes.features import Features, requests
+from pipeline.evaluate.probes.probe import choose, named, probe
+from pipeline.settings import schema
+from pipeline.settings.run import ProbeConfig
+from pipeline.settings.weights import ScoreConfig
+
+PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",
+         "probe.split=other", "evaluate.batch=7")  # fmt: skip
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    splits = {"train": 150, "val": 20, "other": 61}
+    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", splits)
+
+
+def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Path) -> None:
+    """At ZeRO stage 3, too; and launch/evaluate.py says the same of the checkpoint."""
+    names = [f"other_{k}shot_l2_{l2}" for k in (1, 3) for l2 in (1024, 1)] + ["other_5nn"]
+    # Weights that hardly move: then ranks that sum in another order leave no other features.
+    still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", *PROBE)
+    for ranks, stage in ((1, 1), (2, 3)):
+        run = forge.start(ranks, settings(data, tmp_path, f"on{ranks}", f"engine.zero_stage={stage}", *still))
+        assert run.wait() == [0] * ranks, run.said()
+    # Killed between its last checkpoint and its last probe, a run makes up for it.
+    whole = (tmp_path / "on1" / "probe.json").read_text()
+    (tmp_path / "on1" / "probe.json").write_text(json.dumps({**json.loads(whole), "step": 4}))
+    again = forge.start(1, settings(data, tmp_path, "on1", "engine.zero_stage=1", *still))
+    assert again.wait() == [0], again.said()
+    assert (tmp_path / "on1" / "probe.json").read_text() == whole
+    runs = [tmp_path / "on1", tmp_path / "on2"]
+    for name in names:
+        found = metrics(runs[0], name)
+        assert list(found) == [2, 4, 6]
+        assert found == metrics(runs[1], name)
+    one, two = (json.loads((run / "probe.json").read_text()) for run in runs)
+    assert one == two
+    assert one["step"] == 6
+    assert f"{'other_5nn'} {one['knn']['top1']:.2%}" in (runs[0] / "log.txt").read_text()
+    scored = report.run(
+        schema.load(
+            ScoreConfig, None,
+            [f"weights={runs[0]}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]", "neighbours=5",
+             "neighbour_images=60", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+        )
+    )  # fmt: skip
+    assert [row["top1_of_seeds"] for row in scored["fewshot"]] == [row["top1_of_seeds"] for row in one["fewshot"]]
+    assert scored["knn"] == one["knn"]
+    assert 0.3 < one["knn"]["top1"] <= 1  # Colours tell the classes.
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 7, 8, 40])
+def test_ranks_take_turns_at_the_same_batches(n: int, world_size: int) -> None:
+    rows = np.arange(100, 100 + n)
+    alone = [part.tolist() for part, _ in requests(rows, 7)]
+    assert [row for part in alone for row in part] == rows.tolist()
+    each = [[part.tolist() for part, _ in requests(rows, 7, rank, world_size)] for rank in range(world_size)]
+    assert len({len(batches) for batches in each}) == 1
+    turns = [each[number % world_size][number // world_size] for number in range(len(alone))]
+    assert turns == alone
+
+
+def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
+    config = ProbeConfig(shots=[2, 0], shots_seeds=2, neighbours=3, neighbour_images=0)
+    train = open_dataset(data).split("train")
+    choice = choose(config, train, 4)
+    assert choice.rows.tolist() == list(range(150))
+    assert {key: len(places) for key, places in choice.shots.items()} == {(2, 0): 8, (2, 1): 8}
+    values = np.eye(4, dtype=np.float32)[choice.labels] + 0.01
+    broken = values.copy()
+    broken[choice.labels == 3] = np.nan
+    readable = np.ones(150, bool)
+    test = Features(np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]], np.array([True] * 4 + [False]), {4: "cut"})
+    labels = np.array([[0, 2], [1, -1], [3, 2], [3, -1], [0, -1]])
+    whole = probe(config, choice, Features(values, readable, {}), test, labels, 4, ALONE)
+    assert whole["fewshot"][0] == {
+        "shots": 2, "l2": 1024.0, "top1": 0.8, "std": 0.0, "top1_of_seeds": [0.8, 0.8], "fewest": 2
+    }  # fmt: skip
+    assert whole["knn"] == {"top1": 0.8, "neighbours": 3, "temperature": 0.07, "images": 150}
+    part = probe(config, choice, Features(broken, readable, {}), test, labels, 4, ALONE)
+    assert part["fewshot"][0]["top1"] == part["knn"]["top1"] == 0.6
+    assert part["knn"]["images"] == int((choice.labels != 3).sum())
+    nothing = probe(config, choice, Features(values * np.nan, readable, {}), test, labels, 4, ALONE)
+    assert np.isnan(nothing["fewshot"][0]["top1"])
+    assert np.isnan(nothing["knn"]["top1"])
+    assert list(named(whole, "x")) == ["x_2shot", "x_2shot_std", "x_3nn"]
+    once = ProbeConfig(shots=[2], shots_seeds=1, neighbours=0)
+    alone = probe(once, choose(once, train, 4), Features(values, readable, {}), test, labels, 4, ALONE)
+    assert alone["fewshot"][0]["std"] is None
+    assert list(named(alone, "x")) == ["x_2shot"]

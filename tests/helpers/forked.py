@@ -1,0 +1,175 @@
+"""Ranks of `pipeline.train.loop.run`, forked from one process that has imported everything: a start costs a second, not ten."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
+# An answer bears the number of its request: one that nobody read must not be taken for the next.
+_FORGE = """
+import json, os, sys
+sys.path[:] = json.loads(sys.argv[1])
+import pipeline.train.loop
+import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
+from forked import work
+print("ready", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if "pids" in request:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["pids"]]
+        print(json.dumps([request["number"], codes]), flush=True)
+        continue
+    pids = []
+    for rank, environment in enumerate(request["ranks"]):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(environment)
+            output = os.open(f"{request['output']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            work(request["function"], request["argument"])
+            sys.exit()
+        pids.append(pid)
+    print(json.dumps([request["number"], pids]), flush=True)
+"""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def work(function: str, argument: Any) -> None:
+    """In a rank: function is "module:name"."""
+    from pipeline.command import mistakes_in_one_line
+
+    module, _, name = function.partition(":")
+    with mistakes_in_one_line():
+        getattr(importlib.import_module(module), name)(argument)
+
+
+def train(runs: list[list[str]]) -> None:
+    """In a rank: one run after another. runs: their overrides of a RunConfig."""
+    from pipeline.settings import schema
+    from pipeline.settings.run import RunConfig
+    from pipeline.train.loop import run
+
+    for overrides in runs:
+        run(schema.load(RunConfig, None, overrides))
+
+
+class Forge:
+    """Starts ranks of runs. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs, self.asked = folder, [], 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
+            env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "ready\n"
+
+    def __enter__(self) -> "Forge":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for run in self.runs:
+            run.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def start(self, world_size: int, *runs: list[str]) -> "ForkedRun":
+        """Ranks that go through `runs`, one after another."""
+        return self.start_work(world_size, "forked:train", runs)
+
+    def start_work(self, world_size: int, function: str, argument: Any) -> "ForkedRun":
+        """Ranks that call a function ("module:name", of a file of tests) with an argument that JSON can hold."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        ranks = [
+            {**os.environ, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+             "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            for rank in range(world_size)
+        ]  # fmt: skip
+        output = self.folder / f"output-{len(self.runs)}"
+        request = {"ranks": ranks, "function": function, "argument": argument, "output": str(output)}
+        self.runs.append(ForkedRun(self, self.ask(request), output, port))
+        return self.runs[-1]
+
+    def ask(self, request: dict[str, Any]) -> list[int]:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.asked += 1
+        self.process.stdin.write(json.dumps({"number": self.asked, **request}) + "\n")
+        self.process.stdin.flush()
+        number = 0
+        while number != self.asked:
+            number, answer = json.loads(self.process.stdout.readline())
+        return answer
+
+
+@dataclass
+class ForkedRun:
+    """The ranks of one start."""
+
+    forge: Forge
+    pids: list[int]
+    output: Path
+    port: int
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pids[rank], number)
+
+    def wait(self, seconds: float = 300) -> list[int]:
+        """The ranks' exit codes; those that are still there after so many seconds, or when a test is given up, are killed."""
+        late = threading.Timer(seconds, self.kill)
+        late.start()
+        try:
+            return self.forge.ask({"pids": self.pids})
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            late.cancel()
+            self.pids = []  # Other processes may have them from now on.
+
+    def finish(self) -> str:
+        """Wait for all ranks, and fail when one of them failed; what rank 0 said."""
+        codes = self.wait()
+        assert codes == [0] * len(codes), (codes, *map(self.said, range(len(codes))))
+        return self.said()
+
+    def kill(self) -> None:
+        """SIGKILL all ranks that are left."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill_after(self, file: Path) -> None:
+        """SIGKILL all ranks as soon as there is `file`."""
+        until(file.exists)
+        self.kill()
+        codes = self.wait()
+        assert codes == [-signal.SIGKILL] * len(codes), self.said()
+
+    def said(self, rank: int = 0) -> str:
+        """What a rank has printed so far."""
+        path = Path(f"{self.output}.{rank}")
+        return path.read_text() if path.exists() else ""
+
+
+def until(is_so: Callable[[], object], seconds: float = 300) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)

@@ -1,0 +1,46 @@
+"""A tiny data set, for the tests that train."""
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
+from pipeline.data.storage.content import content_hash
+
+NUM_CLASSES = 4
+
+
+def make_dataset(path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0) -> Path:
+    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples."""
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    colours = np.array([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])
+    shards, tables = [], []
+    for split, count in splits.items():
+        for number, first in enumerate(range(0, count, per_shard)):
+            name, rows = f"{split}-{number:06d}.tar", []
+            with tarfile.open(path / name, "w") as tar:
+                for i in range(first, min(first + per_shard, count)):
+                    label = int(rng.integers(NUM_CLASSES))
+                    pixels = np.clip(colours[label] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
+                    buffer = io.BytesIO()
+                    Image.fromarray(pixels).save(buffer, "PNG")
+                    data = buffer.getvalue()
+                    for ext, content in (("png", data), ("cls", str(label).encode())):
+                        member = tarfile.TarInfo(f"{split}{i:05d}.{ext}")
+                        member.size = len(content)
+                        if ext == "png":
+                            offset = tar.offset + 512
+                        tar.addfile(member, io.BytesIO(content))
+                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": "png", "labels": [label],
+                                 "width": size, "height": size, "xxh128": content_hash(data)})  # fmt: skip
+            content = (path / name).read_bytes()
+            shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
+            tables.append(pa.Table.from_pylist(rows, ROWS))
+    write_dataset(path, shards, tables, [f"class{c}" for c in range(NUM_CLASSES)], {"made by": "tests"}, {})
+    return path

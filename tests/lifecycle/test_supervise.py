@@ -1,0 +1,231 @@
+"""What the supervisor makes of a start's end. The run is a small script that ends as a list says; the rest is real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
+from pipeline.lifecycle.run_folder import Failure
+from pipeline.lifecycle.supervise import _option, _with_options
+
+ROOT = Path(__file__).resolve().parents[2]
+# The launcher: does what the next line of `plan` says. left: seconds that a child of its own lives on without it.
+_DEEPSPEED = """#!{python}
+import json, os, subprocess, sys, time
+from pathlib import Path
+run = Path({run!r})
+(run / "commands").open("a").write(json.dumps(sys.argv[1:]) + "\\n")
+plan = (run / "plan").read_text().splitlines()
+(run / "plan").write_text("\\n".join(plan[1:]))
+act = json.loads(plan[0])
+if "left" in act:
+    subprocess.Popen([sys.executable, "-c", act["left"], str(run)])
+while act.get("until_stop") and not (run / "stop").exists():
+    time.sleep(0.02)
+if "status" in act:
+    (run / "status.json").write_text(json.dumps(act["status"]))
+(run / "failures").mkdir()
+for failure in act.get("failures", []):
+    (run / "failures" / f"rank-{{failure['rank']:05d}}.json").write_text(json.dumps(failure))
+sys.exit(act["code"])
+"""
+# Lives on without the launcher until it is asked to stop, as ranks do.
+_ORPHAN = """
+import json, sys, time
+from pathlib import Path
+run = Path(sys.argv[1])
+while not (run / "stop").exists():
+    time.sleep(0.02)
+(run / "status.json").write_text(json.dumps({"status": "stopped", "step": 9, "code": 75, "reason": "the stop file"}))
+"""
+
+
+def ending(status: str, step: int, code: int = 1, reason: str = "", **more: object) -> dict:
+    return {"status": {"status": status, "step": step, "code": code, "reason": reason}, "code": code, **more}
+
+
+FINISHED = ending("finished", 99, 0)
+KILLED = {"status": {"status": "running", "step": 0, "code": -1, "reason": ""}, "code": 247}
+
+
+class Case:
+    """A run folder, a launcher that plays `plan` in it, and the supervisor over both."""
+
+    def __init__(self, folder: Path, plan: list[dict], *options: str) -> None:
+        self.run = folder / "runs" / "x"
+        self.run.mkdir(parents=True)
+        (self.run / "plan").write_text("\n".join(map(json.dumps, plan)))
+        for name, text in {"deepspeed": _DEEPSPEED, "ssh": '#!/bin/sh\necho "$@" | grep -qv gone\n'}.items():
+            (folder / name).write_text(
+                text.format(python=sys.executable, run=str(self.run)) if "{run" in text else text
+            )
+            (folder / name).chmod(0o755)
+        settings = ["pause_seconds=0", *(option for option in options if "=" in option and not option.startswith("-"))]
+        launcher = [option for option in options if option.startswith("-")]
+        run = ["launch/pretrain.py", "name=x", f"out={folder / 'runs'}", "data.path=d", "train.length=9 steps",
+               "train.global_batch=24", "train.micro_batch=6", "data.streams=4", "model.name=ViT-S/16"]  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "launch/supervise.py", *settings, "--", str(folder / "deepspeed"), *launcher, *run],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        )  # fmt: skip
+
+    def end(self) -> tuple[int, str]:
+        output = self.process.communicate(timeout=120)[0]
+        return self.process.returncode, output
+
+    def events(self) -> list[str]:
+        lines = (self.run / "supervise.jsonl").read_text().splitlines()
+        return [json.loads(line)["event"] for line in lines]
+
+    def commands(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.run / "commands").read_text().splitlines()]
+
+
+def test_crashes_and_preemption_are_followed_by_a_start_until_it_is_finished(tmp_path: Path) -> None:
+    plan = [KILLED, ending("stopped", 5, 75, "SIGTERM"), ending("failed", 5, 1, "RuntimeError: no"), FINISHED]
+    case = Case(tmp_path, plan)
+    code, output = case.end()
+    assert code == 0, output
+    assert case.events() == ["start", "failed", "wait", "start", "preempted", "wait", "start", "failed", "wait", "start",
+                             "finished"]  # fmt: skip
+    assert "start 1 failed at step 0: killed; the launcher ended with 247" in output
+    assert "start 3 failed at step 5: RuntimeError: no" in output
+    assert "start 4 finished at step 99" in (case.run / "supervise.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "event"),
+    [
+        (ending("refused", 3, 2, "the loss is nan"), 2, "refused"),
+        ({**ending("diverged", 3, 2, "21 steps were skipped"), "code": 1}, 2, "refused"),
+        ({"code": 2}, 2, "refused"),  # Settings that were refused before there was a folder.
+        (ending("stopped", 3, 75, "the stop file"), 75, "stopped"),  # A person wants it to stand.
+        (ending("stopped", 3, 75, "train.stop_after_minutes"), 75, "stopped"),
+    ],
+)
+def test_what_would_repeat_itself_or_was_wanted_is_not_started_again(
+    tmp_path: Path, last: dict, code: int, event: str
+) -> None:
+    case = Case(tmp_path, [last, FINISHED])
+    assert case.end()[0] == code
+    assert case.events() == ["start", event]
+
+
+def test_it_gives_up_when_starts_commit_nothing(tmp_path: Path) -> None:
+    forward = ending("failed", 7, 1, "RuntimeError: no")
+    case = Case(tmp_path, [KILLED, KILLED, forward, KILLED, forward, KILLED, FINISHED], "restarts=2")
+    code, output = case.end()
+    assert code == 1
+    assert len(case.commands()) == 6, "the third start committed something, so the count began anew"
+    assert "gave up: 3 starts in a row have committed nothing new (restarts=2)" in output
+
+
+def test_sigterm_goes_through_and_is_not_answered_by_a_start(tmp_path: Path) -> None:
+    case = Case(tmp_path, [ending("stopped", 5, 75, "the stop file", until_stop=True), FINISHED])
+    while not (case.run / "commands").exists():
+        time.sleep(0.01)
+    case.process.send_signal(signal.SIGTERM)
+    code, output = case.end()
+    assert code == 75, output
+    assert case.events() == ["start", "stop", "stopped"]
+    assert not (case.run / "stop").exists()
+
+
+def test_ranks_that_outlive_their_launcher_are_stopped_first(tmp_path: Path) -> None:
+    case = Case(tmp_path, [{"code": 1, "left": _ORPHAN}, FINISHED])
+    code, output = case.end()
+    assert code == 0, output
+    assert case.events() == ["start", "stop", "failed", "wait", "start", "finished"]
+    assert "start 1 failed at step 9: its launcher was killed; what was trained is committed" in output
+
+
+def test_a_host_that_failed_twice_is_left_out_and_the_batch_still_divides(tmp_path: Path) -> None:
+    """Of a, gone and c with 2, 2 and 3 ranks: 24 samples on a and c, so on 4 of their 5 slots."""
+    (tmp_path / "hosts").write_text("a slots=2\ngone slots=2  # in rack 3\n\nc slots=3\n")
+    lost = [{"rank": rank, "host": "?", "error": "gloo", "lost_others": True} for rank in (0, 1, 4, 5, 6)]
+    options = [f"--hostfile={tmp_path / 'hosts'}", "--master_addr=a"]
+    case = Case(tmp_path, [{**KILLED, "failures": lost}, FINISHED], *options)
+    code, output = case.end()
+    assert code == 0, output
+    assert "going on without gone, on a (2), c (2); 1 slots stay idle, for the batch of 24" in output
+    assert read_hostfile(case.run / "hostfile") == {"a": 2, "c": 2}
+    first, second = case.commands()
+    assert first[:2] == options
+    # The master is still there.
+    assert second[:3] == ["--hostfile", str(case.run / "hostfile"), "--force_multi"]
+    assert second[3:5] == ["--master_addr=a", "launch/pretrain.py"]
+
+
+def test_blame() -> None:
+    hosts = {"a": 2, "b": 1}
+
+    def left(*lost_others: bool | None) -> dict[int, Failure]:
+        return {rank: Failure(rank, "?", "?", lost) for rank, lost in enumerate(lost_others) if lost is not None}
+
+    assert to_blame(hosts, left(True, True, None)) == ["b"], "it says nothing: it was killed, or its host died"
+    assert to_blame(hosts, left(True, False, None)) == ["a"], (
+        "one that failed of itself comes before one that is silent"
+    )
+    assert to_blame(hosts, left(False, True, False)) == [], "what happens everywhere is no host's fault"
+    assert to_blame(hosts, {}) == []
+    assert to_blame({}, {}) == []
+
+
+def test_the_most_slots_that_fit() -> None:
+    hosts = {"a": 4, "b": 4, "c": 2}
+    assert largest_fitting(hosts, lambda n: 24 % n == 0) == {"a": 4, "b": 4}
+    assert largest_fitting(hosts, lambda n: 30 % n == 0) == hosts
+    assert largest_fitting(hosts, lambda n: 12 % n == 0) == {"a": 4, "b": 2}
+
+
+def test_options_of_the_launcher() -> None:
+    command = ["deepspeed", "--hostfile=h", "--master_addr", "a", "-q", "launch/pretrain.py", "--hostfile", "mine"]
+    assert _option(command, "--hostfile") == "h"
+    assert _option(command, "--master_port") is None
+    changed = _with_options(command, {"--hostfile": "new", "--master_addr": None}, ["--force_multi"])
+    assert changed == [
+        "deepspeed",
+        "--hostfile",
+        "new",
+        "--force_multi",
+        "-q",
+        "launch/pretrain.py",
+        "--hostfile",
+        "mine",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a", "'a' is no line"), ("a slots=1\na slots=2", "each host once"), ("", "names no host")]
+)
+def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_hostfile(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([], "give the command that starts the run after --"),
+        (["deepspeed", "launch/pretrain.py", "nmae=x"], "unknown setting nmae. Did you mean name?"),
+    ],
+)
+def test_commands_that_start_no_run(command: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import runpy, sys; sys.argv[0] = 'launch/supervise.py'\n"
+         "try: runpy.run_path('launch/supervise.py', run_name='__main__')\n"
+         "finally: assert not {'torch', 'deepspeed', 'ray', 'mlflow', 'numpy', 'pyarrow'} & sys.modules.keys()", "--", *command],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

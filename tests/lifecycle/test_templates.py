@@ -1,0 +1,117 @@
+"""The templates for SLURM and Kubernetes, run with stand-ins for the cluster's commands: who is started, stopped, tried again."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.command import read_settings
+from pipeline.settings.run import RunConfig
+
+ROOT = Path(__file__).parents[2]
+# Says how it was started, trains until the stop file is there (or not at all), and leaves the code that it is told.
+_TORCHRUN = """#!/bin/bash
+printf '%s\\n' "$@" > "$SAID"
+for word in "$@"; do case $word in out=*) out=${word#out=};; name=*) name=${word#name=};; esac; done
+mkdir -p "$out/$name"
+while [ -n "$TRAINS" ] && [ ! -e "$out/$name/stop" ]; do sleep 0.05; done
+[ -z "$CODE" ] || echo "{\\"step\\": 3, \\"code\\": $CODE, \\"reason\\": \\"code 1\\"}" > "$out/$name/status.json"
+exit 1
+"""
+_SRUN = """#!/bin/bash
+shift
+SLURM_NODEID=0 exec "$@"
+"""
+_SCONTROL = """#!/bin/bash
+case $1 in
+  show) printf 'node1\\nnode2\\n';;
+  requeue) echo "$2" >> "$REQUEUED";;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Has the repository in `vit`, and the cluster's commands in `bin`."""
+    for path, text in (("vit/.venv/bin/torchrun", _TORCHRUN), ("bin/srun", _SRUN), ("bin/scontrol", _SCONTROL)):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    return tmp_path
+
+
+def run(home: Path, script: str, code: str, stop_by: signal.Signals | None = None, **more: str) -> int:
+    """The exit code of a shell script of which the run ends with `code`, after the signal if there is one."""
+    environment = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home), "SAID": str(home / "said"),
+                   "REQUEUED": str(home / "requeued"), "CODE": code, "TRAINS": "yes" if stop_by else "", **more}  # fmt: skip
+    process = subprocess.Popen(["bash", "-c", script], cwd=home / "vit", env=environment)
+    if stop_by:
+        while not (home / "said").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(stop_by)
+    return process.wait(30)
+
+
+def started(home: Path) -> tuple[dict[str, str], RunConfig]:
+    """torchrun's options, and the settings that the run was given."""
+    words = (home / "said").read_text().split("\n")[:-1]
+    at = words.index("launch/pretrain.py")
+    return dict(zip(words[:at:2], words[1:at:2], strict=True)), read_settings(RunConfig, words[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("code", "stop_by", "requeued"),
+    [("75", signal.SIGUSR1, True), ("0", None, False), ("2", None, False), ("", None, False)],
+)
+def test_slurm(home: Path, code: str, stop_by: signal.Signals | None, requeued: bool) -> None:
+    """Queued again when the run was stopped before its time is over; not when it is done, refused, or never said a word."""
+    folder = home / "runs" / "vit"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
+    script = (ROOT / "launch/slurm.sh").read_text().replace("/shared/runs/vit_l16", str(folder))
+    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    run(home, script, code, stop_by, **slurm)
+    assert (home / "requeued").exists() == requeued
+    if requeued:
+        assert (home / "requeued").read_text() == "1234\n"
+    options, settings = started(home)
+    assert options == {"--nnodes": "2", "--nproc_per_node": "8", "--node_rank": "0", "--master_addr": "node1",
+                       "--master_port": "21234"}  # fmt: skip
+    assert (settings.out, settings.name) == (str(home / "runs"), "vit")
+    assert settings.model.name == "ViT-L/16"
+
+
+@pytest.mark.parametrize(
+    ("code", "stop_by", "expected"),
+    [("75", signal.SIGTERM, 75), ("0", None, 0), ("2", None, 2), ("-1", None, 255), ("", None, 1)],
+)
+def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, expected: int) -> None:
+    """A pod ends as its run did; 2, which fails the whole job, only when the run was refused."""
+    _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
+    values = {pair["name"]: pair["value"] for pair in container["env"]} | {"RUN": str(home / "runs" / "vit")}
+    assert run(home, container["args"][0], code, stop_by, JOB_COMPLETION_INDEX="3", **values) == expected
+    options, settings = started(home)
+    assert (options["--node_rank"], options["--nnodes"]) == ("3", str(job["spec"]["completions"]))
+    assert (settings.out, settings.name) == (str(home / "runs"), "vit")
+
+
+def test_kuberay() -> None:
+    spec = yaml.safe_load((ROOT / "launch/kuberay.yaml").read_text())["spec"]
+    python, launcher, command, *settings = shlex.split(spec["entrypoint"])
+    assert (python, launcher, command) == ("python", "launch/ray_run.py", "launch/pretrain.py")
+    assert read_settings(RunConfig, settings).out == "/shared/runs"
+    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"working_dir": "/vit"}

@@ -1,0 +1,105 @@
+"""Real steps of DeepSpeed engines: bytes of their live tensors, and what a rehearsal leaves behind.
+
+Rank 0 prints what every rank found. Started by test_rank_memory.py.
+"""
+
+import dataclasses
+import hashlib
+import json
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from live_tensors import LiveTensors, operators_of_a_gpu
+
+from pipeline.data.loading.loader import Batch
+from pipeline.distributed import Ranks, from_environment
+from pipeline.estimate import memory
+from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.model import build
+from pipeline.monitor.profile import StepClock
+from pipeline.objectives import classification
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.train import optimizers
+from pipeline.train.engine import Engine, start_ranks
+
+LOSS_OF = partial(classification.batch_loss, kind="softmax", label_smoothing=0.0)
+
+
+def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, foreach: bool) -> tuple[Engine, Plan]:
+    plan = make_plan(config, 1000, ranks.world_size)
+    model = build(new_model_config(config.model, num_classes), seed=0)
+    model.activation_checkpointing = config.engine.activation_checkpointing
+    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    clock = StepClock(ranks.device)
+    return Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
+
+
+def noise(count: int, size: tuple[int, int], num_classes: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    images = torch.from_numpy(rng.integers(0, 256, (count, *size, 3), np.uint8))
+    labels = torch.from_numpy(rng.integers(0, num_classes, (count, 1)))
+    return Batch(images, labels, torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64))
+
+
+def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -> dict[str, Any]:
+    """The peak of a step, what is left between two steps, and the bytes that this rank copies for a checkpoint."""
+    memory.REDUCE_BUCKET = bucket
+    config = schema.load(RunConfig, None, overrides)
+    live = LiveTensors()
+    engine, plan = make_engine(config, num_classes, ranks, foreach=True)  # what torch does on a GPU
+    batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
+    with live, operators_of_a_gpu():
+        engine.train_step(0, batches, 1e-3, LOSS_OF)  # The optimizer makes its state.
+        between = live.bytes
+        peaks = []
+        for step in range(1, 4):
+            live.restart()
+            engine.train_step(step, batches, 1e-3, LOSS_OF)
+            peaks.append(live.peak)
+    part = engine.part()
+    saved = sum(4 * tensor.numel() for tensors in part.tensors.values() for tensor in tensors)
+    # The least: gloo's thread may let go of a bucket late.
+    return {"peak": min(peaks), "between": between, "saved": saved}
+
+
+def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) -> dict[str, Any]:
+    """A few steps, after a rehearsal or without one: this rank's losses, and all that a checkpoint would hold."""
+    config = schema.load(RunConfig, None, overrides)
+    engine, plan = make_engine(config, num_classes, ranks, foreach=False)
+    size = config.model.image_size
+    drawn = torch.get_rng_state()
+    if rehearse:
+        engine.rehearse(noise(plan.micro_batch, size, num_classes, 99), LOSS_OF)
+        engine.forward(noise(5, size, num_classes, 98).images)
+    untouched = torch.equal(drawn, torch.get_rng_state())
+    results = []
+    for step in range(3):
+        seeds = range(plan.accumulation * step, plan.accumulation * (step + 1))
+        batches = [noise(plan.micro_batch, size, num_classes, 10 * ranks.rank + seed) for seed in seeds]
+        results.append(engine.train_step(step, batches, 1e-2, LOSS_OF))
+    part, digest = engine.part(), hashlib.sha256()
+    for tensors in part.tensors.values():
+        for tensor in tensors:
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return {
+        "losses": [float(result.loss) for result in results], "norms": [result.grad_norm for result in results],
+        "states": sorted(part.tensors), "bits": digest.hexdigest(), "counters": dataclasses.asdict(engine.counters()), "untouched": untouched,
+    }  # fmt: skip
+
+
+def main(cases: list[list[Any]]) -> None:
+    """cases: of each, a function's name and its arguments."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks a CPU whether it is fast at it; any is able to.
+    torch.set_num_threads(1)
+    ranks = from_environment()
+    start_ranks(ranks, timeout_minutes=5)
+    does = {"measure": measure, "train": train}
+    of_ranks = [ranks.gather(does[name](*arguments, ranks)) for name, *arguments in cases]
+    if ranks.is_main:
+        print("found", json.dumps(of_ranks))

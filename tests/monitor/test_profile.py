@@ -1,0 +1,136 @@
+"""Speed figures: arithmetic on a clock that stands still unless told."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.distributed import Ranks
+from pipeline.monitor import profile
+from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops, peak_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_rates(clock: list[float]) -> None:
+    parts = StepClock(CPU)
+    meter = Meter(Ranks(0, 0, 1, CPU), parts, flops_per_image=2e9, peak=1e12)
+    for _ in range(5):
+        meter.step(images=100)
+        for part, seconds in (("data", 0.1), ("forward", 0.2), ("backward", 0.08)):
+            with parts.device(part):
+                clock[0] += seconds
+        clock[0] += 0.02
+    with parts.host("checkpoint"):
+        clock[0] += 2
+    clock[0] += 1  # an evaluation
+    meter.exclude(3)
+    reading = meter.read()
+    assert reading["images_per_second"] == pytest.approx(250)
+    assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)
+    # Shares of training and its checkpoints, 2 + 2 s; waiting is told as a share of training alone.
+    assert [reading[f"time_{part}"] for part in ("forward", "backward", "checkpoint")] == pytest.approx(
+        [0.25, 0.1, 0.5]
+    )
+    assert reading["time_optimizer"] == reading["time_communication"] == 0
+    assert meter.own_seconds == pytest.approx([1.5])
+    assert reading["data_wait"] == pytest.approx(0.25)
+    assert reading["peak_memory_gib"] > 0.01
+    # What was read is forgotten; the average is over all.
+    meter.step(100)
+    clock[0] += 2
+    assert meter.read()["images_per_second"] == pytest.approx(50)
+    assert meter.average == pytest.approx(600 / 4)
+
+
+def test_utilisation_is_of_all_ranks(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(0, 0, 4, CPU)
+    monkeypatch.setattr(Ranks, "max", lambda self, value: value)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * 4)
+    meter = Meter(ranks, StepClock(CPU), flops_per_image=1e9, peak=1e12)
+    meter.step(400)
+    clock[0] += 1
+    assert meter.read()["mfu"] == pytest.approx(400 * 1e9 / (4 * 1e12))
+
+
+def test_peak_is_the_settings_or_measured() -> None:
+    assert peak_flops(CPU, torch.float32, 312.5) == (312.5e12, "engine.peak_tflops")
+    measured, source = peak_flops(CPU, torch.float32, 0.0)
+    assert source == "matrix product timed at start"
+    assert 1e8 < measured < 1e14
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+    ],
+)
+def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, 0.0)
+    assert found == tflops * 1e12
+    assert source.startswith("data sheet")
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("NVIDIA H100 80GB HBM3", 80), ("A100-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80), ("H200", 141), ("L4", 24)],
+)
+def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabytes: int) -> None:
+    gpu = profile.find_gpu(name)
+    assert gpu
+    assert gpu.memory == gigabytes * 10**9
+    assert profile.find_gpu("TPU v5e") is None
+    assert profile.device_memory(CPU) is None
+
+
+def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = profile.host_memory()
+    assert 2**28 < alone < 2**50
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert profile.host_memory() == alone // 4
+
+
+def test_memory_is_in_bytes() -> None:
+    assert 2**26 < peak_memory(CPU) < 2**36
+
+
+def test_a_trace_covers_its_window(tmp_path: Path) -> None:
+    trace = Trace(first=2, steps=2, file=tmp_path / "trace.json", device=CPU)
+    files = []
+    for step in (1, 2, 3, 4):
+        trace.before(step)
+        with torch.profiler.record_function(f"my step {step}"):
+            torch.ones(8) @ torch.ones(8)
+        files.append(trace.after(step))
+    assert files == [None, None, tmp_path / "trace.json", None]
+    names = {event.get("name") for event in json.loads(files[2].read_text())["traceEvents"]}
+    assert {"my step 2", "my step 3"} <= names
+    assert not {"my step 1", "my step 4"} & names
+
+
+def test_no_trace_unless_asked_and_none_of_a_window_that_is_over(tmp_path: Path) -> None:
+    for first, begin in ((0, 1), (2, 3)):
+        trace = Trace(first, 3, tmp_path / "trace.json", CPU)
+        for step in range(begin, 8):
+            trace.before(step)
+            assert trace.after(step) is None
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,592 @@
+"""MLflow never delays a step, and gets every metric once: now, or when it is back."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.monitor import tracking
+from pipeline.monitor.tracking import Tracker, default_uri, send_report
+from pipeline.settings.run import TrackConfig
+
+PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty store, made once: making the tables takes MLflow many seconds."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def out(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of runs with a store in it."""
+    monkeypatch.setattr(tracking, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "_RETRY_SECONDS", (0.05,))
+    shutil.copy(database, tmp_path / "mlflow.db")
+    return tmp_path
+
+
+def start(
+    out: Path, uri: str = "", enabled: bool = True, step: int | None = None, folder: str = "run", **parameters: object
+) -> Tracker:
+    config = TrackConfig(uri=uri, enabled=enabled)
+    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step)
+
+
+def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
+    """A life of a run that goes on from `step` and logs `steps`, an evaluation every tenth; returns its notes."""
+    tracker = start(out, step=step, **others)
+    for number in steps:
+        tracker.log(number, {"loss": value + number, "speed": value})
+        if number % 10 == 0:
+            tracker.log(number, {"val_top1": value})
+    tracker.finish("FAILED")
+    return tracker.notes
+
+
+def closed_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def client(out: Path, uri: str = ""):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri or default_uri(out))
+
+
+def runs(out: Path, uri: str = "") -> list:
+    found = client(out, uri)
+    experiment = found.get_experiment_by_name("vit")
+    return found.search_runs([experiment.experiment_id]) if experiment else []
+
+
+def history(out: Path, name: str, uri: str = "") -> list[tuple[int, float]]:
+    (run,) = runs(out, uri)
+    return [(m.step, m.value) for m in client(out, uri).get_metric_history(run.info.run_id, name)]
+
+
+def written(out: Path) -> list[dict]:
+    def strict(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [
+        json.loads(line, parse_constant=strict) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = start(out)
+    for step in range(1, 701):  # more than a batch
+        tracker.log(step, {"loss": 1 / step, "lr": step * 1e-6})
+    (out / "run" / "config.json").write_text("{}")
+    tracker.artifact(out / "run" / "config.json")
+    tracker.artifact(out / "run" / "scores.json")  # There are none yet.
+    tracker.finish("FAILED")
+    (run,) = runs(out)
+    assert run.info.status == "FAILED"
+    assert run.data.params["section.field7"] == "7"
+    assert len(run.data.params) == len(PARAMETERS)
+    assert run.data.params["long"] == "x" * 6000
+    assert run.data.tags["data"] == "abc"
+    assert len(run.data.tags["git_revision"]) >= 7
+    # Beside the database, and not in whatever folder the command was started in.
+    assert [path.name for path in (out / "mlartifacts").rglob("*.json")] == ["config.json"]
+
+    # A later life may have other settings; MLflow keeps the first ones.
+    tracker = start(out, added=1, **{"section.field7": 8})
+    for step in range(701, 711):
+        tracker.log(step, {"loss": 1 / step, "lr": step * 1e-6})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(step, 1 / step) for step in range(1, 711)]
+    assert len(history(out, "lr")) == 710
+    (run,) = runs(out)
+    assert run.info.status == "FINISHED"
+    assert [line["step"] for line in written(out)] == list(range(1, 711))
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_metrics_arrive_while_the_run_goes_on(out: Path) -> None:
+    tracker = start(out)
+    tracker.log(1, {"loss": 2.0})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
+        time.sleep(0.1)
+    assert history(out, "loss") == [(1, 2.0)]
+    assert runs(out)[0].info.status == "RUNNING"
+    tracker.finish("FINISHED")
+
+
+def test_nothing_is_sent_twice(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    sent: list[tuple[str, int]] = []
+    log_batch = MlflowClient.log_batch
+
+    def remember(self, run_id, metrics=(), **others):
+        sent.extend((m.key, m.step) for m in metrics)
+        return log_batch(self, run_id, metrics=metrics, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", remember)
+    for life in range(3):
+        tracker = start(out)
+        for step in range(10 * life, 10 * life + 10):
+            tracker.log(step, {"loss": 1.0})
+            time.sleep(0.01)
+        tracker.finish("FINISHED")
+    assert sent == [("loss", step) for step in range(30)]
+
+
+def test_an_absent_server_delays_nothing_and_loses_nothing(
+    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = closed_port()
+    tracker = start(out, uri=uri)
+    slowest = 0.0
+    for step in range(100):
+        begin = time.perf_counter()
+        tracker.log(step, {"loss": float(step)})
+        slowest = max(slowest, time.perf_counter() - begin)
+        time.sleep(0.005)
+    begin = time.perf_counter()
+    tracker.finish("FINISHED")
+    assert time.perf_counter() - begin < 10
+    assert slowest < 0.05
+    said = capfd.readouterr().err
+    assert said.count("cannot be reached") == 1
+    assert "the rest goes with the next start" in said
+    assert len(written(out)) == 100
+
+    # The server is back under the same name: here, a store that the client takes for it.
+    from mlflow import tracking
+
+    real = tracking.MlflowClient
+    monkeypatch.setattr(tracking, "MlflowClient", lambda tracking_uri: real(default_uri(out)))
+    tracker = start(out, uri=uri)
+    tracker.log(100, {"loss": 100.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(step, float(step)) for step in range(101)]
+
+
+def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
+    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_FINISH_SECONDS", 0.3)
+    monkeypatch.setattr(Tracker, "_send", lambda self: time.sleep(3))
+    tracker = start(out)
+    begin = time.perf_counter()
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    assert time.perf_counter() - begin < 2
+    assert "does not have all of" in capfd.readouterr().err
+    assert len(written(out)) == 1
+
+
+def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
+    out: Path, database: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A real small file system; needs root to mount it."""
+    disk = out / "disk"
+    disk.mkdir()
+    size = database.stat().st_size + 2**20
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        shutil.copy(database, disk / "mlflow.db")
+        uri = f"sqlite:///{disk / 'mlflow.db'}"
+        tracker = start(out, uri=uri)
+        tracker.log(0, {"loss": 0.0})
+        tracker.finish("FINISHED")
+        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1024))
+        tracker = start(out, uri=uri)
+        slowest = 0.0
+        for step in range(1, 40):
+            begin = time.perf_counter()
+            tracker.log(step, {f"metric{i}": float(step) for i in range(50)} | {"loss": float(step)})
+            slowest = max(slowest, time.perf_counter() - begin)
+        tracker.finish("FINISHED")
+        assert slowest < 0.05
+        assert "disk is full" in capfd.readouterr().err
+        assert len(written(out)) == 40
+        (disk / "filler").unlink()
+        tracker = start(out, uri=uri)
+        tracker.finish("FINISHED")
+        assert history(out, "loss", uri) == [(step, float(step)) for step in range(40)]
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_each_tracking_uri_has_its_own_cursor(out: Path, database: Path) -> None:
+    shutil.copy(database, out / "other.db")
+    other = f"sqlite:///{out / 'other.db'}"
+    for step, uri in enumerate(["", other, "", other]):
+        tracker = start(out, uri=uri)
+        tracker.log(step, {"loss": float(step)})
+        tracker.finish("FINISHED")
+    # One run in each store; each has what was logged until it was last used.
+    assert history(out, "loss") == [(step, float(step)) for step in range(3)]
+    assert history(out, "loss", other) == [(step, float(step)) for step in range(4)]
+
+
+def test_a_run_that_was_deleted_is_made_again_with_everything(out: Path) -> None:
+    tracker = start(out)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    client(out).delete_run(runs(out)[0].info.run_id)
+    tracker = start(out)
+    tracker.log(2, {"loss": 2.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
+    assert runs(out)[0].data.params["section.field7"] == "7"
+
+
+def test_a_store_that_was_lost_gets_everything(out: Path, database: Path) -> None:
+    tracker = start(out)
+    for step in (1, 2):
+        tracker.log(step, {"loss": float(step)})
+    tracker.finish("FINISHED")
+    shutil.copy(database, out / "mlflow.db")
+    tracker = start(out)
+    tracker.log(3, {"loss": 3.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_parameters_are_sent_again_when_the_first_try_failed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    log_batch = MlflowClient.log_batch
+    failures = iter([True])
+
+    def fails_once(self, run_id, metrics=(), params=(), tags=()):
+        if params and next(failures, False):
+            raise ConnectionError("gone")
+        return log_batch(self, run_id, metrics=metrics, params=params, tags=tags)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
+    tracker = start(out)
+    tracker.log(1, {"loss": 1.0})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and history(out, "loss")):
+        time.sleep(0.1)
+    tracker.finish("FINISHED")
+    assert len(runs(out)[0].data.params) == len(PARAMETERS)
+    assert history(out, "loss") == [(1, 1.0)]
+
+
+def test_a_line_that_a_kill_cut_short_spoils_no_other(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = start(out)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("KILLED")
+    with open(out / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "time": 17000')
+    tracker = start(out)
+    tracker.log(3, {"loss": 3.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0), (3, 3.0)]
+    assert "cut short" in capfd.readouterr().err
+
+
+def test_metrics_that_were_removed_start_again(out: Path) -> None:
+    tracker = start(out)
+    for step in range(20):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    (out / "run" / "metrics.jsonl").unlink()
+    tracker = start(out)
+    tracker.log(20, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    assert len(history(out, "loss")) == 21
+
+
+def test_nan_and_inf(out: Path) -> None:
+    tracker = start(out)
+    tracker.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    tracker.finish("FINISHED")
+    (line,) = written(out)  # strict JSON, unlike Python's NaN
+    assert {name: float(value) for name, value in line["metrics"].items() if name != "a"} == {
+        "b": math.inf,
+        "c": -math.inf,
+        "d": 1,
+    }
+    assert math.isnan(float(line["metrics"]["a"]))
+    assert math.isnan(history(out, "a")[0][1])
+    # MLflow stores infinity as the largest double.
+    assert history(out, "b") == [(1, 1.7976931348623157e308)]
+    assert history(out, "c") == [(1, -1.7976931348623157e308)]
+    assert history(out, "d") == [(1, 1.0)]
+
+
+def test_disabled_tracking_writes_the_file_only(out: Path) -> None:
+    before = (out / "mlflow.db").read_bytes()
+    tracker = start(out, enabled=False)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    assert [line["metrics"] for line in written(out)] == [{"loss": 1.0}]
+    assert [path.name for path in (out / "run").iterdir()] == ["metrics.jsonl"]
+    assert (out / "mlflow.db").read_bytes() == before
+
+
+def test_a_report_made_twice_is_one_run(out: Path) -> None:
+    uri, report = default_uri(out), out / "report"
+    report.mkdir()
+    (report / "stats.json").write_text("{}")
+    for value in (1.0, 2.0):
+        send_report(uri, report, "stats x", {"train.samples": value}, [report / "stats.json"], {"tag": "value"})
+    experiment = client(out).get_experiment_by_name("data")
+    (sent,) = client(out).search_runs([experiment.experiment_id])
+    assert (sent.info.run_name, sent.info.status) == ("stats x", "FINISHED")
+    assert (sent.data.metrics["train.samples"], sent.data.tags["tag"]) == (2.0, "value")
+    assert [file.path for file in client(out).list_artifacts(sent.info.run_id)] == ["stats.json"]
+
+
+def test_a_locked_store_is_waited_for(out: Path) -> None:
+    """Another process holds the database for a while: the metrics come after it."""
+    tracker = start(out)
+    lock = sqlite3.connect(out / "mlflow.db")
+    lock.execute("BEGIN EXCLUSIVE")
+    tracker.log(1, {"loss": 1.0})
+    time.sleep(0.3)
+    lock.rollback()
+    lock.close()
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0)]
+
+
+# -------------------------------------------------------------------- steps that run again
+@pytest.fixture(params=["database", "server"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A database, and a store that cannot delete points, as a server."""
+    if request.param == "server":
+        monkeypatch.setattr(tracking, "_delete_points", lambda client, run_id, step: False)
+    return request.param
+
+
+def test_steps_that_run_again_have_one_point_the_last(out: Path, store: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert live(out, range(1, 38), 1.0, step=0) == []
+    (first,) = runs(out)
+    notes = live(out, range(21, 51), 2.0, step=20)
+    assert notes == [f"{out / 'run' / 'metrics.jsonl'}: removed 18 records after step 20, from where the run goes on"]
+    expected = [(step, step + (1.0 if step <= 20 else 2.0)) for step in range(1, 51)]
+    assert history(out, "loss") == expected
+    assert history(out, "val_top1") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
+    (second,) = runs(out)
+    assert second.data.metrics == {"loss": 52.0, "speed": 2.0, "val_top1": 2.0}
+    assert second.data.params == first.data.params
+    assert second.data.tags["data"] == "abc"
+    assert [line["step"] for line in written(out) if "loss" in line["metrics"]] == list(range(1, 51))
+    # A database keeps the run; a server gets another one for it, and says so in one line.
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    if store == "database":
+        assert (second.info.run_id, said) == (first.info.run_id, [])
+    else:
+        assert second.info.run_id != first.info.run_id
+        assert len(said) == 1
+        assert f"run {second.info.run_id} replaces {first.info.run_id}, which is deleted" in said[0]
+
+    # A life that goes on behind all that was sent changes nothing.
+    assert live(out, range(51, 53), 3.0, step=50) == []
+    assert history(out, "loss") == [*expected, (51, 54.0), (52, 55.0)]
+    assert runs(out)[0].info.run_id == second.info.run_id
+
+
+def test_the_last_value_of_a_run_that_went_back_is_of_its_last_step(out: Path) -> None:
+    live(out, range(1, 31), 1.0, step=0)
+    live(out, range(0), 0.0, step=15)
+    (run,) = runs(out)
+    assert run.data.metrics == {"loss": 16.0, "speed": 1.0, "val_top1": 1.0}
+    assert [step for step, _ in history(out, "val_top1")] == [10]
+    live(out, range(0), 0.0, step=0)
+    assert runs(out)[0].data.metrics == {}
+
+
+def test_going_back_behind_a_spike_while_the_run_goes_on(out: Path, store: str) -> None:
+    tracker = start(out, step=0)
+    for step in range(1, 31):
+        tracker.log(step, {"loss": float(step)})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics.get("loss") == 30.0):
+        time.sleep(0.05)
+    assert len(history(out, "loss")) == 30
+    assert len(tracker.go_back(20)) == 1
+    for step in range(21, 31):
+        tracker.log(step, {"loss": 100.0 + step})
+    tracker.go_back(25)  # Before the thread has looked, or after.
+    for step in range(26, 41):
+        tracker.log(step, {"loss": 200.0 + step})
+    tracker.finish("FINISHED")
+    values = [0.0] * 20 + [100.0] * 5 + [200.0] * 15
+    assert history(out, "loss") == [(step, value + step) for step, value in enumerate(values, 1)]
+    assert [line["step"] for line in written(out)] == list(range(1, 41))
+    assert runs(out)[0].info.status == "FINISHED"
+
+
+def test_going_back_while_a_slow_store_takes_points(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    log_batch, sending = MlflowClient.log_batch, threading.Event()
+
+    def slowly(self, run_id, metrics=(), **others):
+        if metrics:
+            sending.set()
+            time.sleep(0.3)
+        return log_batch(self, run_id, metrics=metrics, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", slowly)
+    tracker = start(out, step=0)
+    for step in range(1, 11):
+        tracker.log(step, {"loss": 1.0})
+    assert sending.wait(20)
+    begin = time.perf_counter()
+    tracker.go_back(5)
+    assert time.perf_counter() - begin < 0.2
+    for step in range(6, 11):
+        tracker.log(step, {"loss": 2.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(step, 1.0 if step <= 5 else 2.0) for step in range(1, 11)]
+
+
+def test_points_that_were_sent_before_the_cursor_moved_are_taken_back(
+    out: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the two; the record of what was sent is behind what MLflow has."""
+    live(out, range(1, 11), 1.0, step=0)
+    before = (out / "run" / "mlflow.json").read_text()
+    live(out, range(11, 21), 1.0, step=10)
+    (out / "run" / "mlflow.json").write_text(before)
+    live(out, range(13, 21), 2.0, step=12)
+    assert history(out, "loss") == [(step, step + (1.0 if step <= 12 else 2.0)) for step in range(1, 21)]
+
+
+def test_another_store_is_taken_back_when_it_is_used_again(out: Path, database: Path) -> None:
+    shutil.copy(database, out / "other.db")
+    other = f"sqlite:///{out / 'other.db'}"
+    live(out, range(1, 21), 1.0, step=0, uri=other)
+    live(out, range(11, 31), 2.0, step=10)
+    live(out, range(31, 33), 3.0, step=30, uri=other)
+    assert [step for step, _ in history(out, "loss", other)] == list(range(1, 33))
+    assert dict(history(out, "loss", other))[20] == 22.0
+
+
+def test_a_file_of_an_earlier_version_with_steps_twice_is_mended(out: Path) -> None:
+    live(out, range(1, 21), 1.0)
+    live(out, range(11, 31), 2.0)
+    assert len(history(out, "loss")) == 40
+    with open(out / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "ti')
+    notes = live(out, range(31, 41), 3.0, step=30)
+    assert [note.partition("removed ")[2] for note in notes] == [
+        "11 records of steps that were recorded again",
+        "1 damaged lines",
+    ]
+    expected = [(s, s + (1.0 if s <= 10 else 2.0 if s <= 30 else 3.0)) for s in range(1, 41)]
+    assert history(out, "loss") == expected
+    assert [(line["step"], line["metrics"]["loss"]) for line in written(out) if "loss" in line["metrics"]] == expected
+
+
+def test_an_evaluation_that_is_done_again_is_recorded_once(out: Path) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    tracker = start(out, step=10)
+    tracker.log(10, {"val_top1": 1.0, "pets_5shot": 0.5})
+    tracker.log(11, {"loss": 12.0})
+    tracker.finish("FINISHED")
+    assert history(out, "val_top1") == [(10, 1.0)]
+    assert history(out, "pets_5shot") == [(10, 0.5)]
+    assert sum("val_top1" in line["metrics"] for line in written(out)) == 1
+
+
+# -------------------------------------------------------------------- mlflow.json damaged
+DAMAGED = {
+    "cut": lambda text: text[:40],
+    "empty": lambda text: "",
+    "binary": lambda text: "\0\1\2",
+    "list": lambda text: "[1, 2]",
+    "deep": lambda text: "[" * 100_000,
+    "type": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": "x", "was": '),
+    "range": lambda text: text.replace('"sent_bytes": ', '"sent_bytes": 1' + "0" * 40),
+    "no id": lambda text: text.replace('"run_id": "', '"run_id": "../'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
+    out: Path, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    live(out, range(1, 11), 9.0, step=0, folder="other")  # Another run of the same name.
+    (out / "run" / "metrics.jsonl").rename(out / "run" / "kept")
+    first = tracking.run_id_of(out / "run")
+    file = out / "run" / "mlflow.json"
+    file.write_text(DAMAGED[damage](file.read_text()))
+    (out / "run" / "kept").rename(out / "run" / "metrics.jsonl")
+    live(out, range(6, 16), 2.0, step=5)
+    assert tracking.run_id_of(out / "run") == first
+    found = [(m.step, m.value) for m in client(out).get_metric_history(first, "loss")]
+    assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    if damage != "no id":
+        (line,) = said
+        assert "mlflow.json, which names the MLflow run, was damaged (" in line
+        assert line.endswith(f"going on in run {first}, which carries this folder's tag.")
+    assert len(runs(out)) == 2
+
+
+def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    live(out, range(1, 11), 1.0, step=0)
+    client(out).delete_run(runs(out)[0].info.run_id)
+    (out / "run" / "mlflow.json").write_text("{")
+    live(out, range(11, 13), 1.0, step=10)
+    assert history(out, "loss") == [(step, step + 1.0) for step in range(1, 13)]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert line.endswith(f"so all goes into a new one, {runs(out)[0].info.run_id}.")
+
+
+def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_folder_id", lambda folder: "the same path and inode")
+    live(out, range(1, 11), 1.0, step=0)
+    shutil.rmtree(out / "run")
+    live(out, range(1, 6), 2.0, step=0)
+    assert sorted(len(client(out).get_metric_history(run.info.run_id, "loss")) for run in runs(out)) == [5, 10]
+
+
+def test_mutated_files_of_a_run_never_end_its_tracking(
+    out: Path, capfd: pytest.CaptureFixture[str], mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
+    """Both files as a bad disk may leave them: the run goes on, and all lines that can be read are sent."""
+    live(out, range(1, 11), 1.0, step=0)
+    originals = {name: (out / "run" / name).read_bytes() for name in ("mlflow.json", "metrics.jsonl")}
+    rng = random.Random(0)
+    for number in range(30):
+        name = ("mlflow.json", "metrics.jsonl")[number % 2]
+        for file, content in originals.items():
+            (out / "run" / file).write_bytes(content)
+        (out / "run" / name).write_bytes(mutate(originals[name], rng))
+        live(out, range(11, 13), 1.0, step=10)
+        assert written(out)[-1]["step"] == 12
+        assert "cannot be reached" not in capfd.readouterr().err
+        run_id = tracking.run_id_of(out / "run")
+        assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}

@@ -1,0 +1,71 @@
+"""Losses against torch's own and the formulas by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.objectives.classification import batch_loss, losses, targets
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3
+
+
+ONE = torch.tensor([[0], [4], [2], [2], [1], [3]])
+MANY = torch.tensor([[0, -1, -1], [4, 1, -1], [2, 1, 0], [-1, -1, -1], [3, 3, -1], [-1, 2, -1]])
+HOT = torch.tensor(
+    [[1, 0, 0, 0, 0], [0, 1, 0, 0, 1], [1, 1, 1, 0, 0], [0] * 5, [0, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
+).float()
+
+
+def test_targets_of_several_labels() -> None:
+    assert torch.equal(targets(MANY, 5), HOT)
+    assert targets(MANY, 5).dtype == torch.float32
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_softmax_is_cross_entropy(smoothing: float, logits: torch.Tensor) -> None:
+    expected = F.cross_entropy(logits, ONE[:, 0], reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(losses(logits, ONE, "softmax", smoothing), expected)
+
+
+def test_softmax_of_several_labels_is_against_their_mean(logits: torch.Tensor) -> None:
+    expected = F.cross_entropy(logits[[1, 2]], HOT[[1, 2]] / torch.tensor([[2.0], [3.0]]), reduction="none")
+    torch.testing.assert_close(losses(logits, MANY, "softmax")[[1, 2]], expected)
+    assert losses(logits, MANY, "softmax")[3] == 0  # no label
+
+
+def test_sigmoid_is_summed_over_classes(logits: torch.Tensor) -> None:
+    expected = F.binary_cross_entropy_with_logits(logits, HOT, reduction="none").sum(1)
+    torch.testing.assert_close(losses(logits, MANY, "sigmoid"), expected)
+    by_hand = -(HOT * torch.sigmoid(logits).log() + (1 - HOT) * torch.sigmoid(-logits).log()).sum(1)
+    torch.testing.assert_close(losses(logits, MANY, "sigmoid"), by_hand)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_losses_are_fp32(kind: str, logits: torch.Tensor) -> None:
+    rounded = logits.bfloat16()
+    found = losses(rounded, ONE, kind)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, losses(rounded.float(), ONE, kind))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_invalid_samples_count_as_zero(kind: str, logits: torch.Tensor) -> None:
+    valid = torch.tensor([True, True, False, True, False, True])
+    each = losses(logits, ONE, kind)
+    logits.requires_grad_()
+    found = batch_loss(logits, ONE, valid, kind, 0.0)
+    # Over the batch's 6 places and not its 4 readable ones: a place weighs the same whichever rank it falls to.
+    torch.testing.assert_close(found, (each[0] + each[1] + each[3] + each[5]) / 6)
+    found.backward()
+    assert (logits.grad[~valid] == 0).all()
+    assert (logits.grad[valid] != 0).any(1).all()
+
+
+def test_micro_batches_add_up_to_the_batch(logits: torch.Tensor) -> None:
+    valid = torch.tensor([True, False, True, True, True, False])
+    whole = batch_loss(logits, ONE, valid, "softmax", 0.1)
+    parts = [batch_loss(logits[i : i + 2], ONE[i : i + 2], valid[i : i + 2], "softmax", 0.1) for i in (0, 2, 4)]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)

@@ -1,0 +1,173 @@
+"""Broken files of settings and overrides, at random from a seed: each loads and plans, or is refused in one short line."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.settings import data, operate, reports, schema, transfer, weights
+from pipeline.settings.run import RunConfig
+
+ROOT = Path(__file__).parents[2]
+CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.GridConfig,
+           "vtab": transfer.VtabConfig}  # fmt: skip
+FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
+         if path.name != "prepare.yaml"]  # fmt: skip
+OTHERS = [data.VerifyConfig, data.StatsConfig, data.BenchConfig, data.DedupConfig,
+          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.ExportConfig,
+          operate.SamplesConfig, operate.SuperviseConfig, operate.TrainBenchConfig, operate.PlanConfig,
+          data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
+VALUES = [
+    "", "null", "~", "true", "no", "0", "-1", "1e300", "-1e300", "1e-300", "1e9999", ".inf", ".nan", "9" * 20, "9" * 5000,
+    "-" + "9" * 5000, "0." + "1" * 5000, "1e300 epochs", "1e300 steps", "1e15 samples", "1e6 epochs", "1e-300 epochs",
+    "9" * 5000 + " steps", "100%", "1e300%", "9" * 400 + "%", "100000", "100000x1", "9" * 5000 + "x1", "0x0", "[]", "[1]",
+    "[1, [2, [3]]]", "{}", "{a: b}", "{a: {b: c}}", "{1: 2}", "{? [a] : b}", "!!int xyz", "!!float xyz", "!!bool xyz",
+    "!!null xyz", "!!timestamp xyz", "!!binary '*'", "!!set {a}", "!!omap [a]", "!!python/object:os.system x", "!x y", "!!str [a]",
+    "!!map a", "!!seq a", "'\\0'", '"\\0"', '"\\ud800"', '"\\U00110000"', '"\\UFFFFFFFF"', '"\\x85\\n\\r\\e"', "\x85", "a\nb",
+    "*a", "&a [*a]", "&a {b: *a}", "<<: *a", "{<<: 1}", "{<<: [1]}", "[" * 500, "[" * 200 + "]" * 200, "{a: " * 500,
+    "- " * 500, "? " * 500, "x" * 5000, "ä" * 5000, "%YAML " + "9" * 5000 + ".1", "---", "...", "--- a\n--- b", "|", ">99",
+    "@", "`", "\t", "ViT-Ti/16", "ViT-" + "9" * 30 + "/16", "ViT-B/" + "9" * 30, "ViT-B/" + "9" * 5000, "BiT-R50x" + "9" * 30,
+    "R50+ViT-B/16", "Axial-ViT-B/16", "Axial-ViT-B/1", "s3://", "ftp://x",
+]  # fmt: skip
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(60))
+MERGE_BOMB = "a0: &a0 {k: v}\n" + "".join(f"a{i + 1}: &a{i + 1}\n  <<: [*a{i}, *a{i}]\n  k{i}: v\n" for i in range(60))
+# The longest error quotes two values of 200 characters, beside what it says of them and the path of the file.
+_LONGEST = 1000
+_SECONDS = 15.0
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """An input that takes for ever ends the test with a traceback that shows where."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise AssertionError("this input takes too long")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
+    """What the error says, empty when it loads and plans. Any other exception, and an error of two lines, is a failure."""
+    begin = time.monotonic()
+    signal.alarm(int(2 * _SECONDS))
+    said = ""
+    try:
+        config = schema.load(cls, path, overrides)
+        if isinstance(config, RunConfig):
+            assert len(str(make_plan(config, 14_200_000, 8).describe())) < _LONGEST
+            if config.model.name:
+                new_model_config(config.model, 21_841, config.train.masked)
+    except UserError as error:
+        said = str(error)
+        assert len(said.splitlines()) == 1, said
+        assert len(said) < _LONGEST + len(str(path)), said
+    except Exception as error:
+        raise AssertionError(f"{cls.__name__} {path} {[text[:100] for text in overrides]}") from error
+    finally:
+        signal.alarm(0)
+    assert time.monotonic() - begin < _SECONDS, [text[:100] for text in overrides]
+    return said
+
+
+def test_the_shipped_files_are_not_refused() -> None:
+    for path, cls in FILES:
+        assert not outcome(cls, path, ["weights=w"] if cls is transfer.VtabConfig else []), path
+
+
+def test_every_setting_with_every_broken_value() -> None:
+    """A seeded part of all pairs, by override and in a file."""
+    generator = random.Random(14)
+    for cls in [RunConfig, *CLASSES.values(), *OTHERS]:
+        names = [name for name, *_ in schema.describe(cls)]
+        for name in names:
+            for value in generator.sample(VALUES, 3):
+                outcome(cls, None, [f"{name}={value}"])
+    path, run = next((path, cls) for path, cls in FILES if path.name == "vit_b16_imagenet1k.yaml")
+    for name, kind, *_ in schema.describe(run):
+        values = (
+            VALUES if any(word in kind for word in ("length", "imagesize", "limit")) or name == "model.name" else []
+        )
+        for value in values or generator.sample(VALUES, 6):
+            outcome(run, path, [f"{name}={value}"])
+
+
+def test_files_with_a_few_changes(tmp_path: Path) -> None:
+    generator = random.Random(15)
+    for number in range(300):
+        path, cls = FILES[number % len(FILES)]
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+        for _ in range(generator.randint(1, 3)):
+            text = mutate(text, generator)
+        file = tmp_path / "mutated.yaml"
+        file.write_bytes(text.encode(errors="surrogatepass"))
+        outcome(cls, file, [])
+
+
+def mutate(text: str, generator: random.Random) -> str:
+    """One change: a value replaced, a line dropped, doubled or indented, a character flipped, the end cut off."""
+    lines = text.split("\n")
+    at = generator.randrange(len(lines))
+    how = generator.choice(["value", "value", "value", "drop", "double", "indent", "flip", "cut"])
+    if how == "value":
+        lines[at] = lines[at].partition(":")[0] + ": " + generator.choice(VALUES)
+    elif how == "drop":
+        del lines[at]
+    elif how == "double":
+        lines.insert(generator.randrange(len(lines)), lines[at])
+    elif how == "indent":
+        lines[at] = generator.choice([" ", "  ", "\t", "- "]) + lines[at]
+    text = "\n".join(lines)
+    at = generator.randrange(len(text)) if text else 0
+    if how == "flip" and text:
+        text = text[:at] + chr(generator.randrange(256)) + text[at + 1 :]
+    return text[:at] if how == "cut" else text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "aliases make it more than 100,000 values"),
+        (MERGE_BOMB, "aliases make it more than 100,000 values"),
+        ("a: &a [*a]", "an anchor contains itself"),
+        ("seed: " + "[" * 2000, "it is nested too deeply"),
+        ("seed: {a: {a: {a: " + "[" * 600 + "]" * 600 + "}}}", "it is nested too deeply"),
+        ("seed: !!int xyz", "seed = xyz must be a whole number"),
+        ("seed: !!bool xyz", "xyz is not true or false"),
+        ("seed: !!timestamp xyz", "could not determine a constructor for the tag"),
+        ("seed: " + "9" * 5000, "must be at most 9,223,372,036,854,775,807."),
+        ("seed: -" + "9" * 30, "must be at least -9,223,372,036,854,775,807."),
+        ("model: {width: 1e300}", "model.width = 1e300 must be at most 65,536."),
+        ("model: {image_size: 100000}", "model.image_size = 100000: a side has at most 16,384 pixels."),
+        ("train: {length: 1e300 epochs}", "train.length = 1e300 epochs: a length is at most 1,000,000 epochs."),
+        ("evaluate: {every: 101%}", "evaluate.every = 101%: a length is at most 100%."),
+        ("data: {limit: 1e300}", "data.limit = 1e300: there are at most 1,000,000,000,000,000 samples."),
+        ("engine: {timeout_minutes: 1e300}", "engine.timeout_minutes = 1e300 must be at most 527,040."),
+        ('name: "a\\0b"', r"name = 'a\x00b' has a character that no file name can have."),
+        ("name: " + "x" * 5000, f"name = {'x' * 200}... (5,000 characters) must be at most 4,096 characters long."),
+        ("x" * 900 + ": 1", f"unknown setting {'x' * 200}... (900 characters)."),
+        ("#" * (1 << 20) + "\n", "is no config file: it has more than 1,048,576 bytes"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_is_said(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    required = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
+    assert said in outcome(RunConfig, path, [one for one in required if one.partition("=")[0] not in named(text)])
+
+
+def named(text: str) -> str:
+    """`train: {length: 1}` and `name: x` as train.length and name."""
+    return (
+        text.partition(":")[0] + "." + text.partition("{")[2].partition(":")[0]
+        if "{" in text
+        else text.partition(":")[0]
+    )

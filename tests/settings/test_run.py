@@ -1,0 +1,617 @@
+"""Settings: every field means something, every shipped file works, and every mistake is told in one line."""
+
+import ast
+import copy
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.model import ViTConfig
+from pipeline.settings import data as data_settings
+from pipeline.settings import operate as tools_settings
+from pipeline.settings import reports as suite_settings
+from pipeline.settings import run as settings
+from pipeline.settings import schema
+from pipeline.settings import transfer as transfer_settings
+from pipeline.settings import weights as weights_settings
+from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
+from pipeline.settings.run import Length, RunConfig
+from pipeline.train.schedule import peak_rate
+from pipeline.transfer.grid import cell as grid_cell
+from pipeline.transfer.sweep import settings_of
+from pipeline.transfer.vtab_cell import warmup_steps
+
+ROOT = Path(__file__).parents[2]
+CLASSES = {
+    **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
+    **vars(suite_settings),
+}  # fmt: skip
+COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+# Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
+SAMPLES = {"jft": 303_000_000, "imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "pets": 3_680,
+           "flowers": 1_020, "": 1_400}  # fmt: skip
+MINIMAL = {"name": "try", "model": {"name": "ViT-Ti/16"}, "data": {"path": "here"}, "train": {"length": "90 epochs"}}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def load(*overrides: str) -> RunConfig:
+    required = ("name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs")
+    return schema.load(RunConfig, None, [*required, *overrides])
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        load(*overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def leaves(cls: type) -> list[tuple[type, str]]:
+    """(class that declares it, field) of every setting that is no section, at every depth."""
+    found = []
+    for field in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[field.name]
+        is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
+        found += leaves(kind) if is_section else [(owner(cls, field.name), field.name)]
+    return found
+
+
+def owner(cls: type, field: str) -> type:
+    """The class that a setting was written in: `cls` or one that it inherits from."""
+    return next((base for base in cls.__mro__ if field in vars(base).get("__annotations__", {})), cls)
+
+
+class Reads(ast.NodeVisitor):
+    """Which (settings class, field) a source file reads, from annotations: `f(x: TrainConfig)`, `x = config.train`."""
+
+    def __init__(self, found: set[tuple[type, str]]) -> None:
+        self.found = found
+        self.names: dict[str, type] = {}
+
+    def kind(self, node: ast.AST | None) -> type | None:
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return self.names.get(f"self.{node.attr}")
+        hints = typing.get_type_hints(self.kind(node.value) or object)
+        return hints.get(node.attr)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        found = CLASSES.get(ast.unparse(node.annotation)) if node.annotation else None
+        # A name without a settings class hides the same name outside.
+        self.names.pop(node.arg, None)
+        if found is not None:
+            self.names[node.arg] = found
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outside = dict(self.names)
+        self.generic_visit(node)
+        stays = {name: kind for name, kind in self.names.items() if name.startswith("self.")}
+        self.names = outside | stays
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                kind = self.kind(value)
+                if kind is not None and dataclasses.is_dataclass(kind):
+                    self.names[ast.unparse(name)] = kind
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        found = CLASSES.get(ast.unparse(node.annotation))
+        if found is not None:  # A dataclass's field.
+            self.names[f"self.{ast.unparse(node.target)}"] = found
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        kind = self.kind(node.value)
+        if kind is not None and isinstance(node.ctx, ast.Load):
+            self.found.add((owner(kind, node.attr), node.attr))
+        self.generic_visit(node)
+
+
+def reads_of(source: str) -> set[tuple[type, str]]:
+    found: set[tuple[type, str]] = set()
+    Reads(found).visit(ast.parse(source))
+    return found
+
+
+def test_reads_are_told_apart_by_section() -> None:
+    source = """
+def f(config: RunConfig, t: TrainConfig, other):
+    x, y = config.model, 3
+    t.loss, x.name, other.seed, config.augment.flip
+class C:
+    def __init__(self, config: EngineConfig):
+        self.config = config
+    def g(self):
+        return self.config.precision
+@dataclass
+class D:
+    config: OptimizerConfig
+    def h(self):
+        return self.config.lr
+"""
+    found = {(owner.__name__, name) for owner, name in reads_of(source)}
+    expected = {
+        ("TrainConfig", "loss"),
+        ("ModelConfig", "name"),
+        ("AugmentConfig", "flip"),
+        ("EngineConfig", "precision"),
+        ("OptimizerConfig", "lr"),
+    }
+    assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
+
+
+def test_every_field_is_read_outside_of_config() -> None:
+    found: set[tuple[type, str]] = set()
+    for folder in ("pipeline", "data_tools", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name != "settings":
+                found |= reads_of(path.read_text())
+    unread = [
+        f"{cls.__name__}.{field}" for command in COMMANDS for cls, field in leaves(command) if (cls, field) not in found
+    ]
+    assert not unread, f"settings that nothing reads: {unread}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_documented(command: type) -> None:
+    rows = schema.describe(command)
+    assert len(rows) == len(leaves(command))
+    assert not [name for name, kind, default, doc in rows if len(doc) < 5 or not kind]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shipped_file_loads_and_plans(path: Path) -> None:
+    if path.parent.name in ("data", "index"):
+        assert schema.load(ShardConfig if path.parent.name == "data" else IndexConfig, path).source
+        return
+    if path.parent.name == "grid":
+        grid = schema.load(suite_settings.GridConfig, path)
+        trial = grid_cell(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
+        assert trial.config.data.evaluated_split == "dev"
+        return
+    if path.name == "prepare.yaml":
+        assert schema.load(VtabPrepareConfig, path).originals
+        return
+    if path.parent.name == "vtab":
+        protocol = schema.load(transfer_settings.VtabConfig, path, ["weights=here"]).protocol
+        assert protocol.name == path.stem
+        assert schema.build(transfer_settings.ProtocolConfig, schema.to_dict(protocol), "results.json") == protocol
+        for num_samples in (800, 1000):
+            assert all(warmup_steps(protocol, tried, num_samples) >= 0 for tried in settings_of(protocol))
+        return
+    for overrides in [[], *overrides_in_header(path)]:
+        config = schema.load(RunConfig, path, overrides)
+        num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
+        for world_size in (1, 2):
+            plan = make_plan(config, num_samples, world_size)
+            assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
+            assert 0 <= plan.warmup < plan.steps
+        if config.model.name:
+            new_model_config(config.model, 1000, config.train.masked)
+
+
+def overrides_in_header(path: Path) -> list[list[str]]:
+    """What a header says may be set, a line each: `#   model.name=ViT-B/32 train.length="7 epochs"    its result`."""
+    lines = re.findall(r"^#   ((?:[a-z_]+\.[a-z_]+=\S.*?)) {2,}\S", path.read_text(), re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def test_headers_list_the_rows_of_the_papers_tables() -> None:
+    rows = {path.stem: overrides_in_header(path) for path in SHIPPED}
+    assert ["model.name=ViT-L/16", "optimizer.lr=4e-4", "train.length=14 epochs"] in rows["vit_b16_jft"]
+    assert len(rows["vit_b16_jft"]) == 13
+    assert ["data.limit=9e6", "checkpoint.best=val_top1", "name=vit_b16_jft_9m"] in rows["vit_b16_jft"]
+    assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
+
+
+# ViT paper, Table 3, and its caption for clipping: lr, decay, weight decay, dropout, clip. H/14 on ImageNet-21k is L's row.
+TABLE_3 = {
+    "vit_b16_jft": (8e-4, "linear", 0.1, 0.0, 0.0),
+    "bit_r50x1_jft": (1e-3, "linear", 0.1, 0.0, 0.0),
+    "vit_b16_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_l16_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_h14_imagenet21k": (1e-3, "linear", 0.03, 0.1, 0.0),
+    "vit_b16_imagenet1k": (3e-3, "cosine", 0.3, 0.1, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_shipped_rows_are_those_of_table_3(name: str) -> None:
+    run = schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
+    found = (run.optimizer.lr, run.schedule.decay, run.optimizer.weight_decay, run.model.dropout, run.optimizer.clip)
+    assert found == TABLE_3[name]
+    assert (run.optimizer.name, run.optimizer.beta1, run.optimizer.beta2) == ("adam", 0.9, 0.999)
+    assert (run.train.global_batch, str(run.schedule.warmup), run.model.image_size) == (4096, "10000 steps", (224, 224))
+
+
+def test_recipes_blend_contrast_as_their_sources_do() -> None:
+    """big_vision's runs with the pixel count; DeiT and Compact Transformers, by timm's operations, with the mean."""
+    runs = {path.stem: schema.load(RunConfig, path) for path in SHIPPED if path.parent.name == "pretrain"}
+    found = {name: run.augment.randaugment_contrast for name, run in runs.items() if run.augment.randaugment_layers}
+    assert found == {
+        "vit_b16_imagenet1k_augreg": "pixel_count",
+        "vit_b16_imagenet21k_augreg": "pixel_count",
+        "vit_s16_imagenet1k_better": "pixel_count",
+        "vit_s16_imagenet1k_improved": "mean",
+        "vit_cifar10_improved": "mean",
+    }
+
+
+def test_fine_tuning_of_l16_has_the_dropout_of_its_authors() -> None:
+    """vit_jax/configs/models.py: 0.1 for L/16, whose weights these files start from, 0 for B/16, which a header row names."""
+    shipped = [path for path in SHIPPED if path.stem.endswith("_384px")]
+    assert len(shipped) == 5
+    for path in shipped:
+        run = schema.load(RunConfig, path)
+        assert (run.init.weights, run.model.dropout) == ("runs/vit_l16_imagenet21k", 0.1)
+        assert ["init.weights=runs/vit_b16_imagenet21k", "model.dropout=0"] in overrides_in_header(path)
+    for path in SHIPPED:
+        if path.parent.name == "grid":
+            grid = schema.load(suite_settings.GridConfig, path)
+            assert grid_cell(grid, "final", grid.lr[0], seed=0, dev_share=0.0).config.model.dropout == 0.1
+
+
+def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:
+    runs = {name: schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
+            for name in ("bit_r50x1_jft_sgd", "vit_b16_jft_gap", "vit_shapes_jft", "axial_vit_b16_jft")}  # fmt: skip
+    assert all(str(run.train.length) == "7 epochs" and run.train.global_batch == 4096 for run in runs.values())
+    sgd = runs["bit_r50x1_jft_sgd"].optimizer  # D.1, Table 7: BiT's settings
+    assert (sgd.name, peak_rate(sgd, 4096), sgd.weight_decay) == ("sgd", pytest.approx(0.48), 1e-4)
+    gap = runs["vit_b16_jft_gap"]  # D.3, Figure 9
+    assert (gap.model.pool, gap.model.representation, gap.optimizer.lr) == ("gap", False, 3e-4)
+    shape = new_model_config(runs["vit_shapes_jft"].model, 1000)  # D.2: the base of all shapes
+    assert isinstance(shape, ViTConfig)
+    assert (shape.depth, shape.width, shape.mlp_width, shape.patch_size) == (8, 1024, 2048, 32)
+    axial = new_model_config(runs["axial_vit_b16_jft"].model, 1000)  # D.6
+    assert isinstance(axial, ViTConfig)
+    assert axial.axial
+
+
+def test_there_are_shipped_files() -> None:
+    assert {path.parent.name for path in SHIPPED} >= {"data", "pretrain"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nmae: x", "unknown setting nmae. Did you mean name?"),
+        ("train: {globl_batch: 3}", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
+        ("zebra: 1", "unknown setting zebra. Known here: name, out, seed, model"),
+        ("train: 5", "train must be a mapping of settings, not 5"),
+        ("name:", "name = None must be a text"),
+        ("seed: 1.5", "seed = 1.5 must be a whole number"),
+        ("seed: .inf", "seed = .inf must be a whole number"),
+        ("seed: .nan", "seed = .nan must be a whole number"),
+        ("seed: true", "seed = True must be a whole number"),
+        ("optimizer: {lr: fast}", "optimizer.lr = fast must be a number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr = .nan must be a number"),
+        ("augment: {flip: 1}", "augment.flip = 1 must be"),
+        ("engine: {zero_stage: 4}", "engine.zero_stage = 4 is none of 0, 1, 2, 3"),
+        ("engine: {zero_stage: true}", "engine.zero_stage = True is none of"),
+        ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
+        ("train: {length: 1.2.3 steps}", "write a length as"),
+        ("train: {length: 1e999 steps}", "no finite number"),
+        ("model: {image_size: 224x}", "model.image_size = 224x: write the side of a square, as 224, or height x width"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
+    tree = copy.deepcopy(MINIMAL)
+    for section, value in yaml.safe_load(text).items():
+        if isinstance(value, dict):
+            tree.setdefault(section, {}).update(value)
+        else:
+            tree[section] = value
+    path = write(tmp_path, yaml.safe_dump(tree, sort_keys=False))
+    with pytest.raises(UserError) as error:
+        schema.load(RunConfig, path)
+    assert said in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {name: ViT-Ti/16}\nname: a\ndata: {path: d}", "train.length is not set (Length of the run"),
+        ("train: {length: 1 epochs, lr: [}", "is not valid YAML"),
+        ("- a", "must hold a mapping of settings, not ['a']"),
+        ("", "must hold a mapping of settings, not None"),
+    ],
+)
+def test_a_file_that_is_not_whole(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(RunConfig, write(tmp_path, text))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml: no such config file"):
+        schema.load(RunConfig, tmp_path / "nowhere.yaml")
+    with pytest.raises(UserError, match="is a folder"):
+        schema.load(RunConfig, tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        schema.load(RunConfig, tmp_path / "binary.yaml")
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs, micro_batch: 8}\noptimizer:",
+    )
+    overrides = [
+        "train.global_batch=512",
+        "optimizer.lr=1e-3",
+        "name=b",
+        "augment.flip=false",
+        "train.length=5e2 steps",
+    ]
+    config = schema.load(RunConfig, path, overrides)
+    assert (config.name, config.train.global_batch, config.train.micro_batch) == ("b", 512, 8)
+    assert (config.optimizer.lr, config.augment.flip, str(config.train.length)) == (0.001, False, "500 steps")
+
+
+def test_number_without_a_dot_in_a_file(tmp_path: Path) -> None:
+    # PyYAML reads 1e-3 as text.
+    path = write(
+        tmp_path,
+        "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs}\noptimizer: {lr: 1e-3}\nseed: 1e3",
+    )
+    config = schema.load(RunConfig, path)
+    assert (config.optimizer.lr, config.seed) == (0.001, 1000)
+
+
+def test_an_image_size_is_a_side_or_height_and_width() -> None:
+    config = load("model.image_size=224x384", "augment.eval_resize=224")
+    assert config.model.image_size == (224, 384)
+    assert new_model_config(config.model, 10).grid == (14, 24)
+    assert schema.build(RunConfig, schema.to_dict(config), "again") == config
+    assert schema.to_dict(load())["model"]["image_size"] == "224"
+    assert schema.build(
+        RunConfig, {**MINIMAL, "model": {"name": "ViT-Ti/16", "image_size": 96}}, "old"
+    ).model.image_size == (96, 96)
+
+
+def test_override_of_a_whole_section_and_of_a_mapping() -> None:
+    config = load("train={length: 3 steps, loss: softmax}", "train.micro_batch=2")
+    assert (config.train.length.steps(1, 1), config.train.loss, config.train.micro_batch) == (3, "softmax", 2)
+    shards = schema.load(ShardConfig, None, ["source=a", "out=b", "splits.train=x/1", "splits.test=007"])
+    assert shards.splits == {"train": "x/1", "test": "007"}
+    assert schema.load(ShardConfig, None, ["source=a", "out=b", "splits={a: b}"]).splits == {"a": "b"}
+    assert ShardConfig(source="a", out="b").splits == {"train": ""}
+
+
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "on", "1:30", "1e5", "a: b"])
+def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
+    assert load(f"name={text}").name == text
+
+
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
+def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")
+    assert schema.load(RunConfig, path).name == text
+
+
+def test_a_setting_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\nseed: 1\nseed: 2")
+    with pytest.raises(UserError, match=r"seed is set twice.*line 4"):
+        schema.load(RunConfig, path)
+
+
+def test_null_and_empty_values() -> None:
+    assert load("init.weights=null").init.weights is None
+    assert load("track.uri=").track.uri == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "train.globl_batch=3",
+            "the command line: unknown setting train.globl_batch. Did you mean train.global_batch?",
+        ),
+        ("trian.lr=3", "the command line: unknown setting trian.lr. Did you mean train?"),
+        ("seed.x=3", "the command line: seed is a single value, so there is no seed.x"),
+        ("train.length.x=3", "train.length is a single value"),
+        ("train", "'train' is no override: write setting=value"),
+        ("=3", "'=3' is no override"),
+        ("train=5", "the command line: train must be a mapping of settings, not 5"),
+        ("train.micro_batch=x", "the command line: train.micro_batch = x must be a whole number"),
+        ("train.length=[", "the command line: train.length = [: write a length as"),
+    ],
+)
+def test_mistakes_on_the_command_line(override: str, said: str) -> None:
+    assert said in refused(override)
+
+
+def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train is 5 in the file, so train\.micro_batch cannot be set"):
+        schema.load(RunConfig, write(tmp_path, "train: 5"), ["train.micro_batch=3"])
+    path = write(tmp_path, "source: a\nout: b\nsplits:")
+    assert schema.load(ShardConfig, path, ["splits.train=x"]).splits == {"train": "x"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["train.global_batch=100"],
+            "train.global_batch = 100 is not divisible by data.streams = 16. Use data.streams=4.",
+        ),
+        (["train.micro_batch=0"], "train.micro_batch = 0 must be greater than 0"),
+        (["evaluate.every=0 steps"], "evaluate.every = 0.0 must be greater than 0"),
+        (["checkpoint.every=0%"], "checkpoint.every = 0.0 must be greater than 0"),
+        (["optimizer.beta2=1"], "optimizer.beta2 = 1.0 must be at least 0 and below 1"),
+        (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1.0 must not be negative"),
+        (["seed=-1"], "seed = -1 must not be negative"),
+        (["seed=9223372036854775808"], "seed = 9223372036854775808 must be at most 9,223,372,036,854,775,807."),
+        (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves nothing to train"),
+        (["model.dropout=1.5"], "model.dropout = 1.5 must be between 0 and 1"),
+        (["name=a/b"], "name = 'a/b' must be a plain folder name"),
+        (["name=.."], "must be a plain folder name"),
+        (["augment.area_min=0.5", "augment.area_max=0.4"], "augment.area_min = 0.5 and augment.area_max = 0.4"),
+        (["augment.aspect_min=2"], "augment.aspect_min = 2.0 and augment.aspect_max = 1.33"),
+        (
+            ["augment.crop=none", "augment.area_min=0.3"],
+            "augment.area_min = 0.3 is of augment.crop=inception, and does nothing",
+        ),
+        (
+            ["augment.resize_to=300"],
+            "of augment.crop=resize_crop or resize_small_crop, and does nothing with inception. Leave it",
+        ),
+        (
+            ["augment.eval_crop=resize", "augment.eval_resize=300"],
+            "augment.eval_resize does nothing with augment.eval_crop=resize",
+        ),
+        (
+            ["augment.crop=resize_crop", "augment.resize_to=100"],
+            "augment.resize_to = 100 is smaller than model.image_size = 224",
+        ),
+        (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
+        (["augment.randaugment_magnitude=21"], "augment.randaugment_magnitude = 21.0 must be from 0 to 20"),
+        (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must not be negative"),
+        (["augment.mixup=2"], "augment.mixup = 2.0 must be between 0 and 1"),
+        (["augment.erase=-0.1"], "augment.erase = -0.1 must be between 0 and 1"),
+        (["init.weights=x.npz"], "model.name = 'ViT-Ti/16', init.weights = 'x.npz'"),
+        (["model.name=null"], "model.name = None, init.weights = None"),
+        (
+            ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
+            "init.weights brings its architecture: leave out model.width, model.pool.",
+        ),
+        (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
+        (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
+        (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels reads no labels"),
+        (
+            ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
+            "train.loss = masked_pixels begins with a new model",
+        ),
+        (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
+        (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
+        (["engine.zero_stage=0"], "wrong first Adam step"),
+    ],
+)
+def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["val_share=1"], "val_share = 1.0 must be at least 0 and below 1"),
+        (["val_share=0.1", "splits.val=v"], "splits names a 'val' already"),
+        (["val_share=0.1", "splits.test=v"], "splits has only test"),
+        (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one"),
+        (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds images out of 'train' as 'val', but"),
+        (["min_images=5", "splits.test=v"], "min_images is about the split 'train', but splits has only test"),
+        (["min_images=-1"], "min_images = -1 must not be negative"),
+        (["label_separator="], "label_separator must not be empty"),
+        (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1"),
+        (["splits.Train=x"], "in lower-case letters"),
+    ],
+)
+def test_sharding_checks(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(ShardConfig, None, ["source=a", "out=b", *overrides])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_samples", "steps"),
+    [
+        # protocol.md B1: steps at batch 4096.
+        ("90 epochs", 14_200_000, 312_012),
+        ("30 epochs", 14_200_000, 104_004),
+        ("300 epochs", 1_281_167, 93_835),
+        ("7 epochs", 303_000_000, 517_822),
+        ("14 epochs", 303_000_000, 1_035_645),
+        ("1.278e9 samples", 14_200_000, 312_012),
+        ("312012 steps", 5, 312_012),
+        ("1 step", 5, 1),
+        ("0.5 epoch", 8192, 1),
+        (".5 epochs", 12_288, 2),  # 1.5 steps: halves go up
+    ],
+)
+def test_lengths_in_steps(length: str, num_samples: int, steps: int) -> None:
+    assert Length.parse(length).steps(num_samples, 4096) == steps
+
+
+def test_length_as_a_share() -> None:
+    assert Length.parse("5%").steps(1, 1, total_steps=312_012) == 15_601
+    assert Length.parse("0.1 %").steps(1, 1, total_steps=1000) == 1
+    with pytest.raises(UserError, match=r"train\.length = 5% is a share of itself"):
+        Length.parse("5%").steps(1, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["1035645 steps", "1234567890 samples", "0.1%", "12.5 epochs", "1 step", "1.2e9 samples"]
+)
+def test_a_length_is_read_back_as_it_was(text: str) -> None:
+    length = Length.parse(text)
+    assert Length.parse(str(length)) == length
+
+
+def test_a_tree_is_read_back_as_it_was() -> None:
+    config = load("train.length=1035645 steps", "optimizer.lr=0.1234567891", "seed=9007199254740993", "model.width=8")
+    assert config.seed == 2**53 + 1
+    again = schema.build(RunConfig, schema.to_dict(config), "checkpoint")
+    assert again == config
+    changed = load("train.length=1035646 steps", "optimizer.lr=0.1234567891", "seed=9007199254740993", "model.width=8")
+    assert schema.to_dict(changed) != schema.to_dict(config)
+    flat = schema.flatten(schema.to_dict(config))
+    assert (flat["train.length"], flat["model.width"], flat["name"]) == ("1035645 steps", 8, "try")
+    assert len(flat) == len(leaves(RunConfig))
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("pretrain.py", RunConfig),
+        ("shard.py", ShardConfig),
+        ("index.py", IndexConfig),
+        ("vtab_prepare.py", VtabPrepareConfig),
+        ("vtab.py", transfer_settings.VtabConfig),
+        ("supervise.py", tools_settings.SuperviseConfig),
+        ("vtab_report.py", suite_settings.VtabReportConfig),
+        ("compare.py", suite_settings.CompareConfig),
+        ("finetune_grid.py", suite_settings.GridConfig),
+    ],
+)
+def test_help_lists_every_field(script: str, command: type) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / script, "--help"],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=True,
+        timeout=60,
+    )
+    lines = done.stdout.splitlines()
+    said = " ".join(done.stdout.split())
+    for name, kind, default, doc in schema.describe(command):
+        assert any(line.startswith(f"  {name}  ({kind}; ") and default in line for line in lines), name
+        assert " ".join(doc.split()) in said, name

@@ -1,0 +1,92 @@
+"""Optimizers: one step by the formulas, with decay only where it is named."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.settings.run import OptimizerConfig
+from pipeline.train.optimizers import build
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+def with_gradients(net: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_by_hand_with_decoupled_decay(weight_decay: float) -> None:
+    net = model()
+    config = OptimizerConfig(lr=0.01, weight_decay=weight_decay, beta1=0.8, beta2=0.95, eps=1e-3)
+    optimizer = build(net, {"0.weight"}, config)
+    expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+    first = {name: torch.zeros_like(p) for name, p in expected.items()}
+    second = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for t in (1, 2, 3):
+        gradients = with_gradients(net, t)
+        optimizer.step()
+        for name, g in gradients.items():
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            update = (first[name] / (1 - 0.8**t)) / ((second[name] / (1 - 0.95**t)).sqrt() + 1e-3)
+            decay = weight_decay if name == "0.weight" else 0.0
+            # Decoupled: the decay does not pass through the moments, and is scaled by the learning rate.
+            expected[name] = expected[name] - 0.01 * (update + decay * expected[name])
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_only_named_parameters_decay() -> None:
+    net = model()
+    optimizer = build(net, {"0.weight"}, OptimizerConfig(lr=0.5, weight_decay=0.1))
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        factor = 1 - 0.5 * 0.1 if name == "0.weight" else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_decay_follows_the_schedule() -> None:
+    net = model()
+    optimizer = build(net, {"0.weight"}, OptimizerConfig(lr=0.5, weight_decay=0.1))
+    before = net[0].weight.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(net[0].weight.detach(), before * (1 - 0.25 * 0.1))
+
+
+def test_sgd_with_momentum_by_hand() -> None:
+    net = model()
+    optimizer = build(net, {"0.weight"}, OptimizerConfig(name="sgd", lr=0.01, momentum=0.9, weight_decay=0.0))
+    expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+    speed = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for t in (1, 2, 3):
+        for name, g in with_gradients(net, t).items():
+            speed[name] = 0.9 * speed[name] + g
+            expected[name] = expected[name] - 0.01 * speed[name]
+        optimizer.step()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name])
+
+
+def test_every_parameter_is_trained_once() -> None:
+    net = model()
+    groups = build(net, {"0.weight"}, OptimizerConfig()).param_groups
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(id(p) for p in net.parameters())
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_names_that_do_not_exist_are_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="nowhere"):
+        build(model(), {"nowhere.weight"}, OptimizerConfig())

@@ -1,0 +1,85 @@
+"""What a rank imports before it trains."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked import Forge
+from ranks import settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
+    """Neither MLflow nor Inductor, which are both there for whoever asks for them later."""
+    code = (
+        "import sys, pipeline.train.engine; "
+        "print([name for name in ('mlflow', 'torch._inductor.compile_fx') if name in sys.modules]); "
+        "import mlflow, deepspeed.runtime.compiler as compiler; "
+        "print(mlflow.__name__, compiler.compile.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "mlflow compile"], done.stdout
+
+
+def refused(command: str, *overrides: str, **environment: str) -> str:
+    """What a training command says before it ends with code 2, where neither torch nor DeepSpeed can be imported."""
+    script = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['deepspeed'] = None; "
+        f"sys.argv = {[f'{command}.py', *overrides]!r}; "
+        f"runpy.run_path({str(ROOT / 'launch' / command) + '.py'!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("command", ["pretrain", "finetune"])
+def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset: Path, tmp_path: Path) -> None:
+    new = "model.name=null" if command == "finetune" else "name=x"
+    run = [text for text in settings(dataset, tmp_path, "x") if command == "pretrain" or not text.startswith("model.")]
+    run += [new, *(["init.weights=w"] if command == "finetune" else [])]
+    assert "nowhere: no such data set. Shard it first" in refused(command, *run, "data.path=nowhere")
+    assert "has no split 'test'. It has: train, val" in refused(command, *run, "data.eval_split=test")
+    assert "is 0 steps of train.global_batch = 24" in refused(command, *run, "train.length=0.01 epochs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
+    run = settings(dataset, tmp_path, "x")
+    assert refused("pretrain", *run, RANK="x").startswith("error: RANK = 'x' in the environment must be a whole number")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert f"MASTER_PORT = {port} is in use on this host" in refused("pretrain", *run, **ranks)
+
+
+def test_the_bench_looks_at_its_data_first() -> None:
+    assert "nowhere: no such data set" in refused("bench", "train", "data=nowhere")
+
+
+@pytest.mark.ranks
+def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    run = [text for text in settings(dataset, tmp_path, "x", "init.weights=/nowhere") if not text.startswith("model.")]
+    rank = forge.start(1, run)
+    assert rank.wait() == [2], rank.said()
+    assert rank.said() == "error: /nowhere: no such file or folder.\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
+def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    rank = forge.start(1, settings(dataset, tmp_path, "x", "model.image_size=16384", "train.micro_batch=2"))
+    assert rank.wait() == [2], rank.said()
+    assert "and its share of the host has" in rank.said().splitlines()[-1]
+    assert time.monotonic() - begin < 30  # Of which it needs 2.
