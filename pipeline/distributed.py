@@ -3,14 +3,26 @@
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline.errors import OneRankError, UserError
+
+T = TypeVar("T")
+
+
+class StopRequest(Protocol):
+    """Lets ranks leave a loop together; `pipeline.lifecycle.stop.Stop` is one, and an evaluation knows only this much."""
+
+    def is_wanted(self) -> bool:
+        """Whether this rank has heard that it is to stop; the others may not have."""
+
+    def together(self, items: Iterator[T]) -> Iterator[T]:
+        """The items, until all ranks agree to stop; then raises Stopped. Collective: each rank has as many items."""
 
 
 @dataclass(frozen=True)

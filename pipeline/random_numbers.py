@@ -60,6 +60,11 @@ def bits(*parts: Integer) -> np.ndarray:
     return state
 
 
+def torch_seed(*parts: Integer) -> int:
+    """A seed for `torch.manual_seed`, which takes 63 bits of it."""
+    return int(bits(*parts) >> 1)
+
+
 def uniform(*parts: Integer) -> np.ndarray:
     """float64 in [0, 1) for each element of the broadcast integer parts."""
     return (bits(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53

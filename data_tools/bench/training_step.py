@@ -8,7 +8,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
 from pipeline.monitor.tracking import read_metrics
-from pipeline.objectives import classification
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import (
@@ -36,8 +34,11 @@ from pipeline.settings.run import (
     TrackConfig,
     TrainConfig,
 )
-from pipeline.train import loop, optimizers
-from pipeline.train.engine import Engine, start_ranks
+from pipeline.train import optimizers
+from pipeline.train.loop import training_step
+from pipeline.train.objective import Classification
+from pipeline.train.run import run_training
+from pipeline.train.zero.engine import Engine, start_ranks
 
 _CLASSES = 1000
 _LR = 1e-3
@@ -63,7 +64,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     """
     steps = Length.parse(f"{config.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
-        run = RunConfig(
+        settings = RunConfig(
             name="bench",
             out=folder,
             model=ModelConfig(name=config.model, image_size=ImageSize(config.image_size, config.image_size)),
@@ -80,8 +81,8 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
             checkpoint=CheckpointConfig(every=steps, keep=1),
             track=TrackConfig(enabled=False),
         )  # fmt: skip
-        run.check()
-        loop.run(run)
+        settings.check()
+        run_training(settings)
         records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
     lines = [record.metrics for record in records if "images_per_second" in record.metrics][1:]
     found = {name: statistics.median(line[name] for line in lines) for name in _OF_A_RUN}
@@ -148,10 +149,10 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
     engine = Engine(model, optimizer, engine_config, OptimizerConfig(), plan, ranks, 0, clock)
     meter = Meter(ranks, clock, flops_per_image=1.0, peak=1.0)
-    loss_of = partial(classification.batch_loss, kind="softmax", label_smoothing=0.0)
+    objective = Classification("softmax")
 
     def step(number: int) -> float:
-        result = engine.train_step(number, [batch], _LR, loss_of)
+        result = training_step(engine, objective, [batch], number, _LR)
         meter.step(config.batch)
         if (number + 1) % config.steps == 0:
             meter.read()

@@ -11,8 +11,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Due:
+    """What follows a step. keep: the checkpoint stays for good. evaluations: names of evaluators."""
+
+    log: bool
+    save: bool
+    keep: bool
+    evaluations: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. keep_every, probe_every: 0 is never."""
+    """All lengths in optimizer steps. keep_every, probe_every: 0 is never. save_scored: a checkpoint at each evaluation."""
 
     steps: int
     warmup: int
@@ -25,6 +35,21 @@ class Plan:
     num_samples: int
     global_batch: int
     world_size: int
+    log_every: int = 1
+    save_scored: bool = False
+
+    def due(self, step: int) -> Due:
+        """What is due after step `step`, counted from 1. Everything is due after the last."""
+        is_last = step == self.steps
+        scores = step % self.eval_every == 0 or is_last
+        probe = self.probe_every > 0 and (step % self.probe_every == 0 or is_last)
+        keep = self.keep_every > 0 and step % self.keep_every == 0
+        return Due(
+            log=step % self.log_every == 0 or is_last,
+            save=step % self.checkpoint_every == 0 or keep or is_last or (scores and self.save_scored),
+            keep=keep,
+            evaluations=frozenset(name for name, is_due in (("scores", scores), ("probe", probe)) if is_due),
+        )
 
     @property
     def epochs(self) -> float:
@@ -79,6 +104,8 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         num_samples=num_samples,
         global_batch=train.global_batch,
         world_size=world_size,
+        log_every=train.log_every,
+        save_scored=config.checkpoint.best != "",
     )
 
 

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import Batch, Loader, eval_requests, eval_view
-from pipeline.distributed import Ranks
-from pipeline.lifecycle.stop import Stop
+from pipeline.data.loading.loader import Batch, eval_requests
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
-from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
 
 _TOP = 5
 
@@ -52,22 +49,11 @@ class Scores:
 
 
 def predict(
-    forward: Callable[[Tensor], Tensor],
-    split: Split,
-    image_size: ImageSize | int,
-    augment: AugmentConfig,
-    loss_kind: str,
-    batch: int,
-    threads: int,
-    ranks: Ranks,
-    progress: Callable[[int], object] = lambda count: None,
-    stop: Stop | None = None,
-    num_top: int = _TOP,
+    forward: Callable[[Tensor], Tensor], reader: SplitReader, loss_kind: str, num_top: int = _TOP
 ) -> Predictions:
     """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
 
-    progress, stop, unreadable images: as `each_sample`.
-    num_top: how many of the most likely classes are kept; all where there are fewer.
+    num_top: how many of the most likely classes are kept; all where there are fewer. Otherwise as `each_sample`.
     """
 
     def columns(loaded: Batch) -> list[Tensor]:
@@ -76,46 +62,29 @@ def predict(
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
         return [top, probabilities_of(logits, loss_kind).gather(1, top).float(), losses.double()]
 
-    (top, probabilities, loss), readable, problems = each_sample(
-        columns, split, image_size, augment, batch, threads, ranks, progress, stop
-    )
+    (top, probabilities, loss), readable, problems = each_sample(columns, reader)
     return Predictions(top, probabilities, loss, readable, problems)
 
 
 @torch.no_grad()
 def each_sample(
-    columns: Callable[[Batch], list[Tensor]],
-    split: Split,
-    image_size: ImageSize | int,
-    augment: AugmentConfig,
-    batch: int,
-    threads: int,
-    ranks: Ranks,
-    progress: Callable[[int], object] = lambda count: None,
-    stop: Stop | None = None,
+    columns: Callable[[Batch], list[Tensor]], reader: SplitReader
 ) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
     """What `columns`, tensors (B, ...), are of every sample, in row order; readable, problems as in `Predictions`.
 
-    Collective, and the same on every rank. progress is told of each batch's size. Any number of unreadable images is let
-    pass. Raises Stopped on every rank when the ranks agree to stop.
+    Collective, and the same on every rank. Any number of unreadable images is allowed. Raises Stopped on every rank when
+    the ranks agree to stop.
     """
-    parts = []
-    is_unwanted = stop.is_wanted if stop else lambda: False
-    with Loader(
-        split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0, is_unwanted=is_unwanted
-    ) as loader:
-        coming = loader.batches(eval_requests(len(split), batch, ranks.rank, ranks.world_size))
-        if stop:
-            coming = stop.together(coming)
-        for loaded in coming:
+    parts, ranks, num_samples = [], reader.ranks, len(reader.split)
+    with reader.open(eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)) as (batches, problems):
+        for loaded in batches:
             parts.append([loaded.rows, loaded.valid.numpy(), *(column.cpu().numpy() for column in columns(loaded))])
-            progress(len(loaded.rows))
-    gathered = ranks.gather((parts, loader.bad))
-    batches = [part for rank_parts, _ in gathered for part in rank_parts]
-    rows, *found = (np.concatenate(column) for column in zip(*batches, strict=True))
+    gathered = ranks.gather((parts, problems))
+    of_all_ranks = [part for rank_parts, _ in gathered for part in rank_parts]
+    rows, *found = (np.concatenate(column) for column in zip(*of_all_ranks, strict=True))
     # The last ranks repeat samples to make as many batches as the others; one of each row stays.
     unique, first = np.unique(rows, return_index=True)
-    assert np.array_equal(unique, np.arange(len(split))), "every sample is predicted"
+    assert np.array_equal(unique, np.arange(num_samples)), "every sample is predicted"
     readable, *values = (column[first] for column in found)
     return values, readable, {row: why for _, bad in gathered for row, why in bad.items()}
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import normalise
+from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
+from pipeline.evaluate.split_reader import Progress, SplitReader
 from pipeline.model import Model, ViTConfig
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
@@ -25,8 +27,11 @@ from pipeline.settings.weights import WeightsConfig
 
 
 @dataclass(frozen=True)
-class Subject:
-    """view: the preprocessing of images. loss_kind: softmax or sigmoid. extra: what the weights' file says of them."""
+class LoadedModel:
+    """Weights on their device, in evaluation mode.
+
+    view: the preprocessing of images. loss_kind: softmax or sigmoid. extra: what the weights' file says of them.
+    """
 
     model: Model
     device: torch.device
@@ -35,6 +40,11 @@ class Subject:
     view: AugmentConfig
     loss_kind: str
     extra: dict[str, Any]
+
+    def reader(self, split: Split, batch: int, threads: int, progress: Progress | None = None) -> SplitReader:
+        """A split as these weights are to see it, read by this process alone."""
+        alone = Ranks(0, 0, 1, self.device)
+        return SplitReader(split, self.image_size, self.view, batch, threads, alone, progress)
 
     def images(self, pixels: Tensor) -> Tensor:
         """uint8 (B, H, W, 3) -> (B, 3, H, W), what the model reads."""
@@ -53,7 +63,7 @@ class Subject:
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
-def load_subject(config: WeightsConfig) -> Subject:
+def load_model(config: WeightsConfig) -> LoadedModel:
     """The model in evaluation mode, on its device. Raises UserError for weights that cannot be read as asked."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -69,7 +79,7 @@ def load_subject(config: WeightsConfig) -> Subject:
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
     model.load_state_dict(state)
-    return Subject(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
+    return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:

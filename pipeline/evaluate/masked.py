@@ -5,14 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import each_sample
-from pipeline.lifecycle.stop import Stop
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.masked_patches import Masking
-from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
 
 
 @dataclass(frozen=True)
@@ -30,22 +26,12 @@ class MaskedScores:
         return f"masked patches: {right}loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
 
 
-def score_masked(
-    forward: Callable[..., Tensor],
-    masking: Masking,
-    split: Split,
-    image_size: ImageSize | int,
-    augment: AugmentConfig,
-    batch: int,
-    threads: int,
-    ranks: Ranks,
-    stop: Stop | None = None,
-) -> MaskedScores:
+def score_masked(forward: Callable[..., Tensor], masking: Masking, reader: SplitReader) -> MaskedScores:
     """Predict the corrupted patches of every image, corrupted alike at each evaluation. The same on every rank.
 
     forward: (uint8 (B, H, W, 3), sources, corrupted) -> predictions, as MaskedViT's. Raises Stopped as `each_sample`.
     """
-    device = ranks.device
+    device, num_samples = reader.ranks.device, len(reader.split)
 
     def columns(loaded: Batch) -> list[Tensor]:
         sources, corrupted = masking.inputs(loaded, device)
@@ -56,7 +42,7 @@ def score_masked(
             found.append(masking.color_accuracy(predictions, targets))
         return [column.double() for column in found]
 
-    values, readable, _ = each_sample(columns, split, image_size, augment, batch, threads, ranks, stop=stop)
+    values, readable, _ = each_sample(columns, reader)
     num_readable = int(readable.sum())
     loss, *right = [float(column[readable].mean()) if num_readable else float("nan") for column in values]
-    return MaskedScores(loss, right[0] if right else None, len(split), len(split) - num_readable)
+    return MaskedScores(loss, right[0] if right else None, num_samples, num_samples - num_readable)

@@ -12,10 +12,9 @@ from tqdm import tqdm
 from pipeline.data.dataset.manifest import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import Pictures, open_pictures
-from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
-from pipeline.evaluate.loaded_model import Subject, check_seen, load_subject
+from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model
 from pipeline.settings.weights import LookConfig, PredictConfig
 
 # One row for each of an image's classes; one row without a class where the image cannot be read, and `problem` says why.
@@ -39,13 +38,13 @@ def run(config: PredictConfig) -> pa.Table:
     Raises UserError for a user's mistake, before anything is written.
     """
     out = Path(config.out) if config.out else None
-    subject = load_subject(config)
-    if not subject.model.config.num_classes:
+    loaded = load_model(config)
+    if not loaded.model.config.num_classes:
         raise UserError(f"{config.weights} has no head, so it knows no classes.")
-    pictures, names = open_images(config, subject)
+    pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
         print(line)
-    predictions = predict_all(config, subject, pictures.true_classes(names).split, config.top)
+    predictions = predict_all(config, loaded, pictures.true_classes(names).split, config.top)
     keys = pictures.split.keys(range(len(pictures.split)))
     table = _table(predictions, pictures, keys, names)
     if out is not None:
@@ -59,13 +58,13 @@ def run(config: PredictConfig) -> pa.Table:
     return table
 
 
-def open_images(config: LookConfig, subject: Subject) -> tuple[Pictures, list[str]]:
+def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[Pictures, list[str]]:
     """The images asked for, and the names of the weights' classes: their own, else the file's or the data set's.
 
     Without any of these, a class is called by its number. Raises UserError for another number of names than classes.
     """
-    num_classes = subject.model.config.num_classes
-    own = read_class_names(config) or subject.extra.get("classes")
+    num_classes = loaded.model.config.num_classes
+    own = read_class_names(config) or loaded.extra.get("classes")
     if own is not None and len(own) != num_classes:
         raise UserError(
             f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
@@ -87,14 +86,12 @@ def read_class_names(config: LookConfig) -> list[str] | None:
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
 
 
-def predict_all(config: LookConfig, subject: Subject, split: Split, num_top: int) -> Predictions:
+def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
     """The `num_top` likeliest classes of every image, with a bar. Raises UserError when no image can be read."""
-    alone = Ranks(0, 0, 1, subject.device)
     with tqdm(total=len(split), desc="predict", unit=" images", disable=None) as bar:
         done = predict(
-            subject.logits, split, subject.image_size, subject.view, subject.loss_kind, config.batch, config.threads,
-            alone, bar.update, num_top=num_top,
-        )  # fmt: skip
+            loaded.logits, loaded.reader(split, config.batch, config.threads, bar.update), loaded.loss_kind, num_top
+        )
     check_seen(config.weights, ", ".join(config.images), done, split)
     return done
 

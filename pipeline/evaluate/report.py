@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.confusion_figure import draw_confusion
-from pipeline.evaluate.loaded_model import Subject, check_seen, load_subject, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose, probe
 from pipeline.outputs import try_output
@@ -37,9 +37,9 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     dataset = open_dataset(config.data)
     split = _split(config, dataset)
     train = _train_split(config, dataset) if config.probes else None
-    subject = load_subject(config)
+    loaded = load_model(config)
     if config.classify:
-        _check_classes(config, subject.model.config.num_classes, subject.extra.get("classes"), dataset)
+        _check_classes(config, loaded.model.config.num_classes, loaded.extra.get("classes"), dataset)
     folder = _folder(config)
     try_output("out", folder)
     for line in split.notes() + (train.notes() if train else []):
@@ -47,7 +47,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- every image once through the model
     begin = time.perf_counter()
-    predictions, features = _forward(config, subject, split)
+    predictions, features = _forward(config, loaded, split)
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check refuses to score nothing"
@@ -55,7 +55,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
-        **_identity(config, dataset, split, subject), "num_samples": len(split), "num_unreadable": len(seen.problems),
+        **_identity(config, dataset, split, loaded), "num_samples": len(split), "num_unreadable": len(seen.problems),
         "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
     }  # fmt: skip
     picture = None
@@ -68,7 +68,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
         picture = draw_confusion(true, predicted, dataset.classes)
     if features is not None and train is not None:
-        scores |= _probe(config, subject, features, split, train, dataset.num_classes)
+        scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 
     # ---------------------------------------------------------------------- the folder
     files = {
@@ -130,43 +130,40 @@ def _folder(config: ScoreConfig) -> Path:
     return output_folder(config.out, config.weights, "evaluate", name)
 
 
-def _forward(config: ScoreConfig, subject: Subject, split: Split) -> tuple[Predictions | None, Features | None]:
+def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
     """Predictions when there is a head to score, features when they are probed."""
-    size, view = subject.image_size, subject.view
-    alone = Ranks(0, 0, 1, subject.device)
     with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
+        reader = loaded.reader(split, config.batch, config.threads, bar.update)
         if not config.classify:
             rows = np.arange(len(split))
-            return None, extract(
-                subject.features, split, rows, size, view, config.batch, config.threads, alone, bar.update
-            )
+            return None, extract(loaded.features, reader, rows)
         on_the_way: list[np.ndarray] = []
 
         def logits(images: Tensor) -> Tensor:
-            features = subject.features(images)
+            features = loaded.features(images)
             if config.probes:
                 on_the_way.append(features.float().cpu().numpy())
-            return subject.model.head(features).float()
+            return loaded.model.head(features).float()
 
-        done = predict(logits, split, size, view, subject.loss_kind, config.batch, config.threads, alone, bar.update)
+        done = predict(logits, reader, loaded.loss_kind)
         # A rank that is alone reads the rows in order, each once.
         return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.probes else None
 
 
-def _identity(config: ScoreConfig, dataset: Dataset, split: Split, subject: Subject) -> dict[str, Any]:
+def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel) -> dict[str, Any]:
     """What was scored on what, and how."""
-    size, view = subject.image_size, subject.view
+    size, view = loaded.image_size, loaded.view
     return {
-        "weights": config.weights, "run": subject.extra.get("run"), "step": subject.extra.get("step"),
+        "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"),
         "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
         "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
         "eval_resize": (view.eval_resize or round(min(size) * 8 / 7)) if view.eval_crop != "resize" else min(size),
-        "loss_kind": subject.loss_kind, "precision": config.precision, "device": str(subject.device),
+        "loss_kind": loaded.loss_kind, "precision": config.precision, "device": str(loaded.device),
     }  # fmt: skip
 
 
 def _probe(
-    config: ScoreConfig, subject: Subject, tested: Features, split: Split, train: Split, num_classes: int
+    config: ScoreConfig, loaded: LoadedModel, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
     """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
     choice = choose(config, train, num_classes)
@@ -174,11 +171,9 @@ def _probe(
         raise UserError(
             f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."
         )
-    alone = Ranks(0, 0, 1, subject.device)
+    alone = Ranks(0, 0, 1, loaded.device)
     with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
-        seen = extract(
-            subject.features, train, choice.rows, subject.image_size, subject.view, config.batch, config.threads, alone, bar.update,
-        )  # fmt: skip
+        seen = extract(loaded.features, loaded.reader(train, config.batch, config.threads, bar.update), choice.rows)
     if not seen.readable.any():
         raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
     scores = probe(config, choice, seen, tested, label_table(split), num_classes, alone)

@@ -19,7 +19,7 @@ from pipeline.data.loading.adhoc_split import Pictures
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import outcomes
-from pipeline.evaluate.loaded_model import Subject, load_subject, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import table_csv
@@ -53,15 +53,15 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
 
     Raises UserError for a user's mistake, before anything is written.
     """
-    subject = load_subject(config)
-    wanted = _wanted(config, subject)
+    loaded = load_model(config)
+    wanted = _wanted(config, loaded)
     folder = output_folder(config.out, config.weights, "explain")
     try_output("out", folder)
-    of_weights = {name: subject.extra.get(name) for name in ("run", "step")}
-    found = Found({}, {}, {"weights": config.weights, **of_weights, "model": subject.model.config.to_dict()})
-    _look_at_weights(subject, wanted, found)
+    of_weights = {name: loaded.extra.get(name) for name in ("run", "step")}
+    found = Found({}, {}, {"weights": config.weights, **of_weights, "model": loaded.model.config.to_dict()})
+    _look_at_weights(loaded, wanted, found)
     if wanted & _OF_IMAGES:
-        _look_at_images(config, subject, wanted, found)
+        _look_at_images(config, loaded, wanted, found)
 
     contents = {f"{name}.png": figures.png(figure) for name, figure in found.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in found.tables.items()}
@@ -87,9 +87,9 @@ def metrics(numbers: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _wanted(config: ExplainConfig, subject: Subject) -> set[str]:
+def _wanted(config: ExplainConfig, loaded: LoadedModel) -> set[str]:
     """Names of the drawings to make. Raises UserError for one asked for that cannot be made."""
-    model = subject.model
+    model = loaded.model
     why_not: dict[str, str] = {}
     if not config.images:
         why_not |= dict.fromkeys(_OF_IMAGES, "images=... is not set")
@@ -117,8 +117,8 @@ def _wanted(config: ExplainConfig, subject: Subject) -> set[str]:
 # ------------------------------------------------------------------------------------------------------ without images
 
 
-def _look_at_weights(subject: Subject, wanted: set[str], found: Found) -> None:
-    model = subject.model
+def _look_at_weights(loaded: LoadedModel, wanted: set[str], found: Found) -> None:
+    model = loaded.model
     if "filters" in wanted:
         filters = principal_filters(model)
         found.drawings["filters"] = figures.draw_filters(filters, "What the first layer sees")
@@ -145,35 +145,35 @@ def _cost_row(of: Cost) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- with images
 
 
-def _look_at_images(config: ExplainConfig, subject: Subject, wanted: set[str], found: Found) -> None:
-    pictures, names = open_images(config, subject)
+def _look_at_images(config: ExplainConfig, loaded: LoadedModel, wanted: set[str], found: Found) -> None:
+    pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
         print(line)
     order = random_numbers.permutation(len(pictures.split), Purpose.EXPLAINED_IMAGES, config.seed)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_seen = max(config.num_drawn, config.num_averaged if "distance" in wanted else 0)
-    rows, pixels = _views(config, subject, pictures.split, order[:num_seen])
+    rows, pixels = _views(config, loaded, pictures.split, order[:num_seen])
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     found.numbers["images"] = pictures.split.keys(rows)
 
-    model = subject.model
+    model = loaded.model
     if isinstance(model, VisionTransformer) and "patches" in wanted:
         found.drawings["patches"] = figures.draw_patches(drawn[0].numpy(), model.config, "An image as tokens")
     if isinstance(model, VisionTransformer) and wanted & _OF_ATTENTION:
-        images = subject.images(pixels)
+        images = loaded.images(pixels)
         _look_at_attention(config, model, wanted, images, drawn.numpy(), captions, found)
     if "gradcam" in wanted:
-        found.drawings["gradcam"] = _look_for_classes(subject, names, drawn, captions)
+        found.drawings["gradcam"] = _look_for_classes(loaded, names, drawn, captions)
     if "predictions" in wanted:
         chosen = np.sort(order[: config.num_predicted])
-        _look_at_predictions(config, subject, pictures.true_classes(names).split.only(chosen), names, found)
+        _look_at_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, found)
 
 
-def _views(config: ExplainConfig, subject: Subject, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+def _views(config: ExplainConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """The rows that can be read, and what the model sees of them, uint8 (n, S, S, 3). Raises UserError for none."""
-    size, view = subject.image_size, eval_view(subject.view)
+    size, view = loaded.image_size, eval_view(loaded.view)
     kept, pixels = [], []
     with Loader(split, view, size, config.threads, prefetch=2, max_bad_share=1.0) as loader:
         for batch in loader.batches(requests(rows, config.batch)):
@@ -210,22 +210,22 @@ def _look_at_attention(
         found.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
 
 
-def _look_for_classes(subject: Subject, names: Sequence[str], drawn: Tensor, captions: Sequence[str]) -> Figure:
+def _look_for_classes(loaded: LoadedModel, names: Sequence[str], drawn: Tensor, captions: Sequence[str]) -> Figure:
     with torch.no_grad():
-        shares = subject.probabilities(drawn)
+        shares = loaded.probabilities(drawn)
     maps, said = [], []
     for classes in shares.topk(min(2, shares.shape[1])).indices.T:
-        maps.append(gradcam(subject.model, subject.images(drawn), classes))
+        maps.append(gradcam(loaded.model, loaded.images(drawn), classes))
         said.append([f"{names[c]}: {shares[i, c]:.0%}" for i, c in enumerate(classes.tolist())])
-    config = subject.model.config if isinstance(subject.model.config, ViTConfig) else None
+    config = loaded.model.config if isinstance(loaded.model.config, ViTConfig) else None
     return galleries.draw_gradcam(maps, said, config, drawn.numpy(), captions)
 
 
 def _look_at_predictions(
-    config: ExplainConfig, subject: Subject, split: Split, names: Sequence[str], found: Found
+    config: ExplainConfig, loaded: LoadedModel, split: Split, names: Sequence[str], found: Found
 ) -> None:
     """Of a split whose labels are of the classes `names`, or that has none."""
-    done = predict_all(config, subject, split, num_top=1)
+    done = predict_all(config, loaded, split, num_top=1)
     true, predicted = outcomes(done, split)
     confidence = done.probabilities[:, 0]
     known = np.flatnonzero(done.readable & (true >= 0))
@@ -242,7 +242,7 @@ def _look_at_predictions(
         readable = np.flatnonzero(done.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_SHEET]]
         note = "The true classes are not known. The most confident first."
-    _, pixels = _views(config, subject, split, rows)
+    _, pixels = _views(config, loaded, split, rows)
     of_rows = [None if true[row] < 0 else names[true[row]] for row in rows]
     taken_for = [names[number] for number in predicted[rows]]
     found.drawings["predictions"] = galleries.draw_predictions(

@@ -186,7 +186,7 @@ class Stop:
             yield item
             item = following
 
-    def leave_if_wanted(self) -> None:
+    def leave_if_wanted_on_all_ranks(self) -> None:
         """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
         assert self._ranks is not None
         if self._ranks.sum(float(self.is_wanted()))[0]:

@@ -178,9 +178,12 @@ class Meter:
         """Count one step of `images` over all ranks."""
         self.images += images
 
-    def exclude(self, seconds: float) -> None:
-        """Time that was not training."""
-        self.away += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the block takes is not training. Not counted either when it raises."""
+        begin = time.perf_counter()
+        yield
+        self.away += time.perf_counter() - begin
 
     @property
     def average(self) -> float:

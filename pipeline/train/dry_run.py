@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
@@ -17,10 +16,11 @@ from pipeline.estimate.memory import what_takes_less
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Config
-from pipeline.objectives.masked_patches import Masking
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.train.engine import Engine
+from pipeline.train.loop import training_step
+from pipeline.train.objective import Objective
+from pipeline.train.zero.engine import Engine
 
 
 @contextmanager
@@ -30,31 +30,23 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
         yield
 
 
-def rehearse(
-    config: RunConfig,
-    plan: Plan,
-    engine: Engine,
-    split: Split,
-    evaluation: Split,
-    loss_of: Callable[..., Tensor],
-    masking: Masking | None,
-    stop: Stop,
-) -> None:
-    """Go through a micro-batch and a batch of evaluation, and leave all as it was. Collective; before anything is loaded.
+def dry_run_on_all_ranks(
+    config: RunConfig, plan: Plan, engine: Engine, objective: Objective, split: Split, evaluation: Split, stop: Stop
+) -> None:  # fmt: skip
+    """One training step and one batch of evaluation, of the largest shapes; leaves everything as it was.
 
-    Where a rank runs out of memory, all ranks end with what would take less.
+    Before anything is loaded. Where a rank runs out of memory, all ranks end with what would take less.
     """
-    engine.rehearse(
-        _blank(plan.micro_batch, config.model.image_size, split.max_labels),
-        loss_of,
-        draw_mixing(config.augment, config.model.image_size, config.seed, step=0),
-        masking,
-    )
+    batch = _blank(plan.micro_batch, config.model.image_size, split.max_labels)
+    micro_batches = [batch] * min(2, plan.accumulation)  # At the second one there are gradients beside the activations.
+    mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
+    with engine.untouched(len(micro_batches)):
+        training_step(engine, objective, micro_batches, step=0, lr=0.0, mixing=mixing)
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "It is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {count} images", lambda: smaller, stop):
         batch = _blank(count, config.model.image_size, 0)
-        engine.forward(batch.images, *(masking.inputs(batch, engine.ranks.device) if masking else ()))
+        engine.forward(batch.images, *objective.extra_inputs(batch, engine.ranks.device))
 
 
 @contextmanager

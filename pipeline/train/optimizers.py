@@ -1,9 +1,11 @@
-"""Optimizers and which parameters they decay."""
+"""Optimizers, which parameters they decay, and the learning rate as a pure function of the step."""
+
+import math
 
 import torch
 from torch import nn
 
-from pipeline.settings.run import OptimizerConfig
+from pipeline.settings.run import OptimizerConfig, ScheduleConfig
 
 
 def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -22,3 +24,27 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def peak_rate(config: OptimizerConfig, global_batch: int) -> float:
+    """The learning rate after warm-up: optimizer.lr, scaled with the batch if it is said for another one."""
+    return config.lr * global_batch / config.lr_batch if config.lr_batch else config.lr
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
+    """Learning rate of step `step` (from 0): linear warm-up from 0, then decay to `final` x peak.
+
+    As the paper's team: shape(progress) x min(1, step / warmup), progress counted from the end of the warm-up
+    (big_vision, utils.create_learning_rate_schedule). "drops" counts from the start of the run, as BiT does.
+    """
+    progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
+    if config.decay == "linear":
+        shape = 1 - progress
+    elif config.decay == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.decay == "drops":
+        shape = 0.1 ** sum(step >= drop * total_steps for drop in config.drops)
+    else:
+        shape = 1.0
+    shape = config.final + (1 - config.final) * shape
+    return peak * shape * min(1.0, step / warmup_steps if warmup_steps else 1.0)

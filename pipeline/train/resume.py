@@ -1,7 +1,7 @@
 """Where a run starts: the newest whole checkpoint that is its own, else the weights given, else a new model."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import Fragments
@@ -16,7 +16,9 @@ from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.model import Model
 from pipeline.settings import schema
 from pipeline.settings.run import DataConfig, Length, RunConfig, TrainConfig
-from pipeline.train.engine import Engine
+
+if TYPE_CHECKING:
+    from pipeline.train.zero.engine import Engine
 
 # What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
 # and micro-batch may change: the same samples make up the same batches.
@@ -94,7 +96,7 @@ def _default_settings() -> dict[str, Any]:
     return schema.flatten(schema.to_dict(config))
 
 
-def go_back(checkpoints: Checkpoints, engine: Engine, spike: int, ranks: Ranks, console: Console) -> State | None:
+def go_back(checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console) -> State | None:
     """Load the newest whole checkpoint before step `spike`, and drop those after it; its state, None if there is none.
 
     Collective; no save is in flight.

@@ -32,9 +32,9 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     with Stop(config) as stop:  # Before everything that may take long.
         prepared = prepare(config)
-        from pipeline.train.loop import train  # Late: imports DeepSpeed.
+        from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
-        train(config, stop, prepared)
+        train_prepared(config, stop, prepared)
 
 
 def prepare(config: RunConfig) -> Prepared:

@@ -1,7 +1,7 @@
 """One cell of a sweep: weights adapted to one task in one way, and scored. One process, one device.
 
-A loop of its own, because 1,000 images need neither ranks nor checkpoints: DeepSpeed's start alone takes as long as a small
-cell. All that it does is what training does elsewhere: loader, order, schedule, optimizer, loss and score are the same code.
+Without DeepSpeed, because 1,000 images need neither ranks nor checkpoints, and its start alone takes as long as a small
+cell. The rest is what training does elsewhere: step, loader, order, schedule, optimizer, loss and score are the same code.
 What comes out is a function of the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on
 a CPU to the last bit for a number of threads.
 
@@ -25,7 +25,7 @@ from pipeline import model as models
 from pipeline import random_numbers
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import Loader, normalise, remembering_train_view, train_requests
-from pipeline.data.loading.mix import draw_mixing, mix_images
+from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.storage.bucket import to_path
 from pipeline.distributed import Ranks
@@ -34,15 +34,18 @@ from pipeline.evaluate.classify import label_table, predict, score
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.probes.knn import knn_predict
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from pipeline.objectives import classification
+from pipeline.monitor.profile import StepClock
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.train import optimizers
-from pipeline.train.schedule import learning_rate
+from pipeline.train.loop import training_step
+from pipeline.train.objective import Classification
+from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
@@ -120,9 +123,9 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
         with _arithmetic(config, device):
             return model(read(images)).float()
 
-    alone = Ranks(0, 0, 1, device)
     model.eval()
-    predictions = predict(logits, tested, size, augment, "softmax", config.micro_batch, config.threads, alone)
+    reading = SplitReader(tested, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
+    predictions = predict(logits, reading, "softmax")
     _refuse_unreadable(predictions.problems, tested)
     return {**outcome, "accuracy": score(predictions, tested).top1}
 
@@ -143,39 +146,63 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     )
     order = SampleOrder(split.shard_sizes, cell.seed, batch, streams=1, window=len(split))
     accumulation = -(-batch // config.micro_batch)
-    read, diverged = reader(protocol, device), 0
+    diverged = 0
     view = remembering_train_view(augment, cell.seed, size, _kept(cell.fingerprint, split.name, size, augment))
-    model.train()
+    read = reader(protocol, device)
+    objective = Classification("softmax", read=lambda pixels, _: read(pixels))
+    trainer = _PlainTrainer(model, optimizer, config, cell.seed, device)
     with Loader(
         split, view, size, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
     ) as loader:
         batches = loader.batches(train_requests(order, 0, steps, config.micro_batch, rank=0, world_size=1))
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(protocol.schedule, setting.lr, step, steps, warmup)
-            mixing, total = draw_mixing(augment, size, cell.seed, step), torch.zeros((), device=device)
-            for i, part in enumerate(islice(batches, accumulation)):
-                # From (seed, step, micro-batch), as all randomness.
-                torch.manual_seed(int(random_numbers.bits(cell.seed, Purpose.DROPOUT, step, 0, i) >> 1))
-                labels, valid = part.labels.to(device), part.valid.to(device)
-                images, own = read(part.images), None
-                if mixing is not None:
-                    images, own = mix_images(images, valid, mixing)
-                with _arithmetic(config, device):
-                    logits = model(images)
-                loss = classification.batch_loss(logits, labels, valid, "softmax", 0.0, own) * (len(part.rows) / batch)
-                loss.backward()
-                total += loss.detach()
-            if protocol.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), protocol.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            lr = learning_rate(protocol.schedule, setting.lr, step, steps, warmup)
+            mixing = draw_mixing(augment, size, cell.seed, step)
+            loss = training_step(trainer, objective, list(islice(batches, accumulation)), step, lr, mixing).loss
             # A look waits for the device, and weights that are no numbers stay so.
             looking = step % _STEPS_BETWEEN_LOOKS == 0 or step + 1 == steps
-            if looking and not math.isfinite(float(total)):
+            if looking and not math.isfinite(float(loss)):
                 diverged = step + 1
                 break
     return steps, diverged
+
+
+class _PlainTrainer:
+    """A model on one device without DeepSpeed, for `training_step`."""
+
+    def __init__(
+        self, model: Model, optimizer: torch.optim.Optimizer, config: VtabConfig, seed: int, device: torch.device
+    ) -> None:
+        self.model, self.optimizer, self.config, self.seed = model, optimizer, config, seed
+        self.ranks, self.clock = Ranks(0, 0, 1, device), StepClock(torch.device("cpu"))
+        self.step = 0
+
+    def begin_step(self, step: int, lr: float) -> None:
+        self.step = step
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def seed_dropout(self, micro_batch: int) -> None:
+        torch.manual_seed(random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch))
+
+    def predictions(self, images: Tensor, *extra: Tensor) -> Tensor:
+        with _arithmetic(self.config, self.ranks.device):
+            return self.model(images, *extra)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        (loss * share).backward()
+
+    def update(self, is_last: bool) -> None:
+        if not is_last:
+            return
+        if self.config.protocol.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.protocol.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def end_step(self) -> float:
+        return math.nan
 
 
 def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
@@ -193,7 +220,8 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     for name in (TRAIN, VAL, TEST):
         split = dataset.split(name, "none")
         rows = np.arange(len(split))
-        seen = extract(features, split, rows, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
+        reading = SplitReader(split, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
+        seen = extract(features, reading, rows)
         _refuse_unreadable(seen.problems, split)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 is these two.

@@ -15,7 +15,8 @@ from pipeline.estimate.memory import rank_memory
 from pipeline.settings import schema
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.run import RunConfig
-from pipeline.train import loop
+from pipeline.train import setup
+from pipeline.train.run import run_training
 
 ROOT = Path(__file__).parents[2]
 L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"
@@ -129,8 +130,8 @@ def test_a_model_that_fits_nowhere() -> None:
 
 def train_on_a_small_gpu(overrides: list[str]) -> None:
     """In a rank whose device says that it has a gigabyte."""
-    loop.device_memory = lambda device: 10**9
-    loop.run(schema.load(RunConfig, None, overrides))
+    setup.device_memory = lambda device: 10**9
+    run_training(schema.load(RunConfig, None, overrides))
 
 
 def test_training_refuses_what_the_plan_refuses(

@@ -15,6 +15,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.distributed import Ranks
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.settings.run import AugmentConfig
 
 K = 7
@@ -53,7 +54,7 @@ def predict_on(
 
     def work(rank: int) -> None:
         ranks = ThreadRanks(rank, rank, world_size, torch.device("cpu"), board)
-        results[rank] = predict(forward, split, SIZE, WHOLE, loss_kind, batch, 1, ranks)
+        results[rank] = predict(forward, SplitReader(split, SIZE, WHOLE, batch, 1, ranks), loss_kind)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:

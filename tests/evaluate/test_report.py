@@ -20,7 +20,7 @@ from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import confusion_figure, render, report
-from pipeline.evaluate.loaded_model import evaluation_view, load_subject
+from pipeline.evaluate.loaded_model import evaluation_view, load_model
 from pipeline.page import markdown
 from pipeline.settings import schema
 from pipeline.settings.weights import ScoreConfig
@@ -253,10 +253,10 @@ def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: 
 
 
 def test_another_image_size_is_that_of_load(weights: Path, data: Dataset) -> None:
-    subject = load_subject(config(weights, data, "image_size=16"))
+    loaded = load_model(config(weights, data, "image_size=16"))
     images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(subject.model(images), models.load(weights, image_size=16).eval()(images))
+        assert torch.equal(loaded.model(images), models.load(weights, image_size=16).eval()(images))
 
 
 def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:

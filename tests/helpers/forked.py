@@ -1,4 +1,4 @@
-"""Ranks of `pipeline.train.loop.run`, forked from one process that has imported everything: a start costs a second, not ten."""
+"""Ranks of `pipeline.train.run.run`, forked from one process that has imported everything: a start costs a second, not ten."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 _FORGE = """
 import json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
-import pipeline.train.loop
+import pipeline.train.run
 import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
 from forked import work
 print("ready", flush=True)
@@ -59,10 +59,10 @@ def train(runs: list[list[str]]) -> None:
     """In a rank: one run after another. runs: their overrides of a RunConfig."""
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
-    from pipeline.train.loop import run
+    from pipeline.train.run import run_training
 
     for overrides in runs:
-        run(schema.load(RunConfig, None, overrides))
+        run_training(schema.load(RunConfig, None, overrides))
 
 
 class Forge:

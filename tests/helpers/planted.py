@@ -10,50 +10,63 @@ import torch
 from pipeline.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import loop as training
-from pipeline.train.engine import Engine
+from pipeline.train import loop, setup
+from pipeline.train.run import run_training
 
 BAD_STEP = 10  # Counted from 1.
 
 
 def train(runs: list[tuple[str, list[str]]]) -> None:
     """runs: (fault, overrides). Leaves NAME.RANK.txt, the rows of each step, and NAME.error, what a run ended with."""
-    plain_step = Engine.train_step
-    training.rehearse = lambda *rest: None  # type: ignore[assignment]  Its step is no step of the run.
+    plain_step = loop.training_step
+    setup.dry_run_on_all_ranks = lambda *rest: None  # type: ignore[assignment]  Its step is no step of the run.
     for fault, overrides in runs:
         config = schema.load(RunConfig, None, overrides)
         seen = Path(config.out) / f"{config.name}.{os.environ['RANK']}.txt"
-        Engine.train_step = _step_with(fault, plain_step, seen)  # type: ignore[method-assign]
+        loop.training_step = _step_with(fault, plain_step, seen)
         try:
-            training.run(config)
+            run_training(config)
         except UserError as error:
             (Path(config.out) / f"{config.name}.error").write_text(str(error))
+
+
+class _Faulty:
+    """An objective whose loss is changed by `change`."""
+
+    def __init__(self, objective: Any, change: Any) -> None:
+        self.objective, self.change = objective, change
+
+    def loss(self, *arguments: Any) -> Any:
+        return self.change(self.objective.loss(*arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
 
 
 def _step_with(fault: str, plain_step: Any, seen: Path) -> Any:
     bad_rows: list[int] = []
 
-    def step_with_fault(self: Engine, step: int, batches: Any, lr: float, loss_of: Any, *rest: Any, **more: Any) -> Any:
-        own_loss, rows, handle = loss_of, [int(row) for batch in batches for row in batch.rows], None
+    def step_with_fault(trainer: Any, objective: Any, batches: Any, step: int, *rest: Any) -> Any:
+        rows, handle = [int(row) for batch in batches for row in batch.rows], None
         with open(seen, "a") as file:
             print(step, *rows, file=file)
-        rank, now = self.ranks.rank, step + 1 == BAD_STEP
+        rank, now, module = trainer.ranks.rank, step + 1 == BAD_STEP, trainer.engine.module
         if fault == "nan in a loss" and now and rank == 1:
-            loss_of = lambda *a, **k: own_loss(*a, **k) * float("nan")  # noqa: E731
+            objective = _Faulty(objective, lambda loss: loss * float("nan"))
         if fault == "nan in a gradient" and now and rank == 0:
-            parameter = next(p for p in self.engine.module.parameters() if p.requires_grad)
+            parameter = next(p for p in module.parameters() if p.requires_grad)
             handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
         if fault == "nan in a weight" and now:
             with torch.no_grad():
-                next(self.engine.module.parameters()).fill_(float("nan"))
+                next(module.parameters()).fill_(float("nan"))
         if fault == "spike":  # Of the data: it comes again with the same samples.
             if now and not bad_rows:
                 bad_rows.extend(rows)
             if set(rows) & set(bad_rows[:2]):
-                loss_of = lambda *a, **k: own_loss(*a, **k) * 40  # noqa: E731
+                objective = _Faulty(objective, lambda loss: loss * 40)
         if fault == "slow rank" and rank == 1:
-            loss_of = lambda *a, **k: (time.sleep(0.3), own_loss(*a, **k))[1]  # noqa: E731
-        result = plain_step(self, step, batches, lr, loss_of, *rest, **more)
+            objective = _Faulty(objective, lambda loss: (time.sleep(0.3), loss)[1])
+        result = plain_step(trainer, objective, batches, step, *rest)
         if handle:
             handle.remove()
         return result

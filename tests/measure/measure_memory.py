@@ -6,7 +6,6 @@ Rank 0 prints what every rank found. Started by test_rank_memory.py.
 import dataclasses
 import hashlib
 import json
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,14 @@ from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives import classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers
-from pipeline.train.engine import Engine, start_ranks
+from pipeline.train.loop import training_step
+from pipeline.train.objective import Classification
+from pipeline.train.zero.engine import Engine, start_ranks
 
-LOSS_OF = partial(classification.batch_loss, kind="softmax", label_smoothing=0.0)
+OBJECTIVE = Classification("softmax")
 
 
 def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, foreach: bool) -> tuple[Engine, Plan]:
@@ -55,12 +55,12 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     engine, plan = make_engine(config, num_classes, ranks, foreach=True)  # what torch does on a GPU
     batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
     with live, operators_of_a_gpu():
-        engine.train_step(0, batches, 1e-3, LOSS_OF)  # The optimizer makes its state.
+        training_step(engine, OBJECTIVE, batches, 0, 1e-3)  # The optimizer makes its state.
         between = live.bytes
         peaks = []
         for step in range(1, 4):
             live.restart()
-            engine.train_step(step, batches, 1e-3, LOSS_OF)
+            training_step(engine, OBJECTIVE, batches, step, 1e-3)
             peaks.append(live.peak)
     part = engine.part()
     saved = sum(4 * tensor.numel() for tensors in part.tensors.values() for tensor in tensors)
@@ -75,14 +75,16 @@ def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) 
     size = config.model.image_size
     drawn = torch.get_rng_state()
     if rehearse:
-        engine.rehearse(noise(plan.micro_batch, size, num_classes, 99), LOSS_OF)
+        micro_batches = [noise(plan.micro_batch, size, num_classes, 99)] * min(2, plan.accumulation)
+        with engine.untouched(len(micro_batches)):
+            training_step(engine, OBJECTIVE, micro_batches, 0, 0.0)
         engine.forward(noise(5, size, num_classes, 98).images)
     untouched = torch.equal(drawn, torch.get_rng_state())
     results = []
     for step in range(3):
         seeds = range(plan.accumulation * step, plan.accumulation * (step + 1))
         batches = [noise(plan.micro_batch, size, num_classes, 10 * ranks.rank + seed) for seed in seeds]
-        results.append(engine.train_step(step, batches, 1e-2, LOSS_OF))
+        results.append(training_step(engine, OBJECTIVE, batches, step, 1e-2))
     part, digest = engine.part(), hashlib.sha256()
     for tensors in part.tensors.values():
         for tensor in tensors:

@@ -29,10 +29,10 @@ def test_rates(clock: list[float]) -> None:
             with parts.device(part):
                 clock[0] += seconds
         clock[0] += 0.02
-    with parts.host("checkpoint"):
-        clock[0] += 2
-    clock[0] += 1  # an evaluation
-    meter.exclude(3)
+    with meter.paused():
+        with parts.host("checkpoint"):
+            clock[0] += 2
+        clock[0] += 1  # an evaluation
     reading = meter.read()
     assert reading["images_per_second"] == pytest.approx(250)
     assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)

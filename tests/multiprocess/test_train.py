@@ -21,14 +21,15 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.estimate.plan import new_model_config
 from pipeline.evaluate.classify import predict, score
-from pipeline.evaluate.loaded_model import load_subject
+from pipeline.evaluate.loaded_model import load_model
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
 from pipeline.settings import schema
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.weights import WeightsConfig
 from pipeline.train import resume
-from pipeline.train.schedule import learning_rate
+from pipeline.train.optimizers import learning_rate
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
@@ -169,7 +170,7 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
     with torch.no_grad():
         alone, cpu = Ranks(0, 0, 1, torch.device("cpu")), torch.device("cpu")
         forward = lambda images: model(normalise(images, cpu, torch.float32))  # noqa: E731
-        scores = score(predict(forward, data, 16, AugmentConfig(), "softmax", 37, 1, alone), data)
+        scores = score(predict(forward, SplitReader(data, 16, AugmentConfig(), 37, 1, alone), "softmax"), data)
     assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
 
 
@@ -253,13 +254,13 @@ def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path,
     """With classes, every augmentation and positions for the new grid; scored as the run scored itself."""
     log = (matrix / "wide" / "log.txt").read_text()
     assert "masked patch prediction (mean_color): its mask token and its head are left out" in log
-    subject = load_subject(WeightsConfig(weights=str(matrix / "wide")))
-    config = subject.model.config
-    assert type(subject.model) is models.VisionTransformer
+    loaded = load_model(WeightsConfig(weights=str(matrix / "wide")))
+    config = loaded.model.config
+    assert type(loaded.model) is models.VisionTransformer
     assert (config.image_size, config.grid, config.num_classes) == ((16, 24), (4, 6), 4)
-    split, alone = open_dataset(dataset).split("val"), Ranks(0, 0, 1, torch.device("cpu"))
+    split = open_dataset(dataset).split("val")
     with torch.no_grad():
-        scores = score(predict(subject.logits, split, subject.image_size, subject.view, "softmax", 37, 1, alone), split)
+        scores = score(predict(loaded.logits, loaded.reader(split, 37, 1), "softmax"), split)
     assert metrics(matrix / "wide", "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
     assert metrics(matrix / "wide", "val_top1")[STEPS] == scores.top1
 
@@ -276,6 +277,7 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
     """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
     from pipeline.distributed import Ranks
     from pipeline.evaluate.classify import predict, score
+    from pipeline.evaluate.split_reader import SplitReader
     from pipeline.settings.run import AugmentConfig
 
     split = open_dataset(dataset).split("val")
@@ -285,8 +287,9 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
         with torch.no_grad():
             predictions = predict(
                 lambda images, model=model: model(normalise(images, torch.device("cpu"), torch.float32)),
-                split, 16, AugmentConfig(), "softmax", 64, 1, Ranks(0, 0, 1, torch.device("cpu")),
-            )  # fmt: skip
+                SplitReader(split, 16, AugmentConfig(), 64, 1, Ranks(0, 0, 1, torch.device("cpu"))),
+                "softmax",
+            )
         assert score(predictions, split).loss == pytest.approx(metrics(run, "val_loss")[STEPS], rel=1e-5)
         assert metrics(run, "val_num_samples")[STEPS] == len(split) == 37
 

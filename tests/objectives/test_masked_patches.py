@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.errors import UserError
-from pipeline.evaluate.loaded_model import load_subject
+from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
 from pipeline.model.variants import ViTConfig
 from pipeline.objectives.masked_patches import Masking
@@ -178,7 +178,7 @@ def test_weights_of_it_are_a_plain_vit(tmp_path: Path, capsys: pytest.CaptureFix
     for name, tensor in model.state_dict().items():
         if name != "mask_token" and not name.startswith("head."):
             assert torch.equal(plain.state_dict()[name], tensor)
-    assert load_subject(WeightsConfig(weights=str(path))).loss_kind == "softmax"
+    assert load_model(WeightsConfig(weights=str(path))).loss_kind == "softmax"
     assert "mask token" in capsys.readouterr().out
 
 

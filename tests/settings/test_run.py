@@ -25,7 +25,7 @@ from pipeline.settings import transfer as transfer_settings
 from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.run import Length, RunConfig
-from pipeline.train.schedule import peak_rate
+from pipeline.train.optimizers import peak_rate
 from pipeline.transfer.grid import cell as grid_cell
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
     """Neither MLflow nor Inductor, which are both there for whoever asks for them later."""
     code = (
-        "import sys, pipeline.train.engine; "
+        "import sys, pipeline.train.zero.engine; "
         "print([name for name in ('mlflow', 'torch._inductor.compile_fx') if name in sys.modules]); "
         "import mlflow, deepspeed.runtime.compiler as compiler; "
         "print(mlflow.__name__, compiler.compile.__name__)"

@@ -7,12 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import Loader, eval_view
-from pipeline.distributed import Ranks
-from pipeline.lifecycle.stop import Stop
-from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
+from pipeline.evaluate.split_reader import SplitReader
 
 
 @dataclass(frozen=True)
@@ -25,35 +20,18 @@ class Features:
 
 
 @torch.no_grad()
-def extract(
-    features: Callable[[Tensor], Tensor],
-    split: Split,
-    rows: np.ndarray,
-    image_size: ImageSize | int,
-    augment: AugmentConfig,
-    batch: int,
-    threads: int,
-    ranks: Ranks,
-    progress: Callable[[int], object] = lambda count: None,
-    stop: Stop | None = None,
-) -> Features:
-    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the evaluation view of chosen samples. The same on every rank.
+def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
+    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over chosen samples of a split. The same on every rank.
 
     rows: int64 (n,), n > 0, the samples, in the order wanted. The batches are the same on any number of ranks, which take
-    turns, so that the values are too, to the last bit. progress is told of each batch's size.
-    Raises Stopped on every rank when the ranks agree to stop.
+    turns, so that the values are too, to the last bit. Raises Stopped on every rank when the ranks agree to stop.
     """
-    values, readable = [], []
-    is_unwanted = stop.is_wanted if stop else lambda: False
-    with Loader(
-        split, eval_view(augment), image_size, threads, prefetch=2, max_bad_share=1.0, is_unwanted=is_unwanted
-    ) as loader:
-        coming = loader.batches(requests(rows, batch, ranks.rank, ranks.world_size))
-        for loaded in stop.together(coming) if stop else coming:
+    values, readable, ranks, batch = [], [], reader.ranks, reader.batch
+    with reader.open(requests(rows, batch, ranks.rank, ranks.world_size)) as (batches, problems):
+        for loaded in batches:
             values.append(features(loaded.images).float().cpu().numpy())
             readable.append(loaded.valid.numpy())
-            progress(len(loaded.rows))
-    gathered = ranks.gather((values, readable, loader.bad))
+    gathered = ranks.gather((values, readable, problems))
     turns = [divmod(number, ranks.world_size) for number in range(-(-len(rows) // batch))]
     return Features(
         np.concatenate([gathered[rank][0][turn] for turn, rank in turns]),

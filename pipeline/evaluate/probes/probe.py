@@ -17,14 +17,14 @@ from pipeline import random_numbers
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.cache import Storage
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, StopRequest
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
-from pipeline.lifecycle.stop import Stop
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import ProbeConfig, RunConfig
 
@@ -152,14 +152,22 @@ class RunProbe:
     choice: Choice
     num_classes: int
 
-    def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: Stop) -> dict[str, Any]:
+    def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
         """What `probe` says of `features` (uint8 (B, S, S, 3) -> (B, D)). Collective; raises Stopped on every rank."""
         config = self.config
-        seen = partial(
-            extract, features, image_size=config.model.image_size, augment=config.augment, batch=config.evaluate.batch,
-            threads=config.data.threads, ranks=ranks, stop=stop,
-        )  # fmt: skip
-        learnt, tested = seen(self.train, self.choice.rows), seen(self.test, np.arange(len(self.test)))
+        train, test = (
+            SplitReader(
+                split,
+                config.model.image_size,
+                config.augment,
+                config.evaluate.batch,
+                config.data.threads,
+                ranks,
+                stop=stop,
+            )
+            for split in (self.train, self.test)
+        )
+        learnt, tested = extract(features, train, self.choice.rows), extract(features, test, np.arange(len(self.test)))
         return probe(config.probe, self.choice, learnt, tested, label_table(self.test), self.num_classes, ranks)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline.settings.run import OptimizerConfig, ScheduleConfig
-from pipeline.train.schedule import learning_rate, peak_rate
+from pipeline.train.optimizers import learning_rate, peak_rate
 
 PEAK, TOTAL, WARMUP = 1e-3, 312_012, 10_000
 

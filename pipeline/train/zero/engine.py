@@ -1,7 +1,6 @@
-"""DeepSpeed, and all that is particular to it: the only file that imports it.
+"""A model trained under ZeRO by DeepSpeed, and all that is particular to DeepSpeed.
 
-Avoided here (each has a test): gradients accumulated in bf16, an op that every start on a CPU would compile and nothing here
-calls, ZeRO configurations that train wrongly (refused in config.py).
+Avoided, each with a test: gradients accumulated in bf16, and ZeRO configurations that train wrongly (refused by the settings).
 """
 
 import atexit
@@ -9,10 +8,8 @@ import datetime
 import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,72 +20,29 @@ from pipeline import random_numbers
 from pipeline.checkpoint.saver import Part
 from pipeline.checkpoint.sharded_tensors import EMA, Fragments, Range
 from pipeline.checkpoint.store import Counters
-from pipeline.data.loading.loader import Batch, normalise
-from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.data.loading.loader import normalise
 from pipeline.distributed import Ranks
 from pipeline.errors import Stopped
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.launcher import busy_port
 from pipeline.monitor.profile import StepClock
-from pipeline.objectives.masked_patches import Masking
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import EngineConfig, OptimizerConfig
-from pipeline.train import zero_layout
-from pipeline.train.ema import Ema
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# torch and DeepSpeed disagree on the name of a collective; a user can do nothing about it.
-warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
-
-
-def _import_deepspeed() -> Any:
-    """DeepSpeed without what its autotuner and its Muon want, which nobody here uses: MLflow and Inductor, 4 s of the 12 s
-    of every rank's start."""
-    mlflow = sys.modules.pop("mlflow", None)
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # Whoever imports it is told that it is not there.
-    try:
-        import deepspeed
-    finally:
-        del sys.modules["mlflow"]
-        if mlflow is not None:
-            sys.modules["mlflow"] = mlflow
-    from deepspeed.runtime import compiler
-
-    # Muon's functions are compiled where they are defined, and Inductor is imported for that.
-    compiled, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.original_muon
-    finally:
-        compiler.compile = compiled
-    # A collective of tensor-parallel inference alone. On a CPU every rank would load it, after a compilation of a minute, and
-    # map 66 MiB a rank of /dev/shm, under a name that outlives them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-deepspeed = _import_deepspeed()
-from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
+from pipeline.train.zero import layout
+from pipeline.train.zero.deepspeed_import import deepspeed
+from pipeline.train.zero.ema import Ema
 
 _FIRST_SCALE_POWER = 12
 # What DeepSpeed's dynamic loss scaler remembers.
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Of one optimizer step. loss: mean over this rank's samples, a scalar on the device. grad_norm: before clipping."""
-
-    loss: Tensor
-    grad_norm: float
-
-
 def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
     """Join the process group, before any collective; once in a process."""
     if torch.distributed.is_initialized():
         return
-    deepspeed_logger.setLevel("WARNING")
+    deepspeed.utils.logger.setLevel("WARNING")
     try:
         with _quiet():
             deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
@@ -102,7 +56,7 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
 
 
 class Engine:
-    """A model under ZeRO: forward, backward and step over micro-batches, and its own files of a checkpoint."""
+    """A model under ZeRO: forward, backward and step over micro-batches, and this rank's part of a checkpoint."""
 
     def __init__(
         self,
@@ -119,6 +73,8 @@ class Engine:
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
+        self._step = 0
+        self._norm: float | None = None  # Of the step at hand, where it is known before its end.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
@@ -129,63 +85,45 @@ class Engine:
         if config.compile:
             self.engine.compile()
         if optimizer_config.ema_decay:
-            self.ema = Ema(zero_layout.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
+            self.ema = Ema(layout.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
 
-    def train_step(
-        self,
-        step: int,
-        batches: list[Batch],
-        lr: float,
-        loss_of: Callable[..., Tensor],
-        mixing: Mixing | None = None,
-        accept: Callable[[Tensor], bool] | None = None,
-        masking: Masking | None = None,
-    ) -> StepResult:
-        """One optimizer step from this rank's micro-batches, mixed in pairs if `mixing` says so.
-
-        loss_of: (logits, labels, valid, own=share of each sample's own labels, or None) -> scalar mean.
-        masking: the model predicts corrupted patches, and what they show stands for the labels.
-        accept: told this rank's mean loss before the last backward pass, on every rank; False there skips the step.
-        A gradient that is not finite on any rank skips the step, too. Weights and moments stay as they are, and
-        `skipped_steps` counts.
-        """
+    # ------------------------------------------------------------------ what `training_step` of loop.py calls
+    def begin_step(self, step: int, lr: float) -> None:
+        """Training mode, and the learning rate of this step (from 0)."""
+        self._step, self._norm = step, None
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros((), device=self.ranks.device)
-        norm = None
-        for i, batch in enumerate(batches):
-            # Dropout from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew.
-            torch.manual_seed(int(random_numbers.bits(self.seed, Purpose.DROPOUT, step, self.ranks.rank, i) >> 1))
-            pixels = batch.images.to(self.ranks.device, non_blocking=True)
-            labels, valid = batch.labels.to(self.ranks.device), batch.valid.to(self.ranks.device)
-            images, own = normalise(pixels, self.ranks.device, torch.float32), None
-            masks: tuple[Tensor, ...] = ()
-            if mixing is not None:
-                images, own = mix_images(images, valid, mixing)
-            if masking is not None:
-                masks = masking.inputs(batch, self.ranks.device)
-                labels = masking.targets(pixels, masks[1])
-            with self.clock.device("forward"):
-                loss = loss_of(self.engine(images.to(self.dtype), *masks), labels, valid, own=own)
-            total += loss.detach()
-            last = i == len(batches) - 1
-            if last and accept is not None and not accept(total / len(batches)):
-                loss = loss * float("nan")  # The one way to skip a step that all ZeRO stages know.
-            with self.clock.device("backward"):
-                self.engine.backward(loss)
-            if last and self.stage == 0:
-                norm = self._guard_gradient()
-            with self.clock.device("optimizer"):
-                self.engine.step()
+
+    def seed_dropout(self, micro_batch: int) -> None:
+        """torch's random numbers from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew."""
+        torch.manual_seed(
+            random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self._step, self.ranks.rank, micro_batch)
+        )
+
+    def predictions(self, images: Tensor, *masks: Tensor) -> Tensor:
+        """The model's output for float32 images (B, 3, H, W), in the precision of training. Collective at stage 3."""
+        return self.engine(images.to(self.dtype), *masks)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Add the gradient of a micro-batch. share: ignored, because DeepSpeed weighs all micro-batches alike."""
+        self.engine.backward(loss)
+
+    def update(self, is_last: bool) -> None:
+        """Let DeepSpeed count a micro-batch; after the last it reduces, clips and steps. Collective."""
+        if is_last and self.stage == 0:
+            self._norm = self._guard_gradient()
+        self.engine.step()
+
+    def end_step(self) -> float:
+        """The gradient's norm before clipping; NaN where DeepSpeed has none."""
         if self.ema:
             self.ema.update()
-        if norm is None:
-            norm = self.engine.get_global_grad_norm()
-        return StepResult(total / len(batches), math.nan if norm is None else float(norm))
+        norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
+        return math.nan if norm is None else float(norm)
 
     def _guard_gradient(self) -> float:
-        """Stage 0: clip the gradient, reduced over ranks; one that is no number is taken away. Returns its norm before.
+        """Stage 0: clip the gradient, reduced over ranks; a non-finite one is dropped. Returns its norm before.
 
         DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
         """
@@ -199,25 +137,19 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
         return float(norm)
 
-    def rehearse(
-        self,
-        batch: Batch,
-        loss_of: Callable[..., Tensor],
-        mixing: Mixing | None = None,
-        masking: Masking | None = None,
-    ) -> None:
-        """A step of this shape at a learning rate of 0, so that all that a step allocates has been there once. Collective.
+    @contextmanager
+    def untouched(self, num_micro_batches: int) -> Iterator[None]:
+        """A step of this many micro-batches at a learning rate of 0 inside leaves no trace but allocated memory. Collective.
 
         Before anything is trained or loaded. Weights, counters, the loss scale and torch's random numbers are then as they
         were, and the optimizer's state is the zeros that its first step would make.
         """
-        counters, accumulation = self.counters(), self.engine.gradient_accumulation_steps()
-        batches = [batch] * min(2, accumulation)  # In the second one there are gradients beside the activations.
+        counters = self.counters()
         # DeepSpeed steps after every so many that it has counted.
-        self.engine.micro_steps = accumulation - len(batches)
+        self.engine.micro_steps = self.engine.gradient_accumulation_steps() - num_micro_batches
         with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
-            self.train_step(0, batches, 0.0, loss_of, mixing, masking=masking)
-        zero_layout.zero_states(self.engine)
+            yield
+        layout.zero_states(self.engine)
         self._count_on(counters)
         self.clock.read()
 
@@ -258,16 +190,16 @@ class Engine:
 
     def _swap(self, ema: Ema) -> None:
         ema.swap()
-        zero_layout.publish(self.engine)
+        layout.publish(self.engine)
 
     def part(self) -> Part:
         """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
-        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        shards = layout.shards(self.engine, self.ranks.rank)
         ranges, where = [], []
         for i, shard in enumerate(shards):
             for place in shard.places:
                 if self.stage == 0:
-                    place = zero_layout.owned(place, self.ranks.rank, self.ranks.world_size)
+                    place = layout.owned(place, self.ranks.rank, self.ranks.world_size)
                 if place.length:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
@@ -278,16 +210,16 @@ class Engine:
              for name, flats in states.items()},
         )  # fmt: skip
 
-    def _states(self, shards: list[zero_layout.Shard]) -> dict[str, list[Tensor]]:
-        states = zero_layout.states(self.engine, shards)
+    def _states(self, shards: list[layout.Shard]) -> dict[str, list[Tensor]]:
+        states = layout.states(self.engine, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> Counters:
         """What else is to be restored: plain numbers, the same on every rank."""
-        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        shards = layout.shards(self.engine, self.ranks.rank)
         scaler = self._loss_scaler
         return Counters(
-            zero_layout.optimizer_steps(self.engine, shards),
+            layout.optimizer_steps(self.engine, shards),
             int(self.engine.global_steps),
             self.skipped_steps,
             {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None,
@@ -300,9 +232,9 @@ class Engine:
         Raises UserError for another model's.
         """
         fragments.check(self.shapes)
-        shards = zero_layout.shards(self.engine, self.ranks.rank)
+        shards = layout.shards(self.engine, self.ranks.rank)
         of_optimizer = [name for name in fragments.states if name != EMA]
-        zero_layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
+        layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
             if name not in fragments.states:
                 continue
@@ -314,7 +246,7 @@ class Engine:
             fragments.read(part for _, part in wanted)
             for target, part in wanted:
                 target.copy_(torch.from_numpy(part.out))
-        zero_layout.publish(self.engine)
+        layout.publish(self.engine)
         if self.ema and EMA not in fragments.states:
             self.ema.begin()  # Switched on later.
         self._count_on(counters)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pipeline.train.zero_layout import Shard
+from pipeline.train.zero.layout import Shard
 
 
 class Ema:

@@ -1,0 +1,142 @@
+"""What is scored while a run trains: the held-out split by the objective, and probes of the features.
+
+Each evaluator writes its last result to a file of the run folder, from which a later start sees what it still owes.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from pipeline import json_record
+from pipeline.checkpoint.saver import Saver
+from pipeline.console import Console
+from pipeline.data.dataset.split import Split
+from pipeline.distributed import Ranks
+from pipeline.errors import UserError
+from pipeline.estimate.plan import Plan
+from pipeline.evaluate.probes.probe import RunProbe, named
+from pipeline.evaluate.split_reader import SplitReader
+from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.lifecycle.stop import Stop
+from pipeline.monitor.health import Watchdog
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings.run import RunConfig
+from pipeline.train.objective import Objective
+
+if TYPE_CHECKING:
+    from pipeline.train.zero.engine import Engine
+
+
+class Evaluator(Protocol):
+    """name: what `Plan.due` calls it."""
+
+    name: str
+
+    def is_owed(self, start: int) -> bool:
+        """Whether the run left step `start` before it was scored: stopped or killed after its checkpoint. Reads a file."""
+
+    def evaluate_on_all_ranks(self, step: int) -> None:
+        """Score the model after `step`, report it and keep it. Raises Stopped on all ranks when they agree to stop."""
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """What both evaluators share. every: steps, 0 is never. tracker: on rank 0."""
+
+    config: RunConfig
+    plan: Plan
+    ranks: Ranks
+    stop: Stop
+    engine: "Engine"
+    watchdog: Watchdog
+    console: Console
+    tracker: Tracker | None
+    folder: Path
+
+    name = ""
+    file = ""
+
+    @property
+    def every(self) -> int:
+        raise NotImplementedError
+
+    def is_owed(self, start: int) -> bool:
+        if not start or not self.every or (start % self.every and start < self.plan.steps):
+            return False
+        try:
+            return json_record.read(self.folder / self.file, _LastResult).step < start
+        except (FileNotFoundError, UserError):
+            return True
+
+    def _report(self, step: int, line: str, metrics: dict[str, float], content: dict[str, Any]) -> None:
+        self.console.say(f"step {step:,}: {line}")
+        if self.tracker:
+            self.tracker.log(step, metrics)
+            write_atomically(self.folder / self.file, json.dumps({"step": step, **content}))
+
+
+@dataclass(frozen=True)
+class SplitEvaluator(_Evaluator):
+    """Scores the held-out split by the objective; the scores decide which checkpoint is the best."""
+
+    objective: Objective
+    split: Split
+    saver: Saver
+
+    name = "scores"
+    file = "scores.json"
+
+    @property
+    def every(self) -> int:
+        return self.plan.eval_every
+
+    def evaluate_on_all_ranks(self, step: int) -> None:
+        config = self.config
+
+        def forward(images: Tensor, *extra: Tensor) -> Tensor:
+            self.watchdog.at(step, "evaluation")
+            return self.engine.forward(images, *extra)
+
+        reader = SplitReader(
+            self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
+            stop=self.stop,
+        )  # fmt: skip
+        with self.engine.averaged():
+            scores = self.objective.score_on_all_ranks(forward, reader)
+        name = config.data.evaluated_split
+        metrics = {f"{name}_{metric}": value for metric, value in asdict(scores).items() if value is not None}
+        if config.checkpoint.best:
+            self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
+        self._report(step, f"{name} {scores}", metrics, asdict(scores))
+
+
+@dataclass(frozen=True)
+class ProbeEvaluator(_Evaluator):
+    """Few-shot and nearest-neighbour accuracy of the features."""
+
+    probe: RunProbe
+
+    name = "probe"
+    file = "probe.json"
+
+    @property
+    def every(self) -> int:
+        return self.plan.probe_every
+
+    def evaluate_on_all_ranks(self, step: int) -> None:
+        def features(images: Tensor) -> Tensor:
+            self.watchdog.at(step, "probe")
+            return self.engine.features(images)
+
+        with self.engine.averaged():
+            scores = self.probe.scores(features, self.ranks, self.stop)
+        metrics = named(scores, self.probe.name)
+        self._report(step, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()), metrics, scores)
+
+
+@dataclass(frozen=True)
+class _LastResult:
+    step: int

@@ -1,0 +1,52 @@
+"""The micro-batches of each step of a run, in the order that the seed gives, from any step on."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.loader import Batch, Loader, train_requests, train_view
+from pipeline.data.loading.order import SampleOrder, batch_of_step
+from pipeline.distributed import Ranks
+from pipeline.estimate.plan import Plan
+from pipeline.lifecycle.stop import Stop
+from pipeline.monitor.profile import StepClock
+from pipeline.settings.run import RunConfig
+
+
+class Feed:
+    """Reads this rank's share of the training split ahead of the step that needs it; the wait is counted by the clock."""
+
+    def __init__(self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock) -> None:
+        self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
+        self.order = SampleOrder(
+            split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window
+        )
+        self.loader = Loader(
+            split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
+            config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
+        )  # fmt: skip
+        self._steps: Iterator[list[Batch]] = iter(())
+
+    def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]]) -> None:
+        """Continue with step `step` (from 0). skipped_batches: see `Progress`."""
+        first, last = batch_of_step(step, skipped_batches), batch_of_step(self.plan.steps - 1, skipped_batches)
+        requests = train_requests(
+            self.order, first, last + 1, self.plan.micro_batch, self.ranks.rank, self.ranks.world_size
+        )
+        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)))
+
+    def next_on_all_ranks(self) -> list[Batch]:
+        """The micro-batches of the next step. Raises Stopped on all ranks when they agree to stop before it."""
+        return next(self._steps)
+
+    def end_on_all_ranks(self) -> None:
+        """Hear what the ranks agreed on while the last step ran. Raises Stopped."""
+        assert next(self._steps, None) is None
+
+    def _of_steps(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+        while True:
+            with self.clock.host("data"):
+                micro_batches = list(islice(batches, self.plan.accumulation))
+            if not micro_batches:
+                return
+            yield micro_batches

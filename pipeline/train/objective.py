@@ -1,0 +1,113 @@
+"""What a run trains: the classes of images, or what their corrupted patches show. Each has a loss and a score.
+
+Shapes: B batch, K classes, M labels, N patches, C corrupted patches, T targets of a patch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.data.loading.loader import Batch, normalise
+from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.masked import MaskedScores, score_masked
+from pipeline.evaluate.split_reader import SplitReader
+from pipeline.model import MaskedViT, Model
+from pipeline.objectives import classification
+from pipeline.objectives.masked_patches import Masking
+from pipeline.settings.run import RunConfig
+
+
+class Targets(NamedTuple):
+    """What is asked of a batch.
+
+    values: labels int64 (B, M), or what the corrupted patches show (B, C, T). valid: bool (B,), False for samples that could
+    not be read. own: float32 (B,), the share of each sample's own labels where images were mixed in pairs, else None.
+    """
+
+    values: Tensor
+    valid: Tensor
+    own: Tensor | None
+
+
+class Objective(Protocol):
+    """All that the training step, the dry run and the evaluation need to know of what is trained."""
+
+    def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
+        """The model's inputs on the device, images float32 (B, 3, H, W) first, and the targets."""
+
+    def extra_inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+        """What the model reads beside the images."""
+
+    def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
+        """Mean over the batch's B places, a scalar; samples that are not valid count as zero."""
+
+    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> Scores | MaskedScores:
+        """Score a whole split. forward: (uint8 images (B, H, W, 3), extra inputs) -> predictions."""
+
+
+def normalised(pixels: Tensor, device: torch.device) -> Tensor:
+    """uint8 (B, H, W, 3) -> float32 (B, 3, H, W) in [-1, 1] on the device."""
+    return normalise(pixels, device, torch.float32)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Softmax or sigmoid cross-entropy against class labels. read: uint8 pixels -> what the model reads."""
+
+    kind: str
+    label_smoothing: float = 0.0
+    read: Callable[[Tensor, torch.device], Tensor] = normalised
+
+    def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
+        pixels = batch.images.to(device, non_blocking=True)
+        labels, valid = batch.labels.to(device), batch.valid.to(device)
+        images, own = self.read(pixels, device), None
+        if mixing is not None:
+            images, own = mix_images(images, valid, mixing)
+        return (images,), Targets(labels, valid, own)
+
+    def extra_inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+        return ()
+
+    def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
+        return classification.batch_loss(
+            predictions, targets.values, targets.valid, self.kind, self.label_smoothing, targets.own
+        )
+
+    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> Scores:
+        return score(predict(forward, reader, self.kind), reader.split)
+
+
+@dataclass(frozen=True)
+class MaskedPatches:
+    """Prediction of what corrupted patches show (ViT paper, B.1.2). Images are not mixed: the settings refuse it."""
+
+    masking: Masking
+
+    def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
+        assert mixing is None
+        pixels, valid = batch.images.to(device, non_blocking=True), batch.valid.to(device)
+        sources, corrupted = self.extra_inputs(batch, device)
+        return (normalised(pixels, device), sources, corrupted), Targets(
+            self.masking.targets(pixels, corrupted), valid, None
+        )
+
+    def extra_inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+        return self.masking.inputs(batch, device)
+
+    def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
+        return self.masking.batch_loss(predictions, targets.values, targets.valid)
+
+    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> MaskedScores:
+        return score_masked(forward, self.masking, reader)
+
+
+def objective_of(model: Model, config: RunConfig) -> Objective:
+    """What the settings of a run train its model for."""
+    if isinstance(model, MaskedViT):
+        return MaskedPatches(Masking(model.config, config.seed))
+    return Classification(config.train.loss, config.train.label_smoothing)

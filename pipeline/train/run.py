@@ -1,0 +1,64 @@
+"""A run from its first line to its last: set up, train, end. The same command starts, resumes and finishes it.
+
+Pre-training and fine-tuning differ in their settings only: fine-tuning has `init.weights`.
+"""
+
+from pipeline.errors import Stopped
+from pipeline.lifecycle.stop import Stop
+from pipeline.settings.run import RunConfig
+from pipeline.train.loop import train_on_all_ranks
+from pipeline.train.setup import set_up
+from pipeline.train.start import Prepared, prepare
+from pipeline.train.training_run import TrainingRun
+
+
+def run_training(config: RunConfig) -> None:
+    """As `start.run`, in a process that has imported everything."""
+    with Stop(config) as stop:
+        train_prepared(config, stop, prepare(config))
+
+
+def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
+    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake.
+
+    A run that is stopped ends the process with exit code 75.
+    """
+    training = set_up(config, stop, prepared)
+    progress, console, meter = training.progress, training.console, training.meter
+    if reason := _train(training):
+        console.say(
+            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command goes on (exit code 75)"
+        )
+        stop.leave(progress.step, reason)
+    if progress.start >= training.plan.steps:
+        console.say("nothing left to do: the run is finished")
+        return
+    console.say(
+        f"finished: {meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training, in {training.folder}"
+    )
+
+
+def _train(training: TrainingRun) -> str:
+    """Train to the end, or until the run is asked to stop; then all is committed, and the reason is returned."""
+    progress, stop, saver = training.progress, training.stop, training.saver
+    status, reason = "FAILED", ""
+    try:
+        stop.begin_training(progress.start)
+        for evaluator in training.evaluators:
+            if training.ranks.agree(evaluator.is_owed(progress.start)):
+                evaluator.evaluate_on_all_ranks(progress.start)
+        training.console.open_bar(progress.start, training.plan.steps)
+        train_on_all_ranks(training)
+        saver.wait()
+        stop.committed(progress.step)
+        training.report_bad_samples_on_all_ranks()
+        status = "FINISHED"
+    except Stopped:  # In training or in an evaluation, on all ranks at the same place.
+        if progress.step > progress.saved:
+            training.losses.catch_up()
+            training.save_on_all_ranks()
+        saver.wait()
+        status, reason = "KILLED", stop.agreed_reason()
+    finally:
+        training.close(status, in_a_hurry=bool(reason))
+    return reason

@@ -1,0 +1,137 @@
+"""Everything that happens before the first step: ranks, data, plan, lock, where to start, engine, dry run."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import model as models
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
+from pipeline.console import Console
+from pipeline.distributed import from_environment
+from pipeline.estimate.memory import refuse_too_large
+from pipeline.estimate.plan import Plan, new_model_config
+from pipeline.evaluate import architecture
+from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.lifecycle.stop import Stop
+from pipeline.model import Model
+from pipeline.monitor.health import LossWatch, SlowRanks, Watchdog
+from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.train import optimizers, resume
+from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
+from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
+from pipeline.train.feed import Feed
+from pipeline.train.objective import objective_of
+from pipeline.train.optimizers import peak_rate
+from pipeline.train.start import Prepared
+from pipeline.train.training_run import Progress, TrainingRun
+from pipeline.train.zero.engine import Engine, start_ranks
+
+
+def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
+    """All that a run needs to train, at the step where it starts. Collective. Raises UserError before anything is trained."""
+    # ------------------------------------------------------------------ what will happen, before anything does
+    ranks = from_environment()
+    dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
+    facts = resume.identity(config, dataset, plan, split, evaluation)
+    folder = stop.folder.path
+    in_use = stop.folder.lock() if ranks.is_main else None
+    console = Console(folder / "log.txt", ranks.is_main and in_use is None)
+    console.say(f"{config.name}: {plan.describe()}")
+    if not stop.folder.is_locked:
+        console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
+    for line in plan.notes(config) + split.notes() + evaluation.notes():
+        console.say(line)
+    start_ranks(ranks, config.engine.timeout_minutes)
+    ranks.agree(in_use)
+    stop.connect(ranks)
+    resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
+
+    # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
+    gpu_memory = device_memory(ranks.device)
+    if config.model.name:  # Before it is built, which takes long if it is too large.
+        least = min(ranks.gather(gpu_memory or host_memory()))
+        new = new_model_config(config.model, dataset.num_classes, config.train.masked)
+        refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
+    checkpoints = Checkpoints(checkpoint_folder(config))
+    resumed, damaged = resume.find_checkpoint(checkpoints, facts, plan.steps, ranks, console)
+    model = resume.initial_model(config, dataset, resumed, console)
+    if gpu_memory is not None:
+        refuse_too_large(config, plan, model.config, gpu_memory)
+    model.activation_checkpointing = config.engine.activation_checkpointing
+    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
+    clock = StepClock(ranks.device)
+    objective = objective_of(model, config)
+    with room_for_training(config, plan, model.config, stop):
+        engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        dry_run_on_all_ranks(config, plan, engine, objective, split, evaluation, stop)
+    state = State(step=0)
+    if resumed is not None:
+        state = read_state(resumed)
+        engine.load(Fragments.open(resumed), state.engine)
+        stop.step = state.step
+        console.say(f"resumed from {resumed} at step {state.step:,} of {plan.steps:,}")
+    elif config.init.weights:
+        console.say(f"started from the weights in {config.init.weights}")
+    start = state.step
+    progress = Progress(start, start, start, list(state.left_out))
+
+    # ------------------------------------------------------------------ what feeds it, and what watches it
+    feed = Feed(config, plan, split, ranks, stop, clock)
+    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
+    flops = models.training_flops_per_image(model.config)
+    console.say(
+        f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
+        f"{dataset.num_classes} classes, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+    )
+    meter = Meter(ranks, clock, flops, peak)
+    trace = Trace(
+        config.profile.trace_step if ranks.is_main else 0,
+        config.profile.trace_steps,
+        folder / "trace.json",
+        ranks.device,
+    )
+    if config.profile.communication:
+        engine.count_communication()
+    losses = LossWatch(config.health, ranks, state.losses)
+    hosts = ranks.gather(socket.gethostname())
+    slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
+    # Also when nothing is left to train: what MLflow has not been told yet goes now.
+    tracker = _start_tracker(config, facts, plan, folder, engine, model, start) if ranks.is_main else None
+    for line in tracker.notes if tracker else []:
+        console.say(line)
+    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+    shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
+    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver)]
+    if prepared.run_probe is not None:
+        evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
+    return TrainingRun(
+        config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
+        progress, checkpoints, damaged, saver, losses, slow_ranks, watchdog, clock, meter, trace, tracker,
+        peak_rate(config.optimizer, plan.global_batch),
+    )  # fmt: skip
+
+
+def _start_tracker(
+    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model, start: int
+) -> Tracker:
+    resolved = folder / "config.json"
+    write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
+    write_atomically(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
+    write_atomically(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    settings = {name: value for name, value in facts.items() if not name.startswith("model.")}
+    parameters = {**settings, **architecture.as_settings(model.config), "steps": plan.steps, "accumulation": plan.accumulation,
+                  "num_parameters": models.num_parameters(model.config)}  # fmt: skip
+    tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
+    tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags, start)
+    for name in ("config.json", "deepspeed.json", "log.txt", "scores.json", "probe.json"):
+        tracker.artifact(folder / name)
+    return tracker

@@ -1,0 +1,207 @@
+"""A run while it trains: everything the loop uses, and what it does with it besides the step itself."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.store import Checkpoints, step_name
+from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.console import Console, progress_line
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.order import batch_of_step, leave_out
+from pipeline.distributed import Ranks
+from pipeline.errors import DivergedError, UserError
+from pipeline.estimate.plan import Plan
+from pipeline.lifecycle.stop import Stop
+from pipeline.model import Model
+from pipeline.monitor.health import LossWatch, SlowRanks, Watchdog
+from pipeline.monitor.profile import Meter, StepClock, Trace
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.train import resume
+from pipeline.train.evaluators import Evaluator
+from pipeline.train.feed import Feed
+from pipeline.train.objective import Objective
+
+if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and a training step without it uses this file's neighbours, too.
+    from pipeline.train.zero.engine import Engine
+
+
+@dataclass
+class Progress:
+    """What a run remembers from step to step. All counts are of optimizer steps.
+
+    start: where this process began. step: done. saved: in the checkpoint that was handed over last. skipped_batches: ranges
+    (first, number) of batches that are passed over, one for each time the run went back after a loss spike.
+    """
+
+    start: int
+    step: int
+    saved: int
+    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Made by `setup.set_up`. facts: what the run is, saved with each checkpoint. damaged: names of checkpoints that are
+    not whole. tracker: on rank 0. Methods whose name ends in `_on_all_ranks` are collective."""
+
+    config: RunConfig
+    plan: Plan
+    ranks: Ranks
+    stop: Stop
+    console: Console
+    folder: Path
+    facts: dict[str, Any]
+    dataset: Dataset
+    split: Split
+    model: Model
+    engine: "Engine"
+    objective: Objective
+    feed: Feed
+    evaluators: Sequence[Evaluator]
+    progress: Progress
+    checkpoints: Checkpoints
+    damaged: set[str]
+    saver: Saver
+    losses: LossWatch
+    slow_ranks: SlowRanks
+    watchdog: Watchdog
+    clock: StepClock
+    meter: Meter
+    trace: Trace
+    tracker: Tracker | None
+    peak_lr: float
+
+    # ------------------------------------------------------------------ around the step
+    def accept_loss_of(self, step: int) -> Callable[[Tensor], bool] | None:
+        """Judges the loss of a step (from 0) before its last backward pass, if a spike is to be skipped. Collective."""
+        return partial(self.losses.accept, step + 1) if self.config.health.on_spike == "skip" else None
+
+    def count_step(self, loss: Tensor) -> None:
+        """Count the step that was just done, with this rank's mean loss; nothing here waits for the device."""
+        if self.config.health.on_spike != "skip":
+            self.losses.add(self.progress.step, loss)
+        self.meter.step(self.plan.global_batch)
+        self.console.advance()
+        self.saver.tend()
+        if (file := self.trace.after(self.progress.step)) and self.tracker:
+            self.tracker.artifact(file)
+            self.console.say(f"step {self.progress.step:,}: trace in {file}")
+
+    def rolled_back_on_all_ranks(self) -> bool:
+        """Report loss spikes since the last call; return whether the run went back to a checkpoint before one.
+
+        health.on_spike decides: "say" goes on, "skip" has skipped the step already, "rollback" loads the newest checkpoint
+        before the spike and passes over the data that led there. Raises DivergedError when a budget is used up.
+        """
+        config, progress = self.config, self.progress
+        spikes = self.losses.catch_up()
+        for spike in spikes:
+            self.console.say(f"{spike}{' (not taken)' if config.health.on_spike == 'skip' else ''}")
+        if self.engine.skipped_steps > config.train.max_skipped_steps:
+            raise DivergedError(
+                f"{self.engine.skipped_steps} steps were skipped by step {progress.step:,}, for a non-finite gradient or a loss "
+                f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
+                "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
+            )
+        if not spikes or config.health.on_spike != "rollback":
+            return False
+        self.saver.wait()
+        state = resume.go_back(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
+        if state is None:
+            return False
+        progress.skipped_batches[:] = leave_out(progress.skipped_batches, state.step, progress.step)
+        if len(progress.skipped_batches) > config.health.max_rollbacks:
+            raise DivergedError(
+                f"the loss has jumped {len(progress.skipped_batches)} times, more than health.max_rollbacks = "
+                f"{config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
+            )
+        self.losses.forget(state.losses)
+        progress.step = progress.saved = state.step
+        for line in self.tracker.go_back(state.step) if self.tracker else []:
+            self.console.say(line)
+        return True
+
+    # ------------------------------------------------------------------ log, save
+    def log_on_all_ranks(self, loss: Tensor, grad_norm: float, lr: float) -> None:
+        """One line on the console and one record of metrics. Raises UserError for a save that failed, or too many bad samples."""
+        plan, ranks, progress, loader = self.plan, self.ranks, self.progress, self.feed.loader
+        self.clock.add("communication", self.engine.communication_seconds())
+        batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
+        metrics = {
+            "loss": ranks.mean(loss), "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
+            "epoch": batches_seen * plan.global_batch / plan.num_samples,
+            "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.losses.num_spikes,
+            "bad_samples": ranks.sum(len(loader.bad))[0],
+            "storage_retries": ranks.sum(self.dataset.storage.patience.retries)[0], **self.saver.read(),
+        }  # fmt: skip
+        self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
+        for line in self.slow_ranks.changed(self.meter.own_seconds):
+            self.console.say(line)
+        if self.tracker:
+            self.tracker.log(progress.step, metrics)
+        self.saver.check()
+        self.stop.committed(self.saver.committed_step, self.saver.longest)
+        # Each rank has seen its own; here they are counted together.
+        if metrics["bad_samples"] > loader.max_bad:
+            raise UserError(
+                f"{metrics['bad_samples']:.0f} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{loader.max_bad_share} allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
+            )
+
+    def save_on_all_ranks(self, keep: bool = False) -> None:
+        """Hand a checkpoint of this step to the writer, which commits it while training goes on. keep: it stays for good."""
+        step = self.progress.step
+        self.watchdog.at(step, "checkpoint")
+        self.damaged.discard(step_name(step))  # It is written anew.
+        commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
+        with self.clock.host("checkpoint"):
+            self.saver.save(step, self.engine.part(), commit)
+        self.progress.saved = step
+
+    def _commit(self, retention: Retention) -> Commit | None:
+        """What a checkpoint holds beside the tensors, on rank 0."""
+        if not self.ranks.is_main:
+            return None
+        config, progress = self.config, self.progress
+        state = {
+            "step": progress.step,
+            "samples_seen": progress.step * config.train.global_batch,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "engine": asdict(self.engine.counters()),
+            "model": self.model.config.to_dict(),
+            "identity": self.facts,
+            "losses": list(self.losses.scores.recent),
+            "left_out": progress.skipped_batches,
+        }
+        preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
+        extra = {"classes": self.dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
+                 "fingerprint": self.dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
+        return Commit(state, self.engine.shapes, models.safetensors_metadata(self.model.config, extra), retention)
+
+    # ------------------------------------------------------------------ the end
+    def report_bad_samples_on_all_ranks(self) -> None:
+        """A line for each sample that could not be read, of any rank."""
+        bad = {row: why for of_rank in self.ranks.gather(self.feed.loader.bad) for row, why in of_rank.items()}
+        for row, key in zip(sorted(bad), self.split.keys(sorted(bad)), strict=True):
+            self.console.say(f"left out {key}: {bad[row]}")
+
+    def close(self, status: str, in_a_hurry: bool) -> None:
+        """End threads and processes. status: FINISHED, FAILED or KILLED, as MLflow calls them. in_a_hurry: asked to stop."""
+        self.watchdog.close()
+        self.console.close_bar()
+        self.feed.loader.close()
+        self.saver.close()
+        if self.tracker:
+            self.tracker.finish(status, in_a_hurry)
