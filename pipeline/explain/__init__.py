@@ -1,1 +1,4 @@
-"""A look inside weights: what they attend to, what they have learned of places and patches, and where they are wrong."""
+"""Pictures of what is inside weights: attention, Grad-CAM, positions, filters, the most confident mistakes.
+
+Takes a loaded model and images from evaluate/. Called by `launch/explain.py`.
+"""

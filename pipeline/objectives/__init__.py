@@ -1,1 +1,4 @@
-"""Room."""
+"""Losses: class labels, and what corrupted patches show. Pure functions of tensors and seeds.
+
+Imports models and data/loading (batches, mixing). Called by evaluate/ and train/.
+"""
