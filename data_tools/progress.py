@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import replacing
 
 PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_FILES = 10.0

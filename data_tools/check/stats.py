@@ -16,8 +16,9 @@ from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size, duration
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
-from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset, replacing
+from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.outputs import try_output
 from pipeline.settings.data import StatsConfig

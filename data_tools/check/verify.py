@@ -24,18 +24,10 @@ from data_tools.driver import only_driver
 from data_tools.progress import Progress, data_size, duration
 from pipeline import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import (
-    INFO,
-    SAMPLES_FILE,
-    SHARDS_FILE,
-    Dataset,
-    Shard,
-    open_dataset,
-    open_parquet,
-    replacing,
-)
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset, open_parquet
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import VerifyConfig
 

@@ -12,9 +12,9 @@ import numpy as np
 from data_tools.dedup.near_copies import TestImages
 from data_tools.dedup.thumbnails import FINE, Job, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 # Pairs up to this distance are kept, so that another max_distance needs no other search.

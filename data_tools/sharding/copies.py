@@ -18,8 +18,8 @@ from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
 from pipeline import ray_tasks
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 _SAMPLES_PER_TASK = 4096

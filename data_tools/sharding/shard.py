@@ -29,18 +29,10 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable
 from pipeline import json_record, ray_tasks
-from pipeline.data.dataset.manifest import (
-    INFO,
-    ROWS,
-    Dataset,
-    Shard,
-    open_dataset,
-    open_parquet,
-    replacing,
-    write_dataset,
-)
+from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, remove_tree
 from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 

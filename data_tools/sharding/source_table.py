@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
-from pipeline.data.dataset.manifest import open_parquet, replacing
+from pipeline.data.dataset.manifest import open_parquet
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import replacing
 
 SOURCE_TABLE = "source.parquet"
 _NAMED = 3

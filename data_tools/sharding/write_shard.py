@@ -17,11 +17,12 @@ from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.reader import raise_if_lost
 from pipeline import json_record
-from pipeline.data.dataset.manifest import ROWS, Shard, open_parquet, replacing
+from pipeline.data.dataset.manifest import ROWS, Shard, open_parquet
 from pipeline.data.loading.decode import check_end, decode, inspect
 from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 PARTS = ".parts"

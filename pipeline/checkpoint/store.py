@@ -30,7 +30,7 @@ from pipeline.checkpoint.sharded_tensors import Fragments
 from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.data.storage.bucket import AnyPath, BucketPath, Patience, to_path
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.settings.run import RunConfig
 
 FORMAT = 1
@@ -344,12 +344,12 @@ def checksum(file: AnyPath) -> Checksum:
 
 
 def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
-    """Replace a small file of a checkpoint, as write_atomically does; objects of a bucket are replaced so anyway."""
+    """Replace a small file of a checkpoint, as write_text does; objects of a bucket are replaced so anyway."""
     if isinstance(path, BucketPath):
         with path.replacing() as stream:
             stream.write(text.encode())
     else:
-        write_atomically(path, text, durable)
+        write_text(path, text, durable)
 
 
 def _inside(folder: AnyPath) -> list[AnyPath]:

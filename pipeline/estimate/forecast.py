@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from pipeline import model as models
-from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline import json_record
-from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render, report
 from pipeline.monitor.tracking import by_name, read_metrics

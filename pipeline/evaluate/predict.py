@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 from tqdm import tqdm
 
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import Pictures, open_pictures
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model

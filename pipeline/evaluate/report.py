@@ -10,8 +10,9 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline.data.dataset.manifest import Dataset, Split, open_dataset, replacing
+from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.whole import replacing
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render

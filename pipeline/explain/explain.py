@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline import random_numbers
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import Pictures
 from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder

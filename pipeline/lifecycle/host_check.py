@@ -25,6 +25,7 @@ from typing import Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.files import replacing
 from pipeline.lifecycle.hosts import read_hostfile
 from pipeline.settings import schema
 from pipeline.settings.operate import HostsConfig
@@ -96,10 +97,8 @@ def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.
     if bad := [name for name, value in chosen.items() if "\n" in value]:
         raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
     lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
-    temporary = _ENVIRONMENT_FILE.with_name(f"{_ENVIRONMENT_FILE.name}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.writelines(lines)
-    os.replace(temporary, _ENVIRONMENT_FILE)
+    with replacing(_ENVIRONMENT_FILE, mode=0o600) as file:
+        file.write("".join(lines).encode())
     return sorted(chosen)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.files import write_text
 
 # "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
 RESUME = 75
@@ -90,16 +91,16 @@ class RunFolder:
     def say_status(self, status: Status) -> None:
         """Replace status.json; only by the run that has the folder, on its rank 0."""
         if self.is_owner:
-            write_atomically(self.path / "status.json", json.dumps(asdict(status)))
+            write_text(self.path / "status.json", json.dumps(asdict(status)))
 
     def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
         """Leave word why this rank gives up (see Failure), and its traceback if there is one."""
         if self.ours:
             file = self._failure_file()
             file.parent.mkdir(exist_ok=True)
-            write_atomically(file, json.dumps(asdict(Failure(self.rank, socket.gethostname(), error, lost_others))))
+            write_text(file, json.dumps(asdict(Failure(self.rank, socket.gethostname(), error, lost_others))))
             if trace:
-                write_atomically(file.with_suffix(".txt"), trace)
+                write_text(file.with_suffix(".txt"), trace)
 
     def take_stderr(self) -> None:
         """Send what this process still prints to stderr, from any library, into the file of its traceback."""
@@ -157,24 +158,3 @@ def forget_last_start(path: Path) -> None:
 
 def stop_file(path: Path) -> Path:
     return path / "stop"
-
-
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a small file so that a reader sees the old text or the new, never a part.
-
-    durable: it is on the disk before it is seen, also if the power goes.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        # A failed write() does not know its file, and "no space left" is of little use without.
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise

@@ -11,11 +11,12 @@ import numpy as np
 
 from pipeline import json_record
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
-from pipeline.data.dataset.manifest import Dataset, open_dataset, replacing
+from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig

@@ -2,10 +2,9 @@
 
 import hashlib
 import importlib
-import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from pipeline import json_record
 from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
 from pipeline.errors import UserError
+from pipeline.files import replacing
 from pipeline.model.convert.state_dicts import Beside
 
 WAY_OUT = "Use the checkpoint before it, or fetch the file again."
@@ -124,7 +124,8 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
     """As transformers and timm read them; whole or not at all."""
     library = optional("safetensors.torch", f"to write {path}")
     content = library.save(dict(tensors), {"format": "pt", **(metadata or {})})
-    write_whole(path, lambda file: file.write(content))
+    with replacing(path) as file:
+        file.write(content)
 
 
 def optional(name: str, purpose: str) -> ModuleType:
@@ -134,20 +135,6 @@ def optional(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(f"{package} is needed {purpose}: pip install {package}.") from error
-
-
-def write_whole(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file by way of a hidden one, flushed and then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)  # the rename itself
 
 
 def _read_json(path: Path, kind: Any) -> Any:
@@ -171,11 +158,3 @@ def _checksum_of(path: Path) -> Checksum | None:
         return json_record.read(path.with_name(CHECKSUMS), dict[str, Checksum]).get(path.name)
     except FileNotFoundError:
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

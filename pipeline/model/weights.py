@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.files import replacing
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.convert.entries import check_values
@@ -74,7 +75,8 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
         "state": {name: _plain_copy(tensor) for name, tensor in model.state_dict().items()},
         "extra": extra,
     }
-    files.write_whole(Path(path), lambda file: torch.save(content, file))
+    with replacing(Path(path)) as file:
+        torch.save(content, file)
 
 
 def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:

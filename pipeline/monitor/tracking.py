@@ -28,7 +28,7 @@ from typing import Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.settings.run import TrackConfig
 
 _METRICS, _CURSORS = "metrics.jsonl", "mlflow.json"
@@ -332,7 +332,7 @@ class Tracker:
             if self._cursors:
                 self._save_cursors()
             if kept != lines:
-                write_atomically(self.path, b"".join(kept).decode())
+                write_text(self.path, b"".join(kept).decode())
         num_later, num_repeats = sum(step > last_step for step in removed), sum(step <= last_step for step in removed)
         told = {
             f"records after step {last_step:,}, from where the run goes on": num_later,
@@ -379,7 +379,7 @@ class Tracker:
         if self.uri in self._cursors:
             self._cursors[self.uri] = self._cursors.pop(self.uri)
         content = {uri: asdict(cursor) for uri, cursor in self._cursors.items()}
-        write_atomically(self.folder / _CURSORS, json.dumps(content, indent=1))
+        write_text(self.folder / _CURSORS, json.dumps(content, indent=1))
 
 
 def send_report(

@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate.probes.probe import RunProbe, named
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import Watchdog
 from pipeline.monitor.tracking import Tracker
@@ -75,7 +75,7 @@ class _Evaluator:
         self.console.say(f"step {step:,}: {line}")
         if self.tracker:
             self.tracker.log(step, metrics)
-            write_atomically(self.folder / self.file, json.dumps({"step": step, **content}))
+            write_text(self.folder / self.file, json.dumps({"step": step, **content}))
 
 
 @dataclass(frozen=True)

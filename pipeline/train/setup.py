@@ -16,7 +16,7 @@ from pipeline.distributed import from_environment
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.evaluate import architecture
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import LossWatch, SlowRanks, Watchdog
@@ -124,9 +124,9 @@ def _start_tracker(
     config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model, start: int
 ) -> Tracker:
     resolved = folder / "config.json"
-    write_atomically(resolved, json.dumps(schema.to_dict(config), indent=1))
-    write_atomically(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    write_atomically(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    write_text(resolved, json.dumps(schema.to_dict(config), indent=1))
+    write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
+    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
     settings = {name: value for name, value in facts.items() if not name.startswith("model.")}
     parameters = {**settings, **architecture.as_settings(model.config), "steps": plan.steps, "accumulation": plan.accumulation,
                   "num_parameters": models.num_parameters(model.config)}  # fmt: skip

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from pipeline import json_record
-from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME, read_status

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.dataset.manifest import replacing
+from pipeline.data.storage.whole import replacing
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.tracking import send_report
 from pipeline.outputs import try_output

@@ -14,7 +14,7 @@ from pipeline import json_record
 from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.model import files
 from pipeline.settings import schema
 from pipeline.settings.run import AugmentConfig
@@ -127,7 +127,7 @@ class Sweep:
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
         """Keep the outcome of a cell."""
-        write_atomically(self._file(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
+        write_text(self._file(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
 
     def claim(self) -> None:
         """Make the folder this sweep's. Raises UserError when it is another's, or holds files of others.
@@ -155,7 +155,7 @@ class Sweep:
             )
         (self.folder / CELLS).mkdir(parents=True, exist_ok=True)
         if now != then:
-            write_atomically(file, json.dumps(now, indent=1) + "\n")
+            write_text(file, json.dumps(now, indent=1) + "\n")
 
     def _file(self, cell: Cell) -> Path:
         return self.folder / CELLS / f"{cell_name(cell)}.json"

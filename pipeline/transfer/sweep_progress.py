@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pipeline.console import duration
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 
 PROGRESS_FILE = "progress.json"
 
@@ -83,4 +83,4 @@ class Board:
             "median_cell_seconds": statistics.median(self._seconds) if self._seconds else None,
             "tasks": {task: {"cells": count, "done": self.done[task], "failed": self.failed[task]} for task, count in self.total.items()},
         }  # fmt: skip
-        write_atomically(self.file, json.dumps(state, indent=1) + "\n", durable=False)
+        write_text(self.file, json.dumps(state, indent=1) + "\n", durable=False)

@@ -20,7 +20,7 @@ from pipeline import model as models
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 from pipeline.monitor.tracking import run_id_of
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
@@ -120,7 +120,7 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
         ],
         "missing": sweep.missing,
     }  # fmt: skip
-    write_atomically(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     _print_end(sweep, scores, folder)
     if failed:
         cell, reason = next(iter(failed.items()))

@@ -28,7 +28,7 @@ from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, read_sta
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import write_atomically
+from pipeline.files import write_text
 
 ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -379,14 +379,14 @@ def test_a_bucket_that_refuses_leaves_the_last_one(s3: tuple[faulty_s3.S3, str])
 # -------------------------------------------------------------------- small files, and the order of things
 def test_a_full_disk_leaves_the_old_text_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.json"
-    write_atomically(path, "old")
+    write_text(path, "old")
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as error:
-        write_atomically(path, "new")
+        write_text(path, "new")
     assert error.value.filename == str(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["state.json"]

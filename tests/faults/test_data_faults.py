@@ -27,11 +27,12 @@ from data_tools.sharding import shard
 from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
 from pipeline.data.dataset.exclusion import read_lists
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, replacing
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader, train_view
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
 from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.whole import replacing
 
 # (socket to the client, headers of the answer, its body): sends what the client gets, or returns the body to be sent.
 Fault = Callable[["_Handler", bytes, bytes], bytes | None]

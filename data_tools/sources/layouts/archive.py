@@ -21,8 +21,8 @@ from typing import BinaryIO, NamedTuple
 
 from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath, version
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from data_tools.sources.layouts.archive import LIST, staged_path, tar_members
 from data_tools.sources.listing import Collector, printable
 from pipeline import json_record
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, walk_files
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 # pyarrow's S3 client has 25 connections. Lists that wait for that of a slow tar before them are held in memory.

@@ -13,8 +13,8 @@ from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import printable
 from data_tools.vtab.datasets import DataSet, File
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath, name_inside, version, walk_files
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")

@@ -7,8 +7,8 @@ import numpy as np
 
 from data_tools.sources.images import png
 from data_tools.vtab.readers.files import Place
-from pipeline.data.dataset.manifest import replacing
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import replacing
 
 # Rows in ascending order -> pixels of each, uint8 (H, W) or (H, W, 3).
 Pixels = Callable[[np.ndarray], Iterator[np.ndarray]]

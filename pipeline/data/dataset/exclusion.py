@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from pipeline.data.dataset.manifest import Dataset, open_parquet, replacing
+from pipeline.data.dataset.manifest import Dataset, open_parquet
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 FOLDER = "exclude"

@@ -13,12 +13,11 @@ import contextlib
 import hashlib
 import json
 import os
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +32,7 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.proof import proven_sha256
 from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.run import Limit
 
@@ -396,37 +396,6 @@ def write_dataset(
         for split in splits:
             dataset.index(split)  # Now, so that the first run need not wait for it.
     return dataset
-
-
-@contextlib.contextmanager
-def replacing(path: AnyPath) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and leaves nothing behind when it does not.
-
-    Written under another name, synced, renamed. The name is unique, so that two writers (a task and its retry, a
-    killed run's last worker) cannot mix their bytes. For a bucket it is a temporary file of this machine, then uploaded.
-    """
-    if isinstance(path, BucketPath):
-        with path.replacing() as file:
-            yield file
-        return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        # A failed write() does not know its file, and "no space left" is of little use without.
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def _check_labels(rows: pa.Table, shard_name: str, num_classes: int) -> None:

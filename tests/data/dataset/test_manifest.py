@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.dataset import manifest
-from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, replacing, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 

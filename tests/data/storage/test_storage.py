@@ -15,13 +15,14 @@ import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
 
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
-from pipeline.data.dataset.manifest import open_dataset, replacing
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage import bucket
 from pipeline.data.storage.bucket import name_inside, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
 

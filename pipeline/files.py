@@ -1,0 +1,59 @@
+"""Files of which a reader sees the old content or the new, never a part. Standard library only.
+
+What is written goes into a hidden file of the same folder, which then takes the name. A process that is killed in between
+leaves that hidden file behind, and nothing else.
+"""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a small file that only one process writes; what a killed process left of it is overwritten.
+
+    durable: the text is on the disk before the file has its name, also if the power fails.
+    """
+    with _replacing(path, path.with_name(f".{path.name}.tmp"), 0o666, durable) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, and leaves nothing behind when it does not.
+
+    Several processes may write the same path (a task and its retry, a killed run's last worker): each has a hidden file of
+    its own, so their bytes cannot mix. mode: permissions of a new file, before the umask.
+    """
+    with _replacing(path, path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"), mode, durable=True) as file:
+        yield file
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk: the rename itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _replacing(path: Path, hidden: Path, mode: int, durable: bool) -> Iterator[BinaryIO]:
+    try:
+        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(hidden, path)
+    except BaseException as error:
+        hidden.unlink(missing_ok=True)
+        # A failed write() does not know its file, and "no space left" is of little use without.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
