@@ -17,15 +17,15 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from pipeline import json_record
+from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
 from pipeline.distributed import Ranks
 from pipeline.errors import CrashError, UserError
@@ -43,14 +43,6 @@ main()
 """
 # How long a run that ends with an error waits for the save in flight; the writer finishes it in any case.
 _LAST_WAIT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank writes. ranges: (name, start, length). tensors: by state, a flat fp32 tensor for each range."""
-
-    ranges: list[tuple[str, int, int]]
-    tensors: dict[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,9 +65,9 @@ class Saver:
     """
 
     def __init__(
-        self, folder: str, ranks: Ranks, patience: float, committed_step: int = 0, say: Callable[[str], None] = print
+        self, folder: str, ranks: Ranks, retry: float, committed_step: int = 0, say: Callable[[str], None] = print
     ) -> None:
-        self.folder, self.ranks, self.patience, self.say = folder, ranks, patience, say
+        self.folder, self.ranks, self.retry, self.say = folder, ranks, retry, say
         # Seconds that this rank waited for saving, and that its writer worked, since they were last asked for.
         self.blocked = self.written = 0.0
         # What is certainly on disk, and the longest that writing took: 0 before the first.
@@ -101,14 +93,14 @@ class Saver:
         self._from = cast(io.RawIOBase, starter.stdout)
         self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
 
-    def save(self, step: int, part: Part, commit: Commit | None) -> None:
+    def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it over; first waits for the save before. commit: on rank 0."""
         begin = time.perf_counter()
         self._hear_all()
         self._conclude()
         self._copy(part)
         job = Job(
-            self.folder, self.patience, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
+            self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
             self.ranks.world_size, list(part.tensors), part.ranges, commit,
         )  # fmt: skip
         self._send(_Given(Request(job=job), step))
@@ -117,7 +109,7 @@ class Saver:
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """The checkpoint of `step` stays while no other is better by `metric`; after the save that was given before."""
         if self.ranks.is_main and math.isfinite(value):
-            self._send(_Given(Request(best=Best(self.folder, self.patience, step, metric, value)), None))
+            self._send(_Given(Request(best=Best(self.folder, self.retry, step, metric, value)), None))
 
     def read(self) -> dict[str, float]:
         """Seconds since the last one: training waited for saving (the slowest rank), and writers worked beside it."""
@@ -152,7 +144,7 @@ class Saver:
         self._errors.close()
 
     # ---------------------------------------------------------------- inside
-    def _copy(self, part: Part) -> None:
+    def _copy(self, part: RankPart) -> None:
         count = len(part.tensors) * sum(length for _, _, length in part.ranges)
         if not count:
             return

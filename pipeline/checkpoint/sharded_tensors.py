@@ -10,16 +10,19 @@ start and length count elements of the flattened tensor. Any number of ranks rea
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
+    from torch import Tensor
 
 # States that are no optimizer's: the weights themselves, and their running mean.
 WEIGHTS, EMA = "weights", "ema"
@@ -35,6 +38,14 @@ class Range(NamedTuple):
     name: str
     start: int
     out: np.ndarray
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank writes. ranges: (name, start, length). tensors: by state, a flat fp32 tensor for each range."""
+
+    ranges: list[tuple[str, int, int]]
+    tensors: dict[str, Sequence["Tensor"]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Index:
 
 
 @dataclass
-class Fragments:
+class ShardedTensors:
     """A checkpoint's tensors. folder: where its files are."""
 
     folder: AnyPath
@@ -86,7 +97,7 @@ class Fragments:
             found.sort()
 
     @classmethod
-    def open(cls, folder: AnyPath) -> "Fragments":
+    def open(cls, folder: AnyPath) -> "ShardedTensors":
         """Those of a checkpoint folder. Raises UserError for a damaged index."""
         file = folder / INDEX
         try:

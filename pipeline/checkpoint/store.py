@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import json_record
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
-from pipeline.data.storage.bucket import AnyPath, BucketPath, Patience, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, Retry, to_path
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.settings.run import RunConfig
@@ -259,7 +259,7 @@ class Checkpoints:
 def checkpoint_folder(config: RunConfig) -> AnyPath:
     """Where the checkpoints of a run are."""
     if config.checkpoint.folder:
-        folder = to_path(config.checkpoint.folder, Patience(60 * config.data.retry_minutes)) / config.name
+        folder = to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes)) / config.name
     else:
         folder = Path(config.out).expanduser() / config.name / "checkpoints"
     return folder.absolute() if isinstance(folder, Path) else folder
@@ -309,7 +309,7 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
 def _listed_files(path: AnyPath) -> set[str]:
     """The files that index.json lists; what is wrong with it itself, its checksum says."""
     try:
-        return set(Fragments.open(path).index.files)
+        return set(ShardedTensors.open(path).index.files)
     except (OSError, UserError):
         return set()
 

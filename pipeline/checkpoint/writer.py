@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import json_record
-from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, Fragments, Index
+from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, Index, ShardedTensors
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
     FORMAT,
@@ -39,7 +39,7 @@ from pipeline.checkpoint.store import (
     write_whole,
 )
 from pipeline.committed import Checksum
-from pipeline.data.storage.bucket import AnyPath, BucketPath, Patience, StorageError, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, Retry, StorageError, to_path
 from pipeline.errors import UserError
 
 # A writer that says nothing for so long is gone, with its host: its rank's part will not come.
@@ -83,7 +83,7 @@ class Job:
     """
 
     folder: str
-    patience: float
+    retry: float
     step: int
     token: str
     rank: int
@@ -103,7 +103,7 @@ class Best:
     """The value of a metric at a step whose checkpoint stays while no other is better."""
 
     folder: str
-    patience: float
+    retry: float
     step: int
     metric: str
     value: float
@@ -128,7 +128,7 @@ class Reply:
 
 def save(job: Job, memory: int) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
-    checkpoints = Checkpoints(to_path(job.folder, Patience(job.patience)))
+    checkpoints = Checkpoints(to_path(job.folder, Retry(job.retry)))
     path: AnyPath | None = None
     committed = False
     try:
@@ -220,7 +220,7 @@ def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[WrittenPart
     write_whole(path / INDEX, json.dumps(asdict(index)))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
     checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
-    checksums[MODEL] = _write_model(path / MODEL, Fragments(path, index), commit)
+    checksums[MODEL] = _write_model(path / MODEL, ShardedTensors(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
     return checksums
 
@@ -231,9 +231,9 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
     checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
 
 
-def _write_model(file: AnyPath, fragments: Fragments, commit: Commit) -> Checksum:
+def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Checksum:
     """A .safetensors of the weights in the parts; its checksum. (The length of a header, the header in JSON, the data.)"""
-    weights = fragments.whole(EMA if EMA in fragments.states else WEIGHTS)
+    weights = sharded.whole(EMA if EMA in sharded.states else WEIGHTS)
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
     for name, array in weights.items():
@@ -281,7 +281,7 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
 
 def mark_best(best: Best) -> None:
     """As Checkpoints.keep_if_best."""
-    checkpoints = Checkpoints(to_path(best.folder, Patience(best.patience)))
+    checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry)))
     checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
 
 

@@ -40,7 +40,7 @@ BY_STARTER = "the end of what started it"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
 # How long one word with the store may take: rank 0, which keeps it, may hang.
-_STORE_PATIENCE = timedelta(seconds=5)
+_STORE_TIMEOUT = timedelta(seconds=5)
 # How long rank 0 stays for the others to hear of it, when it leaves before training begins.
 _SPREAD_SECONDS = 3.0
 # What a rank that is refused tells the others begins with this, and it waits so long for its own thread to hear of it.
@@ -132,7 +132,7 @@ class Stop:
 
             # A connection of its own: the process group's is held while it waits.
             self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            self._store.set_timeout(_STORE_PATIENCE)
+            self._store.set_timeout(_STORE_TIMEOUT)
         ranks.barrier()
         self._hosts = ranks.gather(socket.gethostname())
         self._ranks, self.folder.ours = ranks, True

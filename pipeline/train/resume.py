@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.console import Console
 from pipeline.data.dataset.manifest import Dataset
@@ -108,7 +108,7 @@ def go_back(checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks
             state = read_state(path)
             # A kill from here on must not resume behind the spike.
             ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
-            engine.load(Fragments.open(path), state.engine)
+            engine.load(ShardedTensors.open(path), state.engine)
             console.say(f"back to {path}, and on with the data behind the spike")
             return state
     console.say("there is no checkpoint before it to go back to: going on")

@@ -9,7 +9,7 @@ import torch
 
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.console import Console
 from pipeline.distributed import from_environment
@@ -75,7 +75,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     state = State(step=0)
     if resumed is not None:
         state = read_state(resumed)
-        engine.load(Fragments.open(resumed), state.engine)
+        engine.load(ShardedTensors.open(resumed), state.engine)
         stop.step = state.step
         console.say(f"resumed from {resumed} at step {state.step:,} of {plan.steps:,}")
     elif config.init.weights:

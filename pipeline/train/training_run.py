@@ -144,7 +144,7 @@ class TrainingRun:
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
             "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.losses.num_spikes,
             "bad_samples": ranks.sum(len(loader.bad))[0],
-            "storage_retries": ranks.sum(self.dataset.storage.patience.retries)[0], **self.saver.read(),
+            "storage_retries": ranks.sum(self.dataset.storage.retry.retries)[0], **self.saver.read(),
         }  # fmt: skip
         self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
         for line in self.slow_ranks.changed(self.meter.own_seconds):

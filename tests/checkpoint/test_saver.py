@@ -15,8 +15,8 @@ import torch
 from saving import STATES, job, names, newest_whole, tensors
 
 from pipeline.checkpoint import writer
-from pipeline.checkpoint.saver import Part, Saver
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.distributed import Ranks
 from pipeline.errors import CrashError, UserError
@@ -43,13 +43,13 @@ def writers(tmp_path: Path) -> list[psutil.Process]:
     return found
 
 
-def real_part(step: int) -> tuple[Part, writer.Commit]:
+def real_part(step: int) -> tuple[RankPart, writer.Commit]:
     work, memory = job(Path("/"), step)
     os.close(memory)
     arrays = tensors(step)
     flat = {s: [torch.tensor(arrays[s][n]).reshape(-1)[b : b + k] for n, b, k in work.ranges] for s in STATES}
     assert work.commit is not None
-    return Part(work.ranges, flat), work.commit
+    return RankPart(work.ranges, flat), work.commit
 
 
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
         saver.mark_best(step, "val_top1", 1 / step)
     saver.wait()
     saver.check()
-    found = Fragments.open(tmp_path / "step-00000003").whole("weights")
+    found = ShardedTensors.open(tmp_path / "step-00000003").whole("weights")
     assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
     assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
     reading = saver.read()
@@ -115,7 +115,7 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
         assert newest_whole(tmp_path) == f"step-{step:08d}"
         assert (tmp_path / "latest").read_text() == f"step-{step:08d}"
         assert Checkpoints(tmp_path).kept().best == f"step-{step:08d}"
-        found = Fragments.open(tmp_path / f"step-{step:08d}").whole("exp_avg")
+        found = ShardedTensors.open(tmp_path / f"step-{step:08d}").whole("exp_avg")
         assert all(np.array_equal(found[name], array) for name, array in tensors(step)["exp_avg"].items())
     assert said[1:] == [
         f"the checkpoint writer of rank 0 died (it was killed) while it saved step {step} (the last checkpoint: 10 steps "

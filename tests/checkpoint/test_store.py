@@ -23,7 +23,7 @@ from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 
 from pipeline import model as models
 from pipeline.checkpoint import store, writer
-from pipeline.checkpoint.sharded_tensors import Fragments, Index, Range
+from pipeline.checkpoint.sharded_tensors import Index, Range, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.distributed import Ranks
@@ -56,7 +56,7 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
                             "state.json"]  # fmt: skip
     expected = tensors(7)
     for state in STATES:
-        found = Fragments.open(final).whole(state)
+        found = ShardedTensors.open(final).whole(state)
         assert found.keys() == expected[state].keys()
         assert all(np.array_equal(found[name], array) for name, array in expected[state].items())
     config, weights, extra = models.read_weights(final)
@@ -86,29 +86,29 @@ def test_any_ranges_are_read_from_any_ranges(
         parts = [arrays[s][name][start : start + length] for s in STATES for name, start, length in ranges]
         (folder / file).write_bytes(b"".join(part.tobytes() for part in parts))
     shapes = {name: [array.size] for name, array in arrays["weights"].items()}
-    fragments = Fragments(folder, Index(shapes, list(STATES), files))
+    sharded = ShardedTensors(folder, Index(shapes, list(STATES), files))
     wanted = []
     for state in STATES:
         for i, n in enumerate(sizes):
             start = data.draw(st.integers(0, n - 1))
             wanted.append(Range(state, f"t{i}", start, np.empty(data.draw(st.integers(0, n - start)), np.float32)))
-    fragments.read(wanted)
+    sharded.read(wanted)
     for state, name, start, out in wanted:
         assert np.array_equal(out, arrays[state][name][start : start + len(out)])
 
 
 def test_another_models_tensors_are_refused(tmp_path: Path) -> None:
     save_all(tmp_path, 1)
-    fragments = Fragments.open(tmp_path / "step-00000001")
-    shapes = fragments.index.shapes
-    fragments.check(shapes)
+    sharded = ShardedTensors.open(tmp_path / "step-00000001")
+    shapes = sharded.index.shapes
+    sharded.check(shapes)
     for other, said in (
         ({**shapes, "head.bias": [4]}, r"head.bias has shape \[3\] there, \[4\] here"),
         ({**shapes, "more": [1]}, r"more has shape none there, \[1\] here"),
         ({n: s for n, s in shapes.items() if n != "head.bias"}, r"head.bias has shape \[3\] there, none here"),
     ):
         with pytest.raises(UserError, match=said):
-            fragments.check(other)
+            sharded.check(other)
 
 
 @pytest.mark.parametrize(("found", "said"), [(2, "reads up to 1. Use the version"), (0, "init.weights=")])
@@ -347,7 +347,7 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     assert [verify(newest, share, 2) for share in range(2)] == [None, None]
     assert (folder / "latest").read_text() == "step-00000030"
     assert "status" not in str(newest.sizes().keys())
-    found = Fragments.open(newest).whole("exp_avg")
+    found = ShardedTensors.open(newest).whole("exp_avg")
     assert all(np.array_equal(found[name], array) for name, array in tensors(30)["exp_avg"].items())
 
     # One that was interrupted is none, and goes; a damaged one is refused, and replaced.
@@ -425,7 +425,7 @@ from saving import STATES, job, save_all, tensors
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.store import Checkpoints, verify
 from pipeline.checkpoint.writer import save
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 
 os.fsync = lambda descriptor: None  # Slow, and a SIGKILL loses nothing that was written.
 writer.BEAT_SECONDS = 1e6
@@ -474,7 +474,7 @@ def check(folder, allowed):
         if step == DAMAGED:
             continue
         assert verify(path) is None, (path, verify(path))
-        found = Fragments.open(path).whole("weights")
+        found = ShardedTensors.open(path).whole("weights")
         assert all(np.array_equal(found[n], a) for n, a in tensors(step)["weights"].items())
     found = next(p for p in Checkpoints(folder).candidates() if verify(p) is None)
     assert int(found.name[5:]) in allowed, found

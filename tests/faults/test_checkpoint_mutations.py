@@ -9,7 +9,7 @@ import torch
 from saving import CONFIG, save_all, tensors
 
 from pipeline import model as models
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, read_status, write_status
 from pipeline.committed import newest_whole
 from pipeline.console import Console
@@ -88,7 +88,7 @@ def read_weights(run: Path, folder: Path) -> None:
 
 
 def read_tensors(run: Path, folder: Path) -> None:
-    Fragments.open(folder).whole("weights")
+    ShardedTensors.open(folder).whole("weights")
 
 
 def read_steps(run: Path, folder: Path) -> None:

@@ -18,7 +18,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage import bucket
 from pipeline.data.storage.bucket import ObjectReader, fetched
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Patience, StorageError
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
 
@@ -34,7 +34,7 @@ def remote(s3: Server, dataset: Path, tmp_path: Path) -> Open:
 
     def open_it(with_cache: bool = True, seconds: float = 20) -> Dataset:
         cache = ShardCache(tmp_path / "cache", 10**9) if with_cache else None
-        return open_dataset(f"{s3[1]}/tiny", Storage(Patience(seconds), cache))
+        return open_dataset(f"{s3[1]}/tiny", Storage(Retry(seconds), cache))
 
     return open_it
 
@@ -52,7 +52,7 @@ def test_what_passes_is_tried_again_and_counted(with_cache: bool, s3: Server, re
         s3[0].fail(fault, "GET", times=1)
     expected, reader = images(dataset), ShardReader(split)
     assert [reader.read(row) for row in rows] == [expected[row] for row in rows]
-    assert split.storage.patience.retries == 4
+    assert split.storage.retry.retries == 4
 
 
 def test_a_connection_that_stands_still_is_given_up(
@@ -63,7 +63,7 @@ def test_a_connection_that_stands_still_is_given_up(
     split = remote().split("train")
     s3[0].fail(stall, ".tar", times=1)
     assert ShardReader(split).read(0) == images(dataset)[0]
-    assert split.storage.patience.retries == 1
+    assert split.storage.retry.retries == 1
     bucket._connect.cache_clear()
 
 
@@ -83,7 +83,7 @@ def test_an_outage_stops_the_run_with_one_line(
         r"s3://\w+/tiny/train-00000\d.tar is out of reach for 0.00833 minutes .*503.*Check the network", said
     )
     assert not loader.bad
-    assert split.storage.patience.retries > 0
+    assert split.storage.retry.retries > 0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
     put(path, b"0123")
     with pytest.raises(OSError, match="file ends before byte 10"):
         reader.read_at(8, 2)
-    assert path.patience.retries == 1
+    assert path.retry.retries == 1
     assert reader.read_at(2, 2) == b"23"
 
 
@@ -197,7 +197,7 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pyt
     again = bucket_path(f"{s3[1]}/file", seconds=20)
     put(again, large)
     assert again.read_bytes() == large
-    assert again.patience.retries == 1
+    assert again.retry.retries == 1
     bucket._connect.cache_clear()
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_memory_cannot_map_is_not_the_buckets_fault(s3: Server) -> N
         os.truncate(file.name, 1 << 47)
         with pytest.raises(OSError, match="Cannot allocate memory"):
             target.upload(file.name)
-    assert target.patience.retries == 0
+    assert target.retry.retries == 0
     assert not target.exists()
 
 

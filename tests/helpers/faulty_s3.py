@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
 from pipeline.data.storage.bucket import BucketPath, to_path
-from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
 
 # (socket to the client, headers of the answer, its body): sends what the client gets, or returns the body to be sent.
@@ -206,6 +206,6 @@ def copy_folder(folder: Path, url: str) -> None:
 
 
 def bucket_path(url: str, seconds: float = 5.0) -> BucketPath:
-    path = to_path(url, Patience(seconds))
+    path = to_path(url, Retry(seconds))
     assert isinstance(path, BucketPath)
     return path

@@ -43,7 +43,7 @@ def cut(names: dict[str, np.ndarray], world_size: int) -> list[list[tuple[str, i
 
 def job(
     folder: Path | BucketPath, step: int, rank: int = 0, world_size: int = 1, token: str = "t", keep: int = 2,
-    damaged: Sequence[str] = (), always: bool = False, patience: float = 5.0, **state: Any,
+    damaged: Sequence[str] = (), always: bool = False, retry: float = 5.0, **state: Any,
 ) -> tuple[Job, int]:  # fmt: skip
     """One rank's job of a save, and the memory that holds its data (a file descriptor)."""
     data = tensors(step)
@@ -61,7 +61,7 @@ def job(
         Retention(keep, list(damaged), always),
     )
     return Job(
-        str(folder), patience, step, token, rank, world_size, list(STATES), ranges, commit if rank == 0 else None
+        str(folder), retry, step, token, rank, world_size, list(STATES), ranges, commit if rank == 0 else None
     ), memory
 
 

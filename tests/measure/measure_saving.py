@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from pipeline import model as models
-from pipeline.checkpoint.saver import Part, Saver
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.distributed import Ranks
 
@@ -34,7 +35,7 @@ def main(name: str = "ViT-S/16", saves: str = "6") -> None:
     model = models.create(name, 224, 1000)
     named = {n: p.detach().reshape(-1) for n, p in model.named_parameters()}
     shapes = {n: list(p.shape) for n, p in model.named_parameters()}
-    part = Part(
+    part = RankPart(
         [(n, 0, len(p)) for n, p in named.items()],
         {s: [p.clone() for p in named.values()] for s in ("weights", "exp_avg", "exp_avg_sq")},
     )

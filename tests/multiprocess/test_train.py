@@ -11,7 +11,7 @@ from forked import Forge, train
 from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
-from pipeline.checkpoint.sharded_tensors import Fragments
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
@@ -154,11 +154,11 @@ def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Path, dataset: Path, stage: int) -> None:
     run = matrix / f"ema{stage}"
-    steps = [Fragments.open(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)]
+    steps = [ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)]
     new = models.create("ViT-Ti/8", 16, 4, representation=True, width=32, depth=2, mlp_width=64, num_heads=2)
     expected = {name: parameter.detach().numpy().astype(np.float64) for name, parameter in new.named_parameters()}
-    for fragments in steps:
-        weights = fragments.whole("weights")
+    for sharded in steps:
+        weights = sharded.whole("weights")
         expected = {name: 0.8 * mean + 0.2 * weights[name] for name, mean in expected.items()}
     found, model = steps[-1].whole("ema"), models.load(run)
     for name, parameter in model.named_parameters():
@@ -338,7 +338,7 @@ def assert_same_state(a: Path, b: Path) -> None:
     assert folders[0].name == folders[1].name
     states = [read_state(folder) for folder in folders]
     assert states[0].engine == states[1].engine
-    found = [Fragments.open(folder) for folder in folders]
+    found = [ShardedTensors.open(folder) for folder in folders]
     assert found[0].states == found[1].states
     files = [sorted(folder.glob("rank-*.bin")) for folder in folders]
     assert len(files[0]) == len(files[1]) == len(states) == 2

@@ -31,7 +31,7 @@ from pipeline.data.dataset.subset import beyond_limit
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.proof import proven_sha256
-from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.run import Limit
@@ -250,7 +250,7 @@ class Dataset:
         Samples may have been left out because their shard is cut, or gone. In a bucket even those must be whole of which
         some samples stay: who reads one compares its size, or its checksum.
         """
-        sizes = _sizes(paths, self.storage.patience)
+        sizes = _sizes(paths, self.storage.retry)
         for path, expected, used, whole in zip(
             paths, num_bytes.tolist(), is_used.tolist(), is_whole.tolist(), strict=True
         ):
@@ -288,7 +288,7 @@ class Dataset:
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
     """Open a data set by its folder or URL; reads dataset.json only. Raises UserError when there is none, or a damaged one."""
     storage = storage or Storage()
-    path = to_path(path, storage.patience)
+    path = to_path(path, storage.retry)
     remedy = f"Shard it first: python launch/shard.py source=... out={path}"
     if not path.exists():
         raise UserError(f"{path}: no such data set. {remedy}")
@@ -478,7 +478,7 @@ def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
     return [name if "://" in name else f"{start}/{name}" for name in names]  # Of a million, Path would take seconds.
 
 
-def _sizes(paths: list[str], patience: Patience) -> dict[str, int]:
+def _sizes(paths: list[str], retry: Retry) -> dict[str, int]:
     """URL -> bytes of those shards in buckets that are there: asking for each of 4,000 objects would take minutes.
 
     One listing of each folder that holds some, which is one.
@@ -489,7 +489,7 @@ def _sizes(paths: list[str], patience: Patience) -> dict[str, int]:
             location, mark, options = path.partition("?")
             folders.add(location.rpartition("/")[0] + mark + options)
     found: dict[str, int] = {}
-    for folder in (to_path(location, patience) for location in folders):
+    for folder in (to_path(location, retry) for location in folders):
         assert isinstance(folder, BucketPath)
         found |= {str(folder / name): size for name, size in folder.sizes().items()}
     return found

@@ -137,7 +137,7 @@ class ShardReader:
             raise
 
     def _path(self, shard: int) -> Path | BucketPath:
-        return to_path(self.split.shard_paths[shard], self.split.storage.patience)
+        return to_path(self.split.shard_paths[shard], self.split.storage.retry)
 
     def _sha256(self, shard: int) -> str:
         return self.split.shard_sha256[shard].as_py()

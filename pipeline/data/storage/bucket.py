@@ -5,7 +5,7 @@ end in options, `s3://bucket/prefix?region=eu-west-1&endpoint_override=http://10
 from the environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...), as with the vendor's own tools.
 
 A request that fails for a reason that may pass (a reset, a time-out, a 503) is made again, with growing pauses, until
-`Patience.seconds` are over, and counted (`patience.py`). What no waiting mends is a StorageError at once: it stops a run
+`Retry.seconds` are over, and counted (`retry.py`). What no waiting mends is a StorageError at once: it stops a run
 with one line.
 """
 
@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from pipeline.data.storage.retry import Patience, StorageError
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class BucketPath:
     scheme: str
     key: str
     query: str = ""
-    patience: Patience = field(default_factory=Patience, repr=False, compare=False)
+    retry: Retry = field(default_factory=Retry, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.key}" + (f"?{self.query}" if self.query else "")
@@ -219,7 +219,7 @@ class BucketPath:
 
     def _try(self, action: Callable[[], T]) -> T:
         try:
-            return self.patience.trying(self, action)
+            return self.retry.trying(self, action)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
 
@@ -326,7 +326,7 @@ class _Raw(io.RawIOBase):
         return size
 
 
-def to_path(location: str | Path | BucketPath, patience: Patience | None = None) -> AnyPath:
+def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> AnyPath:
     """A local path or a URL as a path; `~` is the home folder. Raises UserError for what is neither."""
     if not isinstance(location, str):
         return location
@@ -342,13 +342,13 @@ def to_path(location: str | Path | BucketPath, patience: Patience | None = None)
         what = f"has an unknown option {min(unknown)!r}" if unknown else "names no bucket"
         raise UserError(f"{location} {what}. Write {scheme}://bucket/folder, and options as ?region=...&scheme=http "
                         f"(known: {', '.join(sorted(_OPTIONS))}).")  # fmt: skip
-    return BucketPath(scheme, key, query, patience or Patience())
+    return BucketPath(scheme, key, query, retry or Retry())
 
 
 def locate(folder: AnyPath, name: str) -> AnyPath:
     """Where a name leads that a file in `folder` holds: below it, unless the name is a URL or an absolute path."""
     if "://" in name or name.startswith("/"):
-        return to_path(name, folder.patience if isinstance(folder, BucketPath) else None)
+        return to_path(name, folder.retry if isinstance(folder, BucketPath) else None)
     return folder / name
 
 

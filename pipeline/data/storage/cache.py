@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.data.storage.bucket import BucketPath, ObjectReader
-from pipeline.data.storage.retry import Patience, StorageError
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 from pipeline.settings.run import DataConfig
 
@@ -177,11 +177,11 @@ def _remove_abandoned(path: str) -> bool:
 class Storage:
     """How the files of a data set are reached; shared by all its readers."""
 
-    patience: Patience = field(default_factory=Patience)
+    retry: Retry = field(default_factory=Retry)
     cache: ShardCache | None = None
 
     @classmethod
     def of(cls, config: DataConfig) -> "Storage":
         """As the settings of a run say. Makes the cache's folder."""
         cache = ShardCache(Path(config.cache).expanduser(), int(config.cache_gb * 1e9)) if config.cache else None
-        return cls(Patience(config.retry_minutes * 60), cache)
+        return cls(Retry(config.retry_minutes * 60), cache)

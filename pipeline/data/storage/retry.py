@@ -37,7 +37,7 @@ class StorageError(OneRankError):
 
 
 @dataclass
-class Patience:
+class Retry:
     """How long a request is tried again, and how often that happened. Shared by all paths of a data set."""
 
     seconds: float = 600.0
@@ -46,7 +46,7 @@ class Patience:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple:
-        return Patience, (self.seconds,)
+        return Retry, (self.seconds,)
 
     def trying(self, path: object, action: Callable[[], T]) -> T:
         """action(), again and again while it fails for a passing reason.

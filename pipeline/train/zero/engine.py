@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import random_numbers
-from pipeline.checkpoint.saver import Part
-from pipeline.checkpoint.sharded_tensors import EMA, Fragments, Range
+from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import normalise
 from pipeline.distributed import Ranks
@@ -192,7 +191,7 @@ class Engine:
         ema.swap()
         layout.publish(self.engine)
 
-    def part(self) -> Part:
+    def part(self) -> RankPart:
         """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
         shards = layout.shards(self.engine, self.ranks.rank)
         ranges, where = [], []
@@ -204,7 +203,7 @@ class Engine:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
         states = self._states(shards)
-        return Part(
+        return RankPart(
             ranges,
             {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
              for name, flats in states.items()},
@@ -226,28 +225,28 @@ class Engine:
         )
 
     @torch.no_grad()
-    def load(self, fragments: Fragments, counters: Counters) -> None:
+    def load(self, sharded: ShardedTensors, counters: Counters) -> None:
         """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
 
         Raises UserError for another model's.
         """
-        fragments.check(self.shapes)
+        sharded.check(self.shapes)
         shards = layout.shards(self.engine, self.ranks.rank)
-        of_optimizer = [name for name in fragments.states if name != EMA]
+        of_optimizer = [name for name in sharded.states if name != EMA]
         layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
-            if name not in fragments.states:
+            if name not in sharded.states:
                 continue
             wanted = []
             for flat, shard in zip(flats, shards, strict=True):
                 for place in shard.places:
                     target = flat.narrow(0, place.offset, place.length)
                     wanted.append((target, Range(name, place.name, place.start, np.empty(place.length, np.float32))))
-            fragments.read(part for _, part in wanted)
+            sharded.read(part for _, part in wanted)
             for target, part in wanted:
                 target.copy_(torch.from_numpy(part.out))
         layout.publish(self.engine)
-        if self.ema and EMA not in fragments.states:
+        if self.ema and EMA not in sharded.states:
             self.ema.begin()  # Switched on later.
         self._count_on(counters)
 

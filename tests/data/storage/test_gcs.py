@@ -13,7 +13,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import ObjectReader, name_inside, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Patience, StorageError
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.data import ShardConfig
 
 
@@ -51,7 +51,7 @@ def test_objects_are_files(gcs: str) -> None:
     folder.remove_tree()
     folder.remove_tree()  # What is not there is not waited for.
     assert list(walk_files(folder)) == []
-    assert folder.patience.retries == 0
+    assert folder.retry.retries == 0
     with pytest.raises(StorageError, match="no such bucket"):
         bucket_path(f"gs://nobody/set{gcs}").exists()
 
@@ -67,10 +67,10 @@ def test_a_data_set_is_read_checked_and_listed(
         put(folder / path.name, path.read_bytes())
     local = ShardReader(open_dataset(dataset).split("train"))
     for cache in (None, ShardCache(tmp_path / "cache", 10**9)):
-        split = open_dataset(url, Storage(Patience(5), cache)).split("train")
+        split = open_dataset(url, Storage(Retry(5), cache)).split("train")
         reader = ShardReader(split)
         assert all(reader.read(row) == local.read(row) for row in range(0, 150, 7 if cache is None else 1))
-        assert split.storage.patience.retries == 0
+        assert split.storage.retry.retries == 0
     data = open_dataset(url)
     for shard, damage in zip(data.shards(), (False, True), strict=False):
         if damage:

@@ -21,7 +21,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage import bucket
 from pipeline.data.storage.bucket import name_inside, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Patience
+from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
@@ -32,7 +32,7 @@ Server = tuple[S3, str]
 
 def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 60.0, split: str = "train"):
     """A split of the data set at url, read through a cache."""
-    storage = Storage(Patience(5), ShardCache(folder, max_bytes, in_use_seconds))
+    storage = Storage(Retry(5), ShardCache(folder, max_bytes, in_use_seconds))
     return open_dataset(url, storage).split(split)
 
 
@@ -100,7 +100,7 @@ def test_what_fails_while_it_is_written_is_not_there(s3: Server) -> None:
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, dataset: Path, tmp_path: Path) -> None:
     copy_folder(dataset, f"{s3[1]}/tiny")
-    storage = Storage(Patience(5), ShardCache(tmp_path / "cache", 10**9) if with_cache else None)
+    storage = Storage(Retry(5), ShardCache(tmp_path / "cache", 10**9) if with_cache else None)
     rows = np.random.default_rng(0).permutation(150)
     found = []
     for split in (open_dataset(dataset).split("train"), open_dataset(f"{s3[1]}/tiny", storage).split("train")):
@@ -111,7 +111,7 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
         assert torch.equal(local.images, remote.images)
         assert torch.equal(local.labels, remote.labels)
         assert remote.valid.all()
-    assert storage.patience.retries == 0
+    assert storage.retry.retries == 0
     assert len(downloads(s3[0])) == (4 if with_cache else 150)
 
 
