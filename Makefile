@@ -22,6 +22,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 install: .venv/.installed
 
