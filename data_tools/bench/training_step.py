@@ -141,7 +141,7 @@ def beside_a_bare_loop(config: TrainBenchConfig) -> float:
 
 
 def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
-    """As the loop of `train.py` does it, with its clock, meter and agreed loss."""
+    """As the loop of `loop.py` does it, with its clock, meter and agreed loss."""
     model, optimizer = _model_and_optimizer(config)
     plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=config.batch,
                 num_samples=10**6, global_batch=config.batch, world_size=1)  # fmt: skip

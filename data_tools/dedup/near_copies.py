@@ -3,7 +3,7 @@
 Every image is a grey thumbnail (32 x 32). Its DCT coefficients serve twice: the signs of the 64 lowest are a hash, by
 which a faiss index finds candidates, and 255 of them, weighted by frequency so that fine detail counts as much as the
 broad layout that unrelated photographs share, are correlated to sort out most candidates, and to tell which crop it is.
-What is left is judged by a second look at the images themselves (second_look.py).
+What is left is judged by a second look at the images themselves (verify_pair.py).
 
 A cropped copy has another hash. So a test image, of which there are few, is in the index with the hashes of 36 crops of
 it and of their mirror images; an image to be looked up has one.

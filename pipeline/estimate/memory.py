@@ -21,7 +21,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.model import Config, Model, build, num_parameters
 from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig, TrainPrecision
 
-# Of DeepSpeed's buffers, in elements; its defaults, which engine.py writes into its settings.
+# Of DeepSpeed's buffers, in elements; its defaults, which train/zero/engine.py writes into its settings.
 REDUCE_BUCKET = 500_000_000  # at most, see reduce_bucket
 PERSISTENCE_THRESHOLD = 100_000  # stage 3: parameters below this stay whole on every rank
 MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: no more are gathered at a time

@@ -1,6 +1,6 @@
 """The settings of work on data (`data_tools/`): sharding, indexing, verifying, counting, de-duplicating, measuring.
 
-As in `config.py`, every field is typed and explained, and `--help` of each command prints them.
+As in `run.py`, every field is typed and explained, and `--help` of each command prints them.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The settings of a run: every field, typed and explained.
 
 `--help` of each command prints this file's fields; `configs/` holds the shipped trees. Checks that need the data set or
-the number of ranks are in `plan.py`. The settings of other commands are in the other `*_config.py`.
+the number of ranks are in `pipeline/estimate/plan.py`. The settings of other commands are in the files beside this one.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A settings class is a frozen dataclass whose fields are made by `setting(default, "what it means")`. Every field is
 documented, has a type that is checked, and can be set from the command line by its dotted name. The tree itself is
-in `config.py`; this file knows nothing of training.
+in `run.py` and its neighbours; this file knows nothing of training.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The settings of transfer to many tasks: a protocol, and a sweep by it. As in `config.py`, every field is explained.
+"""The settings of transfer to many tasks: a protocol, and a sweep by it. As in `run.py`, every field is explained.
 
 A protocol is all that makes two scores on VTAB-1k comparable; `configs/vtab/` has the published ones.
 """
