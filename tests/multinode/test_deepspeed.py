@@ -142,8 +142,7 @@ def start_run(site: Site, dataset: Path, name: str, *more: str, log: Path, befor
     return site.start(*before, *launch, "launch/pretrain.py", *run, log=log), out / name, run
 
 
-@pytest.mark.parametrize(("victim", "number"), [("bin/deepspeed ", signal.SIGTERM), ("bin/deepspeed ", signal.SIGKILL),
-                                                ("pdsh -S", signal.SIGKILL), ("ssh -o", signal.SIGKILL)])  # fmt: skip
+@pytest.mark.parametrize(("victim", "number"), [("bin/deepspeed ", signal.SIGKILL), ("ssh -o", signal.SIGKILL)])
 def test_ranks_on_all_hosts_stop_when_their_starter_is_gone(
     site: Site, dataset: Path, tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:

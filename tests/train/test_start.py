@@ -79,7 +79,9 @@ def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: P
 @pytest.mark.ranks
 def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     begin = time.monotonic()
-    rank = forge.start(1, settings(dataset, tmp_path, "x", "model.image_size=16384", "train.micro_batch=2"))
+    rank = forge.start(
+        1, settings(dataset, tmp_path, "x", "model.width=8192", "model.mlp_width=32768", "model.depth=100")
+    )
     assert rank.wait() == [2], rank.said()
     assert "and its share of the host has" in rank.said().splitlines()[-1]
     assert time.monotonic() - begin < 30  # Of which it needs 2.

@@ -162,7 +162,7 @@ def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
 
 
 def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> None:
-    settings = config(data, "protocol.lr=[1e30]", "protocol.clip=0")
+    settings = config(data, "protocol.lr=[1e30]", "protocol.weight_decay=[1e20]", "protocol.clip=0")
     assert {**run_cell(Job(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
         "steps": 5, "num_images": 16, "accuracy": 0.0, "diverged": 5, "seconds": 0, "device": "cpu"
     }  # fmt: skip
