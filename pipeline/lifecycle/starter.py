@@ -69,6 +69,8 @@ def _started_over_ssh(launcher: int, parent: int) -> bool:
 def _pdsh_above(launcher: int) -> tuple[int, int] | None:
     """(pid, pid of the runner) of the pdsh on this host that started a launcher, if there is one."""
     own = [word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))]
+    if not own:  # Not started by a runner; any pdsh would do.
+        return None
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         if _program(pid) in _PDSH and set(own) <= set(_command(pid)):

@@ -100,8 +100,8 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
     saver.save(10, *real_part(10))
     saver.wait()
     for step in (20, 30):
-        (writer,) = writers(tmp_path)
-        writer.suspend()
+        (process,) = writers(tmp_path)
+        process.suspend()
         saver.save(step, *real_part(step))
         saver.mark_best(step, "val_top1", step / 100)
         if step == 30:  # As far as a writer comes that is killed before its last words.

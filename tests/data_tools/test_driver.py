@@ -108,7 +108,7 @@ def test_a_ray_that_was_left_on_this_machine_is_not_joined() -> None:
         address.parent.mkdir()
         address.write_text("192.0.2.1:6379")
         done = subprocess.run(
-            [sys.executable, "-c", "from data_tools import cluster; print(cluster.connect(1))"],
+            [sys.executable, "-c", "from pipeline import ray_tasks; print(ray_tasks.connect(1))"],
             cwd=ROOT, env={**os.environ, "RAY_TMPDIR": folder}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.stdout == "1\n", done.stderr

@@ -439,7 +439,7 @@ def _connect(scheme: str, bucket: str, query: str, writing: bool, process: int) 
         proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
         request_timeout=STALL_SECONDS,
         connect_timeout=_CONNECT_SECONDS,
-        # Reads are tried again, and counted, by Patience.
+        # Reads are retried, and counted, by Retry.
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS_A_PART if writing else 1),
         # Other values leave a truncated or empty object behind when a part of an upload, or its first request, fails
         # (pyarrow 25).

@@ -118,14 +118,14 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
 READ_ALL = """
 import sys
 from pathlib import Path
-from pipeline.data.storage.bucket import Patience
+from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 
 url, folder, max_bytes, in_use_seconds = sys.argv[1:]
 cache = ShardCache(Path(folder), int(max_bytes), float(in_use_seconds))
-split = open_dataset(url, Storage(Patience(20), cache)).split("train")
+split = open_dataset(url, Storage(Retry(20), cache)).split("train")
 print("ready", flush=True)
 sys.stdin.readline()
 reader = ShardReader(split)

@@ -47,9 +47,9 @@ def kill():
     [child.kill() for child in children if child.cmdline()[:1] == ["ray::RuntimeEnvAgent"]]
 
 with mistakes_in_one_line():
-    cluster.connect(1)
+    ray_tasks.connect(1)
     threading.Thread(target=kill, daemon=True).start()
-    list(cluster.run_tasks(work, range(200), 2, print))
+    list(ray_tasks.run_tasks(work, range(200), 2, print))
 """
 
 
