@@ -70,6 +70,11 @@ class Index:
 
 
 @dataclass(frozen=True)
+class _Format:
+    format: str
+
+
+@dataclass(frozen=True)
 class Info:
     """What index.json says. lengths: of each column. xxh128: hex, of each column's file. check: of all else in here."""
 
@@ -161,9 +166,9 @@ def _map(folder: Path, remember: bool = True) -> Index | None:
     remember: trust the checksums of files that were compared before and have not been written since.
     """
     try:
-        info = json_record.read(folder / _INFO, Info)
-        if info.format != _FORMAT:
+        if json_record.read(folder / _INFO, _Format).format != _FORMAT:  # Other formats have other fields.
             return None
+        info = json_record.read(folder / _INFO, Info)
         if info.check != info.expected_check():
             raise _DamagedError(f"{_INFO} is not what was written")
         columns = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
