@@ -9,6 +9,15 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"
 _MOST_RANKS, _MOST_PORTS = 10_000_000, 65_535
 
 
+def quiet_torch() -> None:
+    """Turn off what torch's C++ code logs as warnings. Call it before torch is imported, which reads this once.
+
+    When the rank that hosts the process group's store is killed, each request of the other ranks prints 20 stack frames,
+    before the one line that says which rank is gone. TORCH_CPP_LOG_LEVEL=WARNING in the environment shows them again.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def check_environment() -> int:
     """The number of ranks, 1 without a launcher. Raises UserError for variables that are wrong or missing."""
     numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}

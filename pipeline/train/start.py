@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.launcher import check_environment, refuse_busy_port
+from pipeline.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 
@@ -30,6 +30,7 @@ def run(config: RunConfig) -> None:
     """Train, in a process that a launcher or a person has started. Raises UserError for a user's mistake."""
     check_environment()
     refuse_busy_port()
+    quiet_torch()
     with Stop(config) as stop:  # Before everything that may take long.
         prepared = prepare(config)
         from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.

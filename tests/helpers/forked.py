@@ -20,6 +20,8 @@ from typing import Any
 _FORGE = """
 import json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
+from pipeline.launcher import quiet_torch
+quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
 import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
 from forked import work
