@@ -5,7 +5,7 @@ PY := .venv/bin/python
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-fast lint install clean
 
 demo: install
 	$(PY) launch/demo.py
@@ -17,6 +17,10 @@ test: install lint
 	>.pytest_rest.log 2>&1 & rest=$$!; trap "pkill -P $$rest; kill $$rest" INT TERM; \
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
+
+# To run while working: neither ranks, nor Ray, nor tests of over two seconds.
+test-fast: install
+	$(PY) -m pytest -n 2 -m "not ranks and not ray and not slow"
 
 lint: install
 	$(PY) -m ruff check .

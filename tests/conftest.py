@@ -1,8 +1,10 @@
 """A tiny data set, shared by the tests that train; servers that have S3's and Google's API."""
 
 import hashlib
+import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import faulty_s3
 import pytest
 from forked import Forge
 from tiny import make_dataset
+
+from pipeline import ray_tasks
 
 # A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
 # that tests start.
@@ -89,10 +93,36 @@ def gcs() -> Iterator[str]:
         yield options
 
 
+@pytest.fixture(scope="session")
+def ray_cluster(s3_server: faulty_s3.S3) -> int:
+    """CPUs of a Ray cluster on this machine, which ends with this process. Its workers reach the S3 server."""
+    # Ray kills workers when the machine's memory runs low, whichever process uses it.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
+    return ray_tasks.connect(num_cpus=2)
+
+
+@pytest.fixture
+def own_ray() -> None:
+    """Requested by tests that start a Ray of their own, in another process. See pytest_collection_modifyitems."""
+
+
+@pytest.fixture(autouse=True)
+def _no_ray_without_the_fixture() -> Iterator[None]:
+    """Fails a test that starts Ray and is not marked so: it would run beside tests that need both cores."""
+    before = _ray_is_running()
+    yield
+    assert before or not _ray_is_running(), "this test starts Ray, so it must request ray_cluster"
+
+
+def _ray_is_running() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks (what uses the forge or hosts, and what says so itself) or Ray: see the Makefile."""
+    """Mark the tests that start Ray or ranks, by the fixtures that do so (the Makefile runs them separately)."""
     for item in items:
-        if "data_tools" in item.path.parts[-3:]:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if {"ray_cluster", "own_ray"} & fixtures:
             item.add_marker(pytest.mark.ray)
-        elif {"forge", "can_have_hosts"} & set(getattr(item, "fixturenames", ())):
+        elif {"forge", "can_have_hosts"} & fixtures:
             item.add_marker(pytest.mark.ranks)

@@ -1,26 +1,15 @@
-"""One Ray for the session, and one data set that many tests read."""
+"""One data set, and one set of VTAB tasks, that many tests read."""
 
-import os
 from pathlib import Path
 
 import pytest
 import raw_images
 import vtab_originals
-from faulty_s3 import S3
 from vtab_originals import Truth
 
 from data_tools.sharding import shard
 from data_tools.vtab import prepare
-from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import Dataset
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(s3_server: S3) -> int:
-    """CPUs of a cluster on this machine; it ends with this process. Its workers know the way to the S3 server."""
-    # Ray kills workers when the machine's memory runs low, whoever uses it; here that may be anyone.
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
-    return ray_tasks.connect(num_cpus=2)
 
 
 @pytest.fixture(scope="session")

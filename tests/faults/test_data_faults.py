@@ -24,7 +24,6 @@ from PIL import Image
 from data_tools import progress
 from data_tools.check import verify
 from data_tools.sharding import shard
-from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
@@ -38,13 +37,9 @@ from pipeline.settings.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 SHARD = "train-000001.tar"  # rows 40 to 79 of 150
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ray_cluster(s3_server: S3) -> int:
-    """Its workers know the way to the S3 server."""
-    return ray_tasks.connect(num_cpus=2)
 
 
 @pytest.fixture
