@@ -1,9 +1,11 @@
-"""Every test that docs/guarantees.md names exists."""
+"""The documentation names only tests, files and commands that exist."""
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_tests_of_the_guarantees_exist() -> None:
@@ -14,3 +16,46 @@ def test_the_tests_of_the_guarantees_exist() -> None:
         named.append((file, test))
     assert len(named) > 15
     assert not [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+
+
+def test_links_lead_somewhere() -> None:
+    links = [
+        (page.name, link)
+        for page in DOCS
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text())
+        if not link.startswith("http") and not (page.parent / link).exists()
+    ]
+    assert not links
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in DOCS if page.parent == ROOT / "docs" and f"docs/{page.name}" not in readme] == []
+
+
+def test_files_that_code_and_documentation_name_exist() -> None:
+    """docs/x.md, launch/x.py, configs/x.yaml, pipeline/x.py, ... wherever a tracked text file mentions them."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:  # An unpacked archive, not a clone.
+        names = [str(path.relative_to(ROOT)) for path in DOCS]
+    else:
+        names = [name for name in tracked.stdout.splitlines() if name.endswith((".md", ".py", ".yaml", ".toml", ".sh"))]
+    pattern = re.compile(
+        r"(?<![\w/.<{-])(docs/[\w/-]+\.(?:md|png)|launch/[\w/-]+\.(?:py|yaml|sh)|configs/[\w/-]+\.yaml"
+        r"|(?:pipeline|data_tools|tests)/[\w/-]+\.py)\b"
+    )
+    missing = {
+        (name, mentioned)
+        for name in names
+        if (ROOT / name).exists()
+        for mentioned in pattern.findall((ROOT / name).read_text())
+        if not (ROOT / mentioned).exists()
+    }
+    assert not missing
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = [path.name for path in (ROOT / "launch").glob("*.py")]
+    assert commands
+    assert [name for name in commands if f"`{name}`" not in readme] == []
