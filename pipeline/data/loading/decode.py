@@ -48,7 +48,7 @@ class DecodeError(ValueError):
     """These bytes are no image that can be read whole."""
 
 
-def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> np.ndarray:
+def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_region: bool = True) -> np.ndarray:
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
     Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and of an animation the first
@@ -56,13 +56,13 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
 
     choose: (height, width) of the upright image -> the region of it that is returned, (top, left, height, width). Its
     pixels are those of the whole image, but of most JPEGs nothing else is decoded (see `jpeg_region`), so damage that
-    begins below the region may pass.
+    begins below the region may pass. by_region: False decodes the whole image all the same.
     """
     is_jpeg = _format(data) == "jpg"
     orientation = 1
     if is_jpeg and _may_have_exif(data):
         orientation = _ask_pillow(data, _orientation)
-    if is_jpeg and choose is not None:
+    if is_jpeg and choose is not None and by_region:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
         if part is not None:
             return _upright(part, orientation)

@@ -25,11 +25,14 @@ _BLOCK_WIDTHS = (8, 16, 16, 8, 8, 32, 8)
 _END_OF_IMAGE = b"\xff\xd9"
 
 
+Library = tuple[ctypes.PyDLL, ctypes.CDLL]
+
+
 class _Box(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "width", "height")]
 
 
-def _open_library() -> tuple[ctypes.PyDLL, ctypes.CDLL] | None:
+def _open_library() -> Library | None:
     """The library twice: for calls of a few microseconds, which keep the GIL, and for the long one, which frees it."""
     try:
         names = [file for file in metadata.files("turbojpeg") or () if file.name.startswith("libturbojpeg")]
@@ -51,7 +54,7 @@ def _open_library() -> tuple[ctypes.PyDLL, ctypes.CDLL] | None:
     return short, long
 
 
-_library = _open_library()
+_LIBRARY = _open_library()
 
 
 class _Handle:
@@ -76,10 +79,10 @@ _handles = threading.local()
 
 def is_available() -> bool:
     """Whether the library is installed."""
-    return _library is not None
+    return _LIBRARY is not None
 
 
-def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
+def decode(data: bytes, choose: Callable[[int, int], Region], library: Library | None = _LIBRARY) -> np.ndarray | None:
     """The pixels of a region, uint8 (height, width, 3) RGB, as a view of a slightly larger array; or None.
 
     choose: (height, width) of the image as it is stored -> the region that is wanted.
@@ -87,9 +90,9 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
     not end as a JPEG does (cut, or with something behind it); or libjpeg complained before the region's last row.
     Damage that begins below the region is not seen.
     """
-    if _library is None or not data.endswith(_END_OF_IMAGE):
+    if library is None or not data.endswith(_END_OF_IMAGE):
         return None
-    short, long = _library
+    short, long = library
     handle = getattr(_handles, "handle", None)
     if handle is None:
         handle = _handles.handle = _Handle(short)

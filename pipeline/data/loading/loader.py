@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -31,43 +30,8 @@ from pipeline.settings.run import AugmentConfig
 _ASK_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class View:
-    """What becomes of an image: the part of it that is looked at, which is all that is decoded, and what is made of that.
-
-    region: (height, width, epoch, row) -> (top, left, height, width). None is all of the image.
-    write: (pixels of the region, out (H, W, 3), epoch, row) -> None.
-    """
-
-    region: Callable[[int, int, int, int], Region] | None
-    write: Callable[[np.ndarray, np.ndarray, int, int], None]
-
-    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        """Write the view of an image file into `out`. Raises DecodeError."""
-        region = self.region
-        choose = None if region is None else lambda height, width: region(height, width, epoch, row)
-        self.write(decode(data, choose), out, epoch, row)
-
-
-@dataclass(frozen=True)
-class RememberingView(View):
-    """A view that decodes each image once and keeps it: for a small split that is seen hundreds of times.
-
-    prepare: (pixels of the whole image) -> what is kept of it, of which every view can be made.
-    kept: row -> that. It may be handed from loader to loader of the same split.
-    """
-
-    prepare: Callable[[np.ndarray], np.ndarray]
-    kept: dict[int, np.ndarray]
-
-    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        image = self.kept.get(row)
-        if image is None:
-            image = self.kept[row] = self.prepare(decode(data))
-        if self.region is not None:
-            top, left, height, width = self.region(image.shape[0], image.shape[1], epoch, row)
-            image = image[top : top + height, left : left + width]
-        self.write(image, out, epoch, row)
+# (image file, out uint8 (H, W, 3), epoch, row): writes the view of the image into `out`. Raises DecodeError.
+View = Callable[[bytes, np.ndarray, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -216,24 +180,39 @@ def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> I
         yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
 
 
-def train_view(config: AugmentConfig, seed: int) -> View:
-    """The augmented view of a sample in an epoch."""
-    return View(
-        lambda height, width, epoch, row: augment.train_region(height, width, config, seed, epoch, row),
-        lambda image, out, epoch, row: augment.train_view_of_region(image, out, config, seed, epoch, row),
-    )
+def train_view(config: AugmentConfig, seed: int, by_region: bool = True) -> View:
+    """The augmented view of a sample in an epoch.
+
+    by_region: decode only the part of a JPEG that the view shows, where that is possible. The pixels are the same.
+    """
+
+    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        def choose(height: int, width: int) -> Region:
+            return augment.train_region(height, width, config, seed, epoch, row)
+
+        augment.train_view_of_region(decode(data, choose, by_region), out, config, seed, epoch, row)
+
+    return view
 
 
 def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]) -> View:
-    """The same view, of images that are decoded once. kept: see RememberingView; of this config and image size alone."""
-    view = train_view(config, seed)
-    prepare = partial(augment.same_in_all_epochs, view=(image_size, image_size), config=config)
-    return RememberingView(view.region, view.write, prepare, kept)
+    """The same view for a small split that is seen hundreds of times: each image is decoded once, and kept.
+
+    kept: row -> decoded image; may be shared by loaders of the same split, `config` and `image_size`.
+    """
+
+    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        image = kept.get(row)
+        if image is None:
+            image = kept[row] = augment.same_in_all_epochs(decode(data), (image_size, image_size), config)
+        augment.train_view(image, out, config, seed, epoch, row)
+
+    return view
 
 
 def eval_view(config: AugmentConfig) -> View:
     """The evaluation view of a sample."""
-    return View(None, lambda image, out, epoch, row: augment.eval_view(image, out, config))
+    return lambda data, out, epoch, row: augment.eval_view(decode(data), out, config)
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
