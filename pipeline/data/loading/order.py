@@ -9,8 +9,8 @@ windows. A round of `global_batch` positions takes `global_batch / streams` samp
 - nothing but the number of samples seen is needed to resume.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,8 +38,9 @@ class SampleOrder:
         self.full_rounds = self.num_samples // global_batch
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
-        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
+        # A batch meets two epochs, and two windows of a stream, or many when it is larger than they are.
+        self._shards_of_epoch = lru_cache(2)(self._shuffle_shards)
+        self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Rows and epochs, int64 (global_batch / world_size,), of one rank's part of batch `step` (from 0)."""
@@ -108,27 +109,17 @@ class SampleOrder:
             moved[chosen] = move(self._window_order(epoch, s, w), at[chosen])
         return place + moved
 
-    def _window_order(self, epoch: int, stream: int, window: int) -> np.ndarray:
-        """Of the places in a window, in the order in which they are taken."""
-        key = (epoch, stream, window)
-        if key not in self._windows:
-            first = int(self.bounds[stream]) + window * self.window
-            length = min(self.window, int(self.bounds[stream + 1]) - first)
-            order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
-            # A batch meets two windows of a stream at most, or many when it is larger than they are.
-            self._windows[key] = order.astype(np.min_scalar_type(self.window))
-            if len(self._windows) > 2 * len(self.bounds):
-                self._windows.popitem(last=False)
-        return self._windows[key]
+    def _shuffle_window(self, epoch: int, stream: int, window: int) -> np.ndarray:
+        """The places in a window, in the order in which they are taken."""
+        first = int(self.bounds[stream]) + window * self.window
+        length = min(self.window, int(self.bounds[stream + 1]) - first)
+        order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
+        return order.astype(np.min_scalar_type(self.window))
 
-    def _shards_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of shards, and where each ends in the concatenation."""
-        if epoch not in self._epochs:
-            shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
-            self._epochs[epoch] = shards, np.cumsum(self.shard_sizes[shards])
-            if len(self._epochs) > 2:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
+        shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
+        return shards, np.cumsum(self.shard_sizes[shards])
 
 
 def batch_of_step(step: int, left_out: Sequence[tuple[int, int]]) -> int:
