@@ -77,11 +77,8 @@ class Masking:
         logits = predictions.float().view(-1, _COLORS)
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view(len(targets), -1).mean(1)
 
-    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor, own: None = None) -> Tensor:
-        """Mean over the batch's B places, a scalar; samples that are not `valid`, bool (B,), count as zero.
-
-        own: what `objective.batch_loss` is told of mixed images, which there are none of here.
-        """
+    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+        """Mean over the batch's B places, a scalar; samples that are not `valid`, bool (B,), count as zero."""
         return (self.losses(predictions, targets) * valid).sum() / valid.shape[0]
 
     def color_accuracy(self, predictions: Tensor, targets: Tensor) -> Tensor:
