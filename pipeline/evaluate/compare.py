@@ -1,6 +1,5 @@
 """Two or more runs side by side: what differs in their settings, their scores of each class, their losses in one figure."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline import json_record
-from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render, report
 from pipeline.monitor.tracking import by_name, read_metrics
@@ -22,8 +20,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.weights import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
-_SUMS = {"top1": "top-1", "top5": "top-5", "macro_precision": "precision, mean over classes",
-         "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
 _MAX_LISTED = 30
 # A median of fewer log lines says little: the first ones are slow.
 _MIN_SPEEDS = 5
@@ -76,10 +72,7 @@ def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
         "losses.png": curves,
         "per_class.csv": render.table_csv(class_rows(scores)),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+    render.write_folder(folder, files)
     print(f"comparison: {folder / 'report.md'}")
     return scores
 
@@ -133,7 +126,7 @@ def class_rows(scores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) -> list[Block]:
     """The comparison's page."""
     names = list(scores)
-    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in _SUMS.items()]
+    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in render.SCORES.items()]
     sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
     sums.append(("images/s in training, median of log lines", *map(speed, runs)))
     first, second = names[:2]
@@ -184,9 +177,7 @@ def draw_losses(runs: Sequence[Run]) -> bytes:
     if axes.get_lines():
         for text in axes.legend(frameon=False).get_texts():
             text.set_parse_math(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return render.png(figure)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import Progress, SplitReader
 from pipeline.model import Model, ViTConfig
+from pipeline.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -119,9 +120,9 @@ def check_seen(weights: str, where: str, seen: Predictions | Features, split: Sp
 
 
 def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
-    """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run; it exists or can be made.
+    """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run.
 
-    Raises UserError when a file is in the way.
+    Raises UserError when it cannot be written.
     """
     path = Path(weights)
     if out:
@@ -130,11 +131,5 @@ def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
         folder = path / kind / name
     else:
         folder = Path("runs") / kind / "-".join([path.resolve().stem, *([name] if name else [])])
-    for part in (folder, *folder.parents):
-        if part.exists():
-            if not part.is_dir():
-                raise UserError(
-                    f"{part} is a file, so nothing can go into {folder}. Choose another folder with out=..."
-                )
-            break
+    try_output("out", folder)
     return folder

@@ -12,16 +12,13 @@ from tqdm import tqdm
 
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.whole import replacing
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
-from pipeline.evaluate.confusion_figure import draw_confusion
 from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose, probe
-from pipeline.outputs import try_output
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
@@ -42,7 +39,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if config.classify:
         _check_classes(config, loaded.model.config.num_classes, loaded.extra.get("classes"), dataset)
     folder = _folder(config)
-    try_output("out", folder)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
 
@@ -67,7 +63,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["confused"] = _most_confused(true, predicted, dataset.classes)
         columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
-        picture = draw_confusion(true, predicted, dataset.classes)
+        picture = render.draw_confusion(true, predicted, dataset.classes)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 
@@ -78,13 +74,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)  # Of an earlier report, of which this one has no such part.
-            continue
-        with replacing(folder / name) as file:
-            file.write(content)
+    render.write_folder(folder, files)
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")
@@ -177,7 +167,7 @@ def _probe(
         seen = extract(loaded.features, loaded.reader(train, config.batch, config.threads, bar.update), choice.rows)
     if not seen.readable.any():
         raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
-    scores = probe(config, choice, seen, tested, label_table(split), num_classes, alone)
+    scores = probe(config, choice, seen, tested, label_table(split), alone)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
 
 

@@ -43,6 +43,7 @@ class Choice:
     labels: np.ndarray
     shots: dict[tuple[int, int], np.ndarray]
     neighbours: np.ndarray
+    num_classes: int
 
 
 def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
@@ -62,17 +63,11 @@ def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
             neighbours = neighbours[np.sort(chosen)]
     rows = np.unique(np.concatenate([neighbours, *shots.values()]))
     places = {key: np.searchsorted(rows, chosen) for key, chosen in shots.items()}
-    return Choice(rows, labels[rows], places, np.searchsorted(rows, neighbours))
+    return Choice(rows, labels[rows], places, np.searchsorted(rows, neighbours), num_classes)
 
 
 def probe(
-    config: ProbeConfig,
-    choice: Choice,
-    train: Features,
-    test: Features,
-    test_labels: np.ndarray,
-    num_classes: int,
-    ranks: Ranks,
+    config: ProbeConfig, choice: Choice, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks
 ) -> dict[str, Any]:
     """{"fewshot": a row for each number of shots and strength, "knn": {...} or absent}. The same on every rank.
 
@@ -102,9 +97,9 @@ def probe(
             if not len(places):
                 of_seeds.append([float("nan")] * len(config.l2))
                 continue
-            ridge = fewshot.fit(train.values[places], choice.labels[places], num_classes)
+            ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
             of_seeds.append([top1(partial(ridge.classify, l2=l2)) for l2 in config.l2])
-        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=num_classes).min())
+        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=choice.num_classes).min())
         for l2, column in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
             found["fewshot"].append(
                 {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
@@ -117,7 +112,9 @@ def probe(
 
         def nearest(part: np.ndarray) -> np.ndarray:
             tested = torch.from_numpy(part).to(ranks.device)
-            votes = knn_predict(features, their_labels, tested, num_classes, config.neighbours, config.temperature)
+            votes = knn_predict(
+                features, their_labels, tested, choice.num_classes, config.neighbours, config.temperature
+            )
             return votes.argmax(1).cpu().numpy()
 
         found["knn"] = {
@@ -150,7 +147,6 @@ class RunProbe:
     train: Split
     test: Split
     choice: Choice
-    num_classes: int
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
         """What `probe` says of `features` (uint8 (B, S, S, 3) -> (B, D)). Collective; raises Stopped on every rank."""
@@ -168,7 +164,7 @@ class RunProbe:
             for split in (self.train, self.test)
         )
         learnt, tested = extract(features, train, self.choice.rows), extract(features, test, np.arange(len(self.test)))
-        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), self.num_classes, ranks)
+        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), ranks)
 
 
 def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
@@ -185,4 +181,4 @@ def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
         raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")
     path = to_path(settings.data)
     name = (path.resolve() if isinstance(path, Path) else path).name if settings.data else settings.split
-    return RunProbe(config, name, train, test, choice, dataset.num_classes)
+    return RunProbe(config, name, train, test, choice)
