@@ -99,7 +99,7 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
     return view
 
 
-def check_seen(weights: str, where: str, seen: Predictions | Features, split: Split) -> None:
+def check_outputs(weights: str, where: str, seen: Predictions | Features, split: Split) -> None:
     """Raises UserError when no image of the split could be read, or the model gives no finite number for some.
 
     weights, where: what the user calls the weights and the images.

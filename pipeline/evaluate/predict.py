@@ -10,11 +10,11 @@ from pyarrow.csv import write_csv
 from tqdm import tqdm
 
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.adhoc_split import Pictures, open_pictures
+from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
-from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.settings.weights import LookConfig, PredictConfig
 
 # One row for each of an image's classes; one row without a class where the image cannot be read, and `problem` says why.
@@ -58,7 +58,7 @@ def run(config: PredictConfig) -> pa.Table:
     return table
 
 
-def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[Pictures, list[str]]:
+def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
     """The images asked for, and the names of the weights' classes: their own, else the file's or the data set's.
 
     Without any of these, a class is called by its number. Raises UserError for another number of names than classes.
@@ -70,7 +70,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[Pictures, list
             f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
-    pictures = open_pictures(config.images, config.split, config.exclude, own or numbers)
+    pictures = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
     named = own or (pictures.label_names if len(pictures.label_names) == num_classes else numbers)
     return pictures, named
 
@@ -92,11 +92,11 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
         done = predict(
             loaded.logits, loaded.reader(split, config.batch, config.threads, bar.update), loaded.loss_kind, num_top
         )
-    check_seen(config.weights, ", ".join(config.images), done, split)
+    check_outputs(config.weights, ", ".join(config.images), done, split)
     return done
 
 
-def _table(predictions: Predictions, pictures: Pictures, keys: list[str], names: list[str]) -> pa.Table:
+def _table(predictions: Predictions, pictures: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
     num_classes_told = np.where(predictions.readable, predictions.top.shape[1], 1)
     rows = np.repeat(np.arange(len(keys)), num_classes_told)
     rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_classes_told) - num_classes_told, num_classes_told)

@@ -16,9 +16,9 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
-from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.evaluate.probes.probe import choose, probe
+from pipeline.evaluate.probes.probe import choose_samples, probe
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
@@ -48,7 +48,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check refuses to score nothing"
-    check_seen(config.weights, f"{config.data} (split {split.name!r})", seen, split)
+    check_outputs(config.weights, f"{config.data} (split {split.name!r})", seen, split)
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
@@ -157,7 +157,7 @@ def _probe(
     config: ScoreConfig, loaded: LoadedModel, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
     """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
-    choice = choose(config, train, num_classes)
+    choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
         raise UserError(
             f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."

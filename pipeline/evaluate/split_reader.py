@@ -44,10 +44,10 @@ class SplitReader:
 
         Any number of unreadable images is allowed. The iteration raises Stopped on every rank when the ranks agree to stop.
         """
-        is_unwanted = self.stop.is_wanted if self.stop else lambda: False
+        is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
         with Loader(
             self.split, eval_view(self.view), self.image_size, self.threads, prefetch=2, max_bad_share=1.0,
-            is_unwanted=is_unwanted,
+            is_stop_wanted=is_stop_wanted,
         ) as loader:  # fmt: skip
             batches = loader.batches(requests)
             yield self._counted(self.stop.together(batches) if self.stop else batches), loader.bad

@@ -13,7 +13,7 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.adhoc_split import open_pictures
+from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.errors import UserError
 from pipeline.evaluate import predict
 from pipeline.settings import schema
@@ -129,7 +129,7 @@ def test_labels_of_a_tar(tmp_path: Path) -> None:
         for key, label in {"a/x.y": 2, "b": 7, "c": None}.items():
             own = {} if label is None else {"cls": label}
             writer.write({"__key__": key.replace(".", "_"), "png": buffer.getvalue(), **own})
-    pictures = open_pictures([str(path)], "val", "all", CLASSES)
+    pictures = open_adhoc_split([str(path)], "val", "all", CLASSES)
     assert [pictures.split.labels_of(row).tolist() for row in range(3)] == [[2], [], []]
     assert pictures.split.keys([0, 2]) == ["shard.tar/a/x_y.png", "shard.tar/c.png"]
     assert pictures.true_classes(CLASSES) is pictures

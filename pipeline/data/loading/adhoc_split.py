@@ -22,13 +22,13 @@ from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
-class Pictures:
+class AdhocSplit:
     """split: the images, with the labels that are known. label_names: of all its labels; without any, empty."""
 
     split: Split
     label_names: list[str]
 
-    def true_classes(self, names: Sequence[str]) -> "Pictures":
+    def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
         """The same, without its labels when they are not of the classes `names`: they could not be compared."""
         if self.label_names == list(names):
             return self
@@ -37,7 +37,7 @@ class Pictures:
         return replace(self, split=replace(self.split, index=none), label_names=[])
 
 
-def open_pictures(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> Pictures:
+def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> AdhocSplit:
     """What the user calls images. Files are sorted within their folder; explicit ones keep their order.
 
     places: files, folders, tars, patterns; or one data set, of which `split` and `exclude` say what is taken.
@@ -50,7 +50,7 @@ def open_pictures(places: Sequence[str], split: str, exclude: str, names: Sequen
         opened = dataset.split(split, exclude)
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
-        return Pictures(opened, dataset.classes)
+        return AdhocSplit(opened, dataset.classes)
     files = [path for place in places for path in _expand(place)]
     label_names = {_names_of_tar(path) or tuple(names) for path in files if path.suffix == ".tar"} or {tuple(names)}
     if len(label_names) > 1:
@@ -62,7 +62,7 @@ def open_pictures(places: Sequence[str], split: str, exclude: str, names: Sequen
         for path in files
         for image in (_in_tar(path, len(numbers)) if path.suffix == ".tar" else _file(path, numbers))
     ]
-    return Pictures(_as_split(images), list(of_labels))
+    return AdhocSplit(_as_split(images), list(of_labels))
 
 
 class _Image(NamedTuple):

@@ -28,10 +28,12 @@ _MAX_ASPECT = 16
 ANTIALIAS = -1
 
 
-def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
+def write_train_view(
+    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
+) -> None:
     """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3)."""
     top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
-    train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
+    write_train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
 
 
 def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoch: int, sample: int) -> Region:
@@ -41,7 +43,7 @@ def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoc
     return 0, 0, height, width
 
 
-def train_view_of_region(
+def write_train_view_of_region(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
 ) -> None:
     """Write the augmented view into `out`, uint8 (height, width, 3); image: uint8, the part that `train_region` chose."""
@@ -50,7 +52,7 @@ def train_view_of_region(
     method = _train_method(config)
     if config.crop in ("resize_crop", "resize_small_crop"):
         if config.crop == "resize_crop":
-            image = same_in_all_epochs(image, view, config)
+            image = epoch_invariant_part(image, view, config)
         else:
             image = _cover(_without_ends(image), _before_crop(view, config), _smaller(config))
         top, left = (
@@ -63,7 +65,7 @@ def train_view_of_region(
     distort(out, config, seed, epoch, sample)
 
 
-def same_in_all_epochs(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+def epoch_invariant_part(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
     """What every training view of an image, uint8 (H, W, 3), begins with: all of it in the size that it is cropped from.
 
     A view of the result is that of the image, to the bit. Of crops that begin otherwise, the image itself.
@@ -111,7 +113,7 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
     return 0, 0, height, width
 
 
-def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
+def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
     """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
 
     "center": short side to eval_resize, then the centre. "resize": all of it. "resize_center": all of it to a frame whose

@@ -61,14 +61,14 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_r
     is_jpeg = _format(data) == "jpg"
     orientation = 1
     if is_jpeg and _may_have_exif(data):
-        orientation = _ask_pillow(data, _orientation)
+        orientation = _with_pillow(data, _orientation)
     if is_jpeg and choose is not None and by_region:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
         if part is not None:
             return _upright(part, orientation)
     pixels = _decode_jpeg(data) if is_jpeg else None
     if pixels is None:
-        pixels, orientation = _ask_pillow(data, _to_rgb)
+        pixels, orientation = _with_pillow(data, _to_rgb)
     pixels = _upright(pixels, orientation)
     if choose is None:
         return pixels
@@ -84,7 +84,7 @@ def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
-    height, width = size or _ask_pillow(data, lambda image: (image.height, image.width))
+    height, width = size or _with_pillow(data, lambda image: (image.height, image.width))
     if whole:
         decode(data)
     return ext, width, height
@@ -163,7 +163,7 @@ def _refuse_bomb(height: int, width: int) -> None:
         raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
 
 
-def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
+def _with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     """What `question` says of the opened image; every failure of Pillow's is a DecodeError."""
     try:
         with Image.open(io.BytesIO(data)) as image:

@@ -58,13 +58,13 @@ class Loader:
         prefetch: int,
         max_bad_share: float,
         pin: bool = False,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         """image_size: of the views; a number is the side of a square.
-        is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends.
+        is_stop_wanted: whether nobody wants more batches; asked while a batch is waited for, which it ends.
         """
         self.split, self.view, self.image_size = split, view, ImageSize.parse(image_size)
-        self.is_unwanted = is_unwanted
+        self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -83,7 +83,7 @@ class Loader:
 
     def close(self) -> None:
         # A read that hangs is not waited for when the run is being stopped.
-        self.pool.shutdown(wait=not self.is_unwanted(), cancel_futures=True)
+        self.pool.shutdown(wait=not self.is_stop_wanted(), cancel_futures=True)
         self.reader.close()
 
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
@@ -144,7 +144,7 @@ class Loader:
     def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
         for part in parts:
             while not part.done():
-                if self.is_unwanted():
+                if self.is_stop_wanted():
                     raise Interrupted
                 wait([part], _ASK_SECONDS)
             part.result()
@@ -190,7 +190,7 @@ def train_view(config: AugmentConfig, seed: int, by_region: bool = True) -> View
         def choose(height: int, width: int) -> Region:
             return augment.train_region(height, width, config, seed, epoch, row)
 
-        augment.train_view_of_region(decode(data, choose, by_region), out, config, seed, epoch, row)
+        augment.write_train_view_of_region(decode(data, choose, by_region), out, config, seed, epoch, row)
 
     return view
 
@@ -204,15 +204,15 @@ def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, ke
     def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
         image = kept.get(row)
         if image is None:
-            image = kept[row] = augment.same_in_all_epochs(decode(data), (image_size, image_size), config)
-        augment.train_view(image, out, config, seed, epoch, row)
+            image = kept[row] = augment.epoch_invariant_part(decode(data), (image_size, image_size), config)
+        augment.write_train_view(image, out, config, seed, epoch, row)
 
     return view
 
 
 def eval_view(config: AugmentConfig) -> View:
     """The evaluation view of a sample."""
-    return lambda data, out, epoch, row: augment.eval_view(decode(data), out, config)
+    return lambda data, out, epoch, row: augment.write_eval_view(decode(data), out, config)
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -122,24 +122,24 @@ class SampleOrder:
         return shards, np.cumsum(self.shard_sizes[shards])
 
 
-def batch_of_step(step: int, left_out: Sequence[tuple[int, int]]) -> int:
+def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
     """The batch that optimizer step `step` (from 0) takes: its own number, and on by what was left out until then.
 
-    left_out: (step, number of batches left out before it), for each time that a run went back and skipped data.
+    skipped_batches: (step, number of batches left out before it), for each time that a run went back and skipped data.
     """
-    return step + sum(batches for at, batches in left_out if at <= step)
+    return step + sum(batches for at, batches in skipped_batches if at <= step)
 
 
-def leave_out(left_out: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
-    """`left_out` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
-    before = [entry for entry in left_out if entry[0] <= at]
-    return [*before, (at, batch_of_step(done, left_out) - batch_of_step(at, before))]
+def skip_batches(skipped_batches: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
+    """`skipped_batches` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
+    before = [entry for entry in skipped_batches if entry[0] <= at]
+    return [*before, (at, batch_of_step(done, skipped_batches) - batch_of_step(at, before))]
 
 
-def step_of_batch(batch: int, left_out: Sequence[tuple[int, int]]) -> int | None:
+def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int | None:
     """The inverse: the step that takes a batch, None when it was left out."""
     shift = 0
-    for at, batches in sorted(left_out):
+    for at, batches in sorted(skipped_batches):
         if batch < at + shift:
             break
         if batch < at + shift + batches:

@@ -33,7 +33,7 @@ _CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProbeSamples:
     """Which training samples are needed. rows: int64, ascending, all of them; labels: int64, the class of each.
 
     shots: (shots, seed) -> places in rows. neighbours: places in rows; none without kNN.
@@ -46,7 +46,7 @@ class Choice:
     num_classes: int
 
 
-def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
+def choose_samples(config: ProbeConfig, train: Split, num_classes: int) -> ProbeSamples:
     """What a probe needs of a training split; a sample of several labels counts under its first."""
     labels = label_table(train)[:, 0]
     wanted = sorted(set(config.shots) - {0})
@@ -63,11 +63,11 @@ def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
             neighbours = neighbours[np.sort(chosen)]
     rows = np.unique(np.concatenate([neighbours, *shots.values()]))
     places = {key: np.searchsorted(rows, chosen) for key, chosen in shots.items()}
-    return Choice(rows, labels[rows], places, np.searchsorted(rows, neighbours), num_classes)
+    return ProbeSamples(rows, labels[rows], places, np.searchsorted(rows, neighbours), num_classes)
 
 
 def probe(
-    config: ProbeConfig, choice: Choice, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks
+    config: ProbeConfig, choice: ProbeSamples, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks
 ) -> dict[str, Any]:
     """{"fewshot": a row for each number of shots and strength, "knn": {...} or absent}. The same on every rank.
 
@@ -124,7 +124,7 @@ def probe(
     return found
 
 
-def named(scores: dict[str, Any], prefix: str) -> dict[str, float]:
+def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     """The scores of a probe as metrics: <prefix>_5shot, _5shot_std, _20nn; of several strengths _5shot_l2_1024."""
     several = len({row["l2"] for row in scores["fewshot"]}) > 1
     metrics: dict[str, float] = {}
@@ -146,7 +146,7 @@ class RunProbe:
     name: str
     train: Split
     test: Split
-    choice: Choice
+    choice: ProbeSamples
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
         """What `probe` says of `features` (uint8 (B, S, S, 3) -> (B, D)). Collective; raises Stopped on every rank."""
@@ -175,7 +175,7 @@ def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
     dataset = open_dataset(settings.data, Storage.of(config.data)) if settings.data else own
     exclude = config.data.exclude if dataset is own else "all"  # Another set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
-    choice = choose(settings, train, dataset.num_classes)
+    choice = choose_samples(settings, train, dataset.num_classes)
     if not len(choice.rows) or not len(test):
         empty = train if not len(choice.rows) else test
         raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")

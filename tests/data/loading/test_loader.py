@@ -80,7 +80,9 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
         assert batch.valid.all()
         for place, row in enumerate(rows):
             expected = np.empty((24, 24, 3), np.uint8)
-            augment.train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
+            augment.write_train_view(
+                decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row)
+            )
             assert np.array_equal(batch.images[place].numpy(), expected)
             assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
     assert not loader.bad
