@@ -1,12 +1,13 @@
-"""Which sample stands at which position of training: a pure function of (seed, epoch, position).
+"""The order of samples in training: a pure function of (seed, epoch, position).
 
-An epoch is a permutation of its shards, concatenated and cut into a fixed number of equal *streams*, each shuffled in
-windows. A round of `global_batch` positions takes `global_batch / streams` samples of every stream, stream by stream. So
+In each epoch the shards are permuted, concatenated and cut into a fixed number of equal *streams*, and each stream is shuffled
+in windows. A round of `global_batch` positions takes `global_batch / streams` samples from every stream, one stream after
+another. So
 
-- the order knows nothing of ranks: any world size that divides the batch gets contiguous slices of the same batches;
-- a slice touches few streams, so a rank reads few shards at a time;
-- every sample comes exactly once an epoch; a batch that straddles two epochs takes the rest of one, then the next;
-- nothing but the number of samples seen is needed to resume.
+- the order does not depend on ranks: any world size that divides the batch reads contiguous slices of the same batches;
+- a slice covers few streams, so a rank reads few shards at a time;
+- every sample occurs exactly once per epoch; a batch across two epochs takes the rest of one, then the start of the next;
+- resuming needs only the number of samples seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from pipeline.random_numbers import Purpose
 
 
 class SampleOrder:
-    """Positions 0, 1, 2, ... of training -> rows of a split, over all epochs.
+    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs.
 
-    shard_sizes: int64 (shards,), samples in each shard; rows count through the shards in this order.
-    global_batch: samples of one optimizer step; divisible by `streams`.
-    window: samples of a stream that are shuffled together.
+    shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
+    global_batch: samples per optimizer step; divisible by `streams`.
+    window: number of consecutive samples of a stream that are shuffled together.
     """
 
     def __init__(self, shard_sizes: np.ndarray, seed: int, global_batch: int, streams: int, window: int) -> None:
@@ -38,19 +39,19 @@ class SampleOrder:
         self.full_rounds = self.num_samples // global_batch
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
-        # A batch meets two epochs, and two windows of a stream, or many when it is larger than they are.
+        # A batch spans at most two epochs, and usually two windows per stream (more if it is larger than the windows).
         self._shards_of_epoch = lru_cache(2)(self._shuffle_shards)
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and epochs, int64 (global_batch / world_size,), of one rank's part of batch `step` (from 0)."""
+        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
         assert self.global_batch % world_size == 0, (self.global_batch, world_size)
         share = self.global_batch // world_size
         first = step * self.global_batch + rank * share
         return self.rows(np.arange(first, first + share))
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and epochs, int64, of the samples at these positions (counted from the start of training)."""
+        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training."""
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
         rows = np.empty_like(within)
         for epoch in np.unique(epochs):
@@ -59,7 +60,7 @@ class SampleOrder:
         return rows, epochs
 
     def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Where these rows stand in an epoch, int64, counted from the start of training: the inverse of `rows`."""
+        """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`."""
         rows = np.asarray(rows, dtype=np.int64)
         shard = np.searchsorted(self.shard_starts, rows, side="right") - 1
         shards, ends = self._shards_of_epoch(epoch)
@@ -77,7 +78,7 @@ class SampleOrder:
         return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
 
     def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> np.ndarray:
-        # Whole rounds interleave the streams; what is left of each stream follows, stream by stream.
+        # Full rounds interleave the streams; the rest of each stream follows, one stream after another.
         in_rounds = self.full_rounds * self.global_batch
         round_number, in_round = np.divmod(position, self.global_batch)
         tail = np.maximum(position - in_rounds, 0)
@@ -96,11 +97,11 @@ class SampleOrder:
     def _by_window(
         self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """bounds[stream] + index, after `move(order of its window, places in it)` within each window."""
+        """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each window."""
         window, at = np.divmod(index, self.window)
         place = self.bounds[stream] + index - at
         moved = np.empty_like(at)
-        # Samples grouped by window; a batch of many streams meets thousands of windows.
+        # Group samples by window; a batch of many streams spans thousands of windows.
         code = stream * (self.num_samples + 1) + window
         by_code = np.argsort(code, kind="stable")
         starts = np.flatnonzero(np.diff(code[by_code], prepend=-1))
@@ -110,34 +111,34 @@ class SampleOrder:
         return place + moved
 
     def _shuffle_window(self, epoch: int, stream: int, window: int) -> np.ndarray:
-        """The places in a window, in the order in which they are taken."""
+        """Places within a window, in shuffled order."""
         first = int(self.bounds[stream]) + window * self.window
         length = min(self.window, int(self.bounds[stream + 1]) - first)
         order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
         return order.astype(np.min_scalar_type(self.window))
 
     def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's order of shards, and where each ends in the concatenation."""
+        """(shards in the epoch's order, end of each in the concatenation)."""
         shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
         return shards, np.cumsum(self.shard_sizes[shards])
 
 
 def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
-    """The batch that optimizer step `step` (from 0) takes: its own number, and on by what was left out until then.
+    """The number of the batch that optimizer step `step` (from 0) uses: its own number plus the batches skipped until then.
 
-    skipped_batches: (step, number of batches left out before it), for each time that a run went back and skipped data.
+    skipped_batches: (step, number of batches skipped before it) for each rollback of the run.
     """
     return step + sum(batches for at, batches in skipped_batches if at <= step)
 
 
 def skip_batches(skipped_batches: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
-    """`skipped_batches` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
+    """`skipped_batches` after a rollback from step `done` to step `at` that continues with the next unused batch."""
     before = [entry for entry in skipped_batches if entry[0] <= at]
     return [*before, (at, batch_of_step(done, skipped_batches) - batch_of_step(at, before))]
 
 
 def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int | None:
-    """The inverse: the step that takes a batch, None when it was left out."""
+    """The step that uses a batch, None if it was skipped: the inverse of `batch_of_step`."""
     shift = 0
     for at, batches in sorted(skipped_batches):
         if batch < at + shift:
@@ -149,12 +150,12 @@ def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int
 
 
 def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What stands at these places of a permutation."""
+    """Values at these places of a permutation."""
     return order[places]
 
 
 def _places_in(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Where these values stand in a permutation."""
+    """Places of these values in a permutation."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse[values]
