@@ -1,4 +1,4 @@
-"""scores.json as a person reads it: the page report.md, the table per_class.csv, the lines on the terminal."""
+"""Renders scores: report.md, per_class.csv, the confusion matrix as a figure, and lines for the terminal."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ _MAX_NAME = 24
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) of the scores that there are, one line each."""
+    """(name, value) of each score in `scores`, as lines for the terminal."""
     rows = []
     if "top1" in scores:
         rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items()]
@@ -46,12 +46,12 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def page(scores: dict[str, Any], picture: bytes | None) -> str:
-    """report.md. picture: confusion.png, where the head is scored."""
+    """The text of report.md. picture: content of confusion.png, None if the head is not scored."""
     blocks: list[Block] = [Paragraph(_how(scores)), Table(("score", "value"), summary(scores))]
     if "probe_split" in scores:
         blocks += [Heading("Features"), *_probes(scores)]
     if "per_class" in scores:
-        blocks += [Heading("Classes"), *_classes(scores), Heading("What is taken for what")]
+        blocks += [Heading("Classes"), *_classes(scores), Heading("Most frequent confusions")]
         if scores["confused"]:
             rows = [
                 (pair["true"], pair["predicted"], f"{pair['count']:,}", f"{pair['share']:.1%}")
@@ -63,7 +63,7 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
         blocks.append(Picture("confusion.png", about, picture))
     for title, name in (
         ("Unreadable images", "unreadable"),
-        ("Unreadable images that features were to be fitted to", "probe_unreadable"),
+        ("Unreadable images of the probe's training split", "probe_unreadable"),
     ):
         if bad := scores.get(name):
             named = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
@@ -79,22 +79,20 @@ def _how(scores: dict[str, Any]) -> str:
     if scores["eval_crop"] != "resize":
         resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
         crop = f"{resized} resized to {scores['eval_resize']}, central crop"
-    left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "
+    excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
     return (
-        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {left_out}"
+        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {excluded}"
         f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
     )
 
 
 def _probes(scores: dict[str, Any]) -> Iterator[Block]:
     yield Paragraph(
-        f"What the head reads, learnt from images of split {scores['probe_split']} and tested on split {scores['split']}, both "
-        "in the evaluation view above."
+        f"Input of the head. Fitted to images of split {scores['probe_split']}, tested on split {scores['split']}, both in the "
+        "evaluation view above."
     )
     if scores["fewshot"]:
-        yield Paragraph(
-            "Ridge regression on a few images of each class, with strength λ, for seeds 0, 1, ... of their choice:"
-        )
+        yield Paragraph("Ridge regression of strength λ on a few images per class, chosen with seeds 0, 1, ...:")
         rows = [
             (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
             for row in scores["fewshot"]
@@ -102,12 +100,12 @@ def _probes(scores: dict[str, Any]) -> Iterator[Block]:
         yield Table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
         if len({row["l2"] for row in scores["fewshot"]}) > 1:
             yield Paragraph(
-                "To take the best λ of this table would be to choose it on the test images: use one, told beforehand."
+                "Choosing the best λ from this table would be choosing it on the test images: fix one beforehand."
             )
     if "knn" in scores:
         knn = scores["knn"]
         yield Paragraph(
-            f"Nearest neighbours: the {knn['neighbours']} of {knn['images']:,} images with the largest cosine vote, each with "
+            f"Nearest neighbours: of {knn['images']:,} images, the {knn['neighbours']} with the largest cosine vote, each with "
             f"exp(cosine / {knn['temperature']:g})."
         )
 
@@ -137,7 +135,7 @@ def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------------- files
 def write_folder(folder: Path, files: Mapping[str, bytes | None]) -> None:
-    """Write name -> content into `folder`; a name without content is removed, since an earlier report may have left it."""
+    """Write files, name -> content, to `folder`. None removes the file that an earlier report may have written."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if content is None:
@@ -148,7 +146,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes | None]) -> None:
 
 
 def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows with the same keys as CSV, the keys as its header."""
+    """Rows with the same keys as CSV; the keys are its header."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -165,10 +163,10 @@ def png(figure: Figure) -> bytes:
 
 # ---------------------------------------------------------------------- the confusion matrix
 def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> bytes:
-    """A PNG: each cell the share of its true class, in rows, predicted as the column's; numbers for up to 20 classes.
+    """A PNG of the confusion matrix: true classes in rows, predicted ones in columns, with counts for up to 20 classes.
 
-    true, predicted: int64 (n,), from `outcomes`; unreadable images and samples without labels are left out. names: of
-    all K classes. Of more than 50 classes the 30 that are most confused are drawn.
+    A cell's colour is its share of the true class. true, predicted: int64 (n,), from `outcomes`; unreadable images and samples
+    without labels are ignored. names: of all K classes. Of more than 50 classes, the 30 most confused ones are drawn.
     """
     seen = (true >= 0) & (predicted >= 0)
     true, predicted = true[seen], predicted[seen]
@@ -182,7 +180,7 @@ def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]
 
 
 def most_confused_classes(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """int64 (30,), ascending: the classes of the most frequent mistakes, then the first ones, until there are 30."""
+    """int64 (30,), ascending: the classes of the most frequent mistakes, filled up with the first classes."""
     pairs, counts = np.unique(np.stack([true, predicted])[:, true != predicted], axis=1, return_counts=True)
     most_first = pairs[:, np.argsort(-counts, kind="stable")].T.ravel()
     candidates = np.concatenate([most_first, np.arange(num_classes)])
@@ -195,12 +193,12 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     side = max(4.0, (0.55 if annotated else 0.26) * len(names) + 2.0)
     figure = Figure(figsize=(side + 0.8, side), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    # The square root of the share: a mistake in fifty should be seen beside a diagonal near one.
+    # Square root scale, so that a share of 2 % is visible beside a diagonal near 1.
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.25, 0.5, 1])
     bar.ax.set_yticklabels(["0", "1 %", "5 %", "25 %", "50 %", "100 %"])
     short = [shorten(name) for name in names]
-    # A "$" in a name is no formula.
+    # A "$" in a name does not start a formula.
     axes.set_xticks(range(len(names)), short, rotation=90, parse_math=False)
     axes.set_yticks(range(len(names)), short, parse_math=False)
     axes.set_xlabel("predicted class")
@@ -218,5 +216,5 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
 
 
 def shorten(name: str, most: int = _MAX_NAME) -> str:
-    """At most so many characters, without its middle: long names differ at either end."""
+    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends."""
     return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

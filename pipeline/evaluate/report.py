@@ -1,4 +1,4 @@
-"""Weights and a data set -> scores, and a folder that shows them; `run` is the whole of it."""
+"""Scores weights on a split and writes a report; entry point: `run`."""
 
 import json
 import time
@@ -25,13 +25,13 @@ _NUM_CONFUSED = 10
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
-    """Score `config.weights` on `config.split`, write the report, print its table; returns what scores.json holds.
+    """Score `config.weights` on `config.split`, write the report and print its table; returns the content of scores.json.
 
-    Among its keys, where scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
-    macro_recall, macro_f1, per_class; fewshot (a row for each number of shots and strength), knn. Shares are in [0, 1].
-    Raises UserError for weights and data that do not fit, before anything is written.
+    Its keys include, if scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
+    macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
+    Raises UserError before anything is written, such as for weights of other classes than the data.
     """
-    # ---------------------------------------------------------------------- what is scored, on what
+    # ---------------------------------------------------------------------- the data and the weights
     dataset = open_dataset(config.data)
     split = _split(config, dataset)
     train = _train_split(config, dataset) if config.probes else None
@@ -42,12 +42,12 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     for line in split.notes() + (train.notes() if train else []):
         print(line)
 
-    # ---------------------------------------------------------------------- every image once through the model
+    # ---------------------------------------------------------------------- one forward pass over the split
     begin = time.perf_counter()
     predictions, features = _forward(config, loaded, split)
     seconds = time.perf_counter() - begin
     seen = predictions or features
-    assert seen is not None, "config.check refuses to score nothing"
+    assert seen is not None, "config.check requires at least one score"
     check_outputs(config.weights, f"{config.data} (split {split.name!r})", seen, split)
 
     # ---------------------------------------------------------------------- the scores
@@ -67,7 +67,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 
-    # ---------------------------------------------------------------------- the folder
+    # ---------------------------------------------------------------------- the files
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
@@ -122,27 +122,27 @@ def _folder(config: ScoreConfig) -> Path:
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
-    """Predictions when there is a head to score, features when they are probed."""
+    """Returns predictions if the head is scored, features if they are probed."""
     with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
         reader = loaded.reader(split, config.batch, config.threads, bar.update)
         if not config.classify:
             rows = np.arange(len(split))
             return None, extract(loaded.features, reader, rows)
-        on_the_way: list[np.ndarray] = []
+        features_seen: list[np.ndarray] = []
 
         def logits(images: Tensor) -> Tensor:
             features = loaded.features(images)
             if config.probes:
-                on_the_way.append(features.float().cpu().numpy())
+                features_seen.append(features.float().cpu().numpy())
             return loaded.model.head(features).float()
 
         done = predict(logits, reader, loaded.loss_kind)
-        # A rank that is alone reads the rows in order, each once.
-        return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.probes else None
+        # A single rank reads each row once, in order.
+        return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
 
 
 def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel) -> dict[str, Any]:
-    """What was scored on what, and how."""
+    """Keys of scores.json that identify weights, data and preprocessing."""
     size, view = loaded.image_size, loaded.view
     return {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"),
@@ -156,12 +156,10 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
 def _probe(
     config: ScoreConfig, loaded: LoadedModel, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
-    """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
+    """Scores of the probes. Only the training images that they need are run through the model."""
     choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
-        raise UserError(
-            f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."
-        )
+        raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
     alone = Ranks(0, 0, 1, loaded.device)
     with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
         seen = extract(loaded.features, loaded.reader(train, config.batch, config.threads, bar.update), choice.rows)
@@ -172,7 +170,7 @@ def _probe(
 
 
 def _most_confused(true: np.ndarray, predicted: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
-    """The pairs of classes with most mistakes: their number, and their share of the true class's samples."""
+    """The pairs of classes with most mistakes, with their number and their share of the true class's samples."""
     wrong = (true >= 0) & (predicted >= 0) & (true != predicted)
     pairs, counts = np.unique(np.stack([true[wrong], predicted[wrong]]), axis=1, return_counts=True)
     support = np.bincount(true[true >= 0], minlength=len(names))

@@ -173,7 +173,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="has no head, so it knows no classes"):
+    with pytest.raises(UserError, match="has no head, so it cannot predict classes"):
         run(save(tmp_path / "headless.pt", 0), data.path)
 
 
