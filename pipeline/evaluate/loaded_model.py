@@ -3,6 +3,8 @@
 Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
@@ -18,7 +21,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
-from pipeline.evaluate.split_reader import Progress, SplitReader
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
 from pipeline.outputs import try_output
 from pipeline.settings import schema
@@ -42,10 +45,12 @@ class LoadedModel:
     loss_kind: str
     extra: dict[str, Any]
 
-    def reader(self, split: Split, batch: int, threads: int, progress: Progress | None = None) -> SplitReader:
-        """A reader of the split with the preprocessing of these weights, for this process alone."""
-        alone = Ranks(0, 0, 1, self.device)
-        return SplitReader(split, self.image_size, self.view, batch, threads, alone, progress)
+    @contextmanager
+    def reading(self, split: Split, config: WeightsConfig, num_images: int) -> Iterator[SplitReader]:
+        """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
+        with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
+            alone = Ranks(0, 0, 1, self.device)
+            yield SplitReader(split, self.image_size, self.view, config.batch, config.threads, alone, bar.update)
 
     def images(self, pixels: Tensor) -> Tensor:
         """uint8 (B, H, W, 3) -> (B, 3, H, W), the model's input."""

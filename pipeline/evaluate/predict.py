@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
-from tqdm import tqdm
 
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
@@ -89,10 +88,8 @@ def read_class_names(config: LookConfig) -> list[str] | None:
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
     """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as `check_outputs`."""
-    with tqdm(total=len(split), desc="predict", unit=" images", disable=None) as bar:
-        done = predict(
-            loaded.logits, loaded.reader(split, config.batch, config.threads, bar.update), loaded.loss_kind, num_top
-        )
+    with loaded.reading(split, config, len(split)) as reader:
+        done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
     check_outputs(config.weights, ", ".join(config.images), done, split)
     return done
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
-from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
@@ -33,7 +31,9 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     """
     # ---------------------------------------------------------------------- the data and the weights
     dataset = open_dataset(config.data)
-    split = _split(config, dataset)
+    split = dataset.split(config.split, config.exclude)
+    if not len(split):
+        raise UserError(f"{config.data}: split {config.split!r} has no images.")
     train = _train_split(config, dataset) if config.probes else None
     loaded = load_model(config)
     if config.classify:
@@ -96,13 +96,6 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
             )
 
 
-def _split(config: ScoreConfig, dataset: Dataset) -> Split:
-    split = dataset.split(config.split, config.exclude)
-    if not len(split):
-        raise UserError(f"{config.data}: split {config.split!r} has no images.")
-    return split
-
-
 def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
     if config.train_split not in dataset.splits:
         raise UserError(
@@ -123,11 +116,9 @@ def _folder(config: ScoreConfig) -> Path:
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
     """Returns predictions if the head is scored, features if they are probed."""
-    with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
-        reader = loaded.reader(split, config.batch, config.threads, bar.update)
+    with loaded.reading(split, config, len(split)) as reader:
         if not config.classify:
-            rows = np.arange(len(split))
-            return None, extract(loaded.features, reader, rows)
+            return None, extract(loaded.features, reader, np.arange(len(split)))
         features_seen: list[np.ndarray] = []
 
         def logits(images: Tensor) -> Tensor:
@@ -160,12 +151,11 @@ def _probe(
     choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
         raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
-    alone = Ranks(0, 0, 1, loaded.device)
-    with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
-        seen = extract(loaded.features, loaded.reader(train, config.batch, config.threads, bar.update), choice.rows)
+    with loaded.reading(train, config, len(choice.rows)) as reader:
+        seen = extract(loaded.features, reader, choice.rows)
     if not seen.readable.any():
         raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
-    scores = probe(config, choice, seen, tested, label_table(split), alone)
+    scores = probe(config, choice, seen, tested, label_table(split), reader.ranks)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
 
 

@@ -1,9 +1,8 @@
 """How an evaluation reads a split: view, batches, and the ranks that share it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -14,17 +13,11 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 
-class Progress(Protocol):
-    """Callback with the number of images of a batch, such as `tqdm.update`."""
-
-    def __call__(self, count: int, /) -> object: ...
-
-
 @dataclass(frozen=True)
 class SplitReader:
     """A split, and how to read it. view: the preprocessing. batch: images per forward pass. ranks: share the split.
 
-    progress: called after each batch of this rank. stop: polled between batches; all ranks stop together.
+    progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
     """
 
     split: Split
@@ -33,7 +26,7 @@ class SplitReader:
     batch: int
     threads: int
     ranks: Ranks
-    progress: Progress | None = None
+    progress: Callable[[int], object] | None = None
     stop: StopRequest | None = None
 
     @contextmanager

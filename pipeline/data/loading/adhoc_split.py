@@ -60,11 +60,13 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         )
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
-    images = [
-        image
-        for path in files
-        for image in (_in_tar(path, len(numbers)) if path.suffix == ".tar" else _file(path, numbers))
-    ]
+    images: list[_Image] = []
+    for path in files:
+        if path.suffix == ".tar":
+            images += _in_tar(path, len(numbers))
+        else:
+            label = numbers.get(path.resolve().parent.name, -1)
+            images.append(_Image(str(path), path, 0, path.stat().st_size, label))
     return AdhocSplit(_as_split(images), list(of_labels))
 
 
@@ -98,10 +100,6 @@ def _expand(place: str) -> Iterator[Path]:
         yield from found
     else:
         yield path
-
-
-def _file(path: Path, numbers: dict[str, int]) -> list[_Image]:
-    return [_Image(str(path), path, 0, path.stat().st_size, numbers.get(path.resolve().parent.name, -1))]
 
 
 def _in_tar(path: Path, num_classes: int) -> list[_Image]:

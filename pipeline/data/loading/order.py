@@ -12,6 +12,7 @@ another. So
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import getitem
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class SampleOrder:
         place = ends[turn[shard]] - self.shard_starts[shard + 1] + rows
 
         stream = np.searchsorted(self.bounds, place, side="right") - 1
-        index = self._by_window(epoch, stream, place - self.bounds[stream], _places_in) - self.bounds[stream]
+        index = self._by_window(epoch, stream, place - self.bounds[stream], _find) - self.bounds[stream]
 
         full = self.full_rounds * self.per_round
         round_number, in_round = np.divmod(index, self.per_round)
@@ -88,7 +89,7 @@ class SampleOrder:
         in_tail = self.full_rounds * self.per_round + tail - self.leftover_starts[tail_stream]
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
-        place = self._by_window(epoch, stream, index, _values_at)
+        place = self._by_window(epoch, stream, index, getitem)
         shards, ends = self._shards_of_epoch(epoch)
         turn = np.searchsorted(ends, place, side="right")
         shard = shards[turn]
@@ -149,13 +150,6 @@ def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int
     return batch - shift
 
 
-def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Values at these places of a permutation."""
-    return order[places]
-
-
-def _places_in(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Places of these values in a permutation."""
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
-    return inverse[values]
+def _find(order: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Places of these values in a permutation: the inverse of `getitem`."""
+    return np.argsort(order)[values]

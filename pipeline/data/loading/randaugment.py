@@ -125,24 +125,14 @@ def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
     )
 
 
-def shear_x(image: np.ndarray, slope: float) -> np.ndarray:
-    """Pixel (x, y) is taken from (x + slope * y, y)."""
-    return _warp(image, [[1, slope, 0], [0, 1, 0]])
+def shear(image: np.ndarray, x: float = 0, y: float = 0) -> np.ndarray:
+    """Pixel (column, row) is taken from (column + x * row, row + y * column)."""
+    return _warp(image, [[1, x, 0], [y, 1, 0]])
 
 
-def shear_y(image: np.ndarray, slope: float) -> np.ndarray:
-    """Pixel (x, y) is taken from (x, y + slope * x)."""
-    return _warp(image, [[1, 0, 0], [slope, 1, 0]])
-
-
-def translate_x(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Translate to the left; negative is to the right."""
-    return _warp(image, [[1, 0, pixels], [0, 1, 0]])
-
-
-def translate_y(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Translate upwards; negative is downwards."""
-    return _warp(image, [[1, 0, 0], [0, 1, pixels]])
+def translate(image: np.ndarray, x: float = 0, y: float = 0) -> np.ndarray:
+    """Move the image by x pixels to the left and y pixels upwards."""
+    return _warp(image, [[1, 0, x], [0, 1, y]])
 
 
 def cutout(image: np.ndarray, half: int, row: int, column: int) -> np.ndarray:
@@ -180,13 +170,13 @@ OPERATIONS: dict[str, Operation] = {
     "Contrast": lambda image, level, draws: contrast(image, _enhance(level)),
     "Brightness": lambda image, level, draws: brightness(image, _enhance(level)),
     "Sharpness": lambda image, level, draws: sharpness(image, _enhance(level)),
-    "ShearX": lambda image, level, draws: shear_x(image, _sign(draws) * 0.3 * level),
-    "ShearY": lambda image, level, draws: shear_y(image, _sign(draws) * 0.3 * level),
-    "TranslateX": lambda image, level, draws: translate_x(
-        image, _sign(draws) * _pixels(image.shape[1], _TRANSLATE * level)
+    "ShearX": lambda image, level, draws: shear(image, x=_sign(draws) * 0.3 * level),
+    "ShearY": lambda image, level, draws: shear(image, y=_sign(draws) * 0.3 * level),
+    "TranslateX": lambda image, level, draws: translate(
+        image, x=_sign(draws) * _pixels(image.shape[1], _TRANSLATE * level)
     ),
-    "TranslateY": lambda image, level, draws: translate_y(
-        image, _sign(draws) * _pixels(image.shape[0], _TRANSLATE * level)
+    "TranslateY": lambda image, level, draws: translate(
+        image, y=_sign(draws) * _pixels(image.shape[0], _TRANSLATE * level)
     ),
     "Cutout": lambda image, level, draws: cutout(
         image, int(_pixels(min(image.shape[:2]), _CUTOUT * level)), *_center(image, draws)

@@ -64,7 +64,8 @@ class ShardReader:
             yield from requests
             return
         self._start_downloaders(self.cache)
-        limit = _SHARE_AHEAD * self.cache.max_bytes / _ranks_on_node()
+        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_node
         coming = iter(requests)
         waiting: deque[tuple[Request, np.ndarray]] = deque()
         uses: Counter[int] = Counter()
@@ -142,24 +143,23 @@ class ShardReader:
         return self.split.shard_sha256[shard].as_py()
 
     def _start_downloaders(self, cache: ShardCache) -> None:
-        def work() -> None:
-            while (shard := self._ahead.get()) is not None:
-                # The thread that reads the shard meets the same error and reports it.
-                with contextlib.suppress(Exception):
-                    self._fetch(cache, shard)
-
         # Daemon threads, so that a download does not delay the exit of a failed process.
         for _ in range(_DOWNLOADS_AHEAD - len(self._downloaders)):
-            self._downloaders.append(threading.Thread(target=work, name="shards ahead", daemon=True))
-            self._downloaders[-1].start()
+            thread = threading.Thread(target=self._download, args=[cache], name="shards ahead", daemon=True)
+            self._downloaders.append(thread)
+            thread.start()
 
-    def _fetch(self, cache: ShardCache, shard: int) -> None:
-        path, sha256 = self._path(shard), self._sha256(shard)
-        assert isinstance(path, BucketPath)
-        if shard not in self._bad and not cache.has(sha256):
-            file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)
-            if file is not None:
-                os.close(file)
+    def _download(self, cache: ShardCache) -> None:
+        """Download the shards of the queue into the cache, until None is read."""
+        while (shard := self._ahead.get()) is not None:
+            # The thread that reads the shard meets the same error and reports it.
+            with contextlib.suppress(Exception):
+                path, sha256 = self._path(shard), self._sha256(shard)
+                assert isinstance(path, BucketPath)
+                if shard not in self._bad and not cache.has(sha256):
+                    file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)
+                    if file is not None:
+                        os.close(file)
 
 
 class _File:
@@ -199,7 +199,3 @@ class _Ranges:
 
     def is_evicted(self) -> bool:
         return False
-
-
-def _ranks_on_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
