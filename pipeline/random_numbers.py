@@ -1,7 +1,7 @@
-"""Random numbers as a pure function of what they are for: no state, the same on every machine and library version.
+"""Stateless random numbers: a pure function of integers, the same on every machine and library version.
 
-`bits(seed, epoch, sample, draw)` hashes its integers with SplitMix64's finaliser (Steele et al. 2014). So the order of
-samples and every augmentation can be computed for any position, in any process, without replaying what came before.
+`bits(seed, purpose, epoch, sample, draw)` hashes its integers with SplitMix64's finalizer (Steele et al. 2014). The order of
+samples and every augmentation can therefore be computed for any position, in any process, without replaying earlier draws.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64 - 1
-# Hashes made at a time: more do not stay in the processor's cache.
+# Hashes computed at a time, so that they stay in the processor's cache.
 _BLOCK = 2**15
 _ROUNDS = [(np.uint64(30), np.uint64(_MIX_1)), (np.uint64(27), np.uint64(_MIX_2)), (np.uint64(31), np.uint64(1))]
 
@@ -20,9 +20,9 @@ Integer = int | np.integer | np.ndarray
 
 @unique
 class Purpose(IntEnum):
-    """What a random number is used for: one of the integers it is hashed from, so that no two uses share their numbers.
+    """The use of a random number. It is one of the hashed integers, so that no two uses share their numbers.
 
-    The values are part of every order, augmentation and mask that a seed gives: never change or reuse one.
+    The values determine every order, augmentation and mask of a seed: never change or reuse one.
     """
 
     SHARD_ORDER = 1
@@ -47,7 +47,7 @@ class Purpose(IntEnum):
 
 
 def bits(*parts: Integer) -> np.ndarray:
-    """64 random bits for each element of the broadcast integer parts; uint64 of their broadcast shape."""
+    """64 random bits per element of the broadcast parts: uint64 of their broadcast shape."""
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -61,19 +61,19 @@ def bits(*parts: Integer) -> np.ndarray:
 
 
 def torch_seed(*parts: Integer) -> int:
-    """A seed for `torch.manual_seed`, which takes 63 bits of it."""
+    """A seed of 63 bits for `torch.manual_seed`."""
     return int(bits(*parts) >> 1)
 
 
 def uniform(*parts: Integer) -> np.ndarray:
-    """float64 in [0, 1) for each element of the broadcast integer parts."""
+    """float64 in [0, 1) per element of the broadcast parts."""
     return (bits(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draws(*parts: int) -> Callable[[int], float]:
-    """`uniform(*parts, draw)` as a function of the draw.
+    """Returns `uniform(*parts, draw)` as a function of `draw`.
 
-    For a sample's few numbers: in plain integers it takes a microsecond, in numpy thirty.
+    For few numbers per sample: plain integers take one microsecond per draw, numpy takes thirty.
     """
     state = 0
     for part in parts:
@@ -90,7 +90,7 @@ def _mixed(state: int, part: int) -> int:
 
 
 def permutation(length: int, *parts: Integer) -> np.ndarray:
-    """A permutation of range(length), int64, chosen by the parts: places by their hash, equal hashes by place."""
+    """A random permutation of range(length), int64: places sorted by their hash, equal hashes by place."""
     hashes = np.empty(length, np.uint64)
     for first in range(0, length, _BLOCK):
         hashes[first : first + _BLOCK] = bits(*parts, np.arange(first, min(first + _BLOCK, length)))
@@ -98,9 +98,9 @@ def permutation(length: int, *parts: Integer) -> np.ndarray:
 
 
 def _stable_argsort(hashes: np.ndarray) -> np.ndarray:
-    """np.argsort(hashes, kind="stable") of uint64, 4 times faster: NumPy's vectorised sort knows values alone.
+    """np.argsort(hashes, kind="stable") of uint64, 4 times faster: NumPy vectorises the sorting of values, not of indices.
 
-    So the place stands in the low bits of what is sorted; where the bits above agree, the whole hashes decide.
+    The index is therefore packed into the low bits of the sorted values; ties of the upper bits are resolved by full hash.
     """
     num_bits = np.uint64(max(len(hashes) - 1, 0).bit_length())
     places = np.arange(len(hashes), dtype=np.uint64)

@@ -123,16 +123,7 @@ def _others(
 
 
 def _view(method: str, region: bool) -> View:
-    view = train_view(AugmentConfig(resize_filter=method), seed=0)  # type: ignore[arg-type]
-    return view if region else _OnWholeImages(view.region, view.write)
-
-
-class _OnWholeImages(View):
-    """The same view, as it is made where libjpeg-turbo's regions are not to be had."""
-
-    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        jpeg_region._library = None  # This process measures nothing else.
-        super().__call__(data, out, epoch, row)
+    return train_view(AugmentConfig(resize_filter=method), seed=0, by_region=region)  # type: ignore[arg-type]
 
 
 def _load(config: BenchConfig, split: Split, view: View, threads: int, first_step: int) -> Iterator[int]:

@@ -1,5 +1,5 @@
-"""Scores and reports: accuracy, probes, confusion, comparison of runs, predictions, export compared on both sides.
+"""Scores and reports: accuracy, probes, confusion matrix, comparison of runs, predictions, and verified export.
 
-Takes a loaded model and a split, and knows nothing of training. Called by train/ (during a run), explain/, transfer/ and
-commands.
+Takes a loaded model and a split; does not depend on training. May import all rooms up to objectives/. Called by train/ (during
+a run), explain/, transfer/ and launch/.
 """

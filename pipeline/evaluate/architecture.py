@@ -1,6 +1,6 @@
-"""The architecture of a model as settings by dotted name, wherever it came from: `model.name`, or the weights of `init.weights`.
+"""The architecture of a model as settings by dotted name, whether it comes from `model.name` or from `init.weights`.
 
-The `model.*` settings of a run that starts from weights say little (no name, no width); what is shown and compared is this.
+A run that starts from weights does not set `model.name` or `model.width`, so reports show the architecture as built instead.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ FILE = "model.json"
 
 
 def as_settings(config: models.Config) -> dict[str, Any]:
-    """`model.name`, `model.width`, ...: what the model has; fields that mean nothing for it are left out."""
+    """Returns `model.name`, `model.width`, ... without the fields that do not apply to this model."""
     fields = {**config.to_dict(), "image_size": str(ImageSize(*config.image_size))}
     return {
         "model.name": name_of(config),
@@ -26,7 +26,7 @@ def as_settings(config: models.Config) -> dict[str, Any]:
 
 
 def name_of(config: models.Config) -> str:
-    """The name that `models.configure` takes, or a description of a model that has none: "ViT/8, width 32, depth 2"."""
+    """The name for `models.configure`, or a description if it has none, such as "ViT/8, width 32, depth 2"."""
     if isinstance(config, models.ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == tuple(config.units)), None)
         if layers is None or config.width % 64:
@@ -45,7 +45,7 @@ def name_of(config: models.Config) -> str:
 
 
 def of_run(folder: Path) -> dict[str, Any] | None:
-    """The architecture of a run from its folder, or from its newest checkpoint (runs of earlier versions); None without either.
+    """The architecture of a run, from its folder or (runs of earlier versions) its newest checkpoint; None if neither has it.
 
     Raises UserError for a damaged file.
     """

@@ -1,6 +1,6 @@
 """Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
 
-With several labels to a sample, a prediction is right when it is any of them. An image that cannot be read is wrong.
+A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ _TOP = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of every sample of a split, in row order.
+    """Predictions for all samples of a split, in row order.
 
-    top: int64 (n, T), the T most likely classes, best first. probabilities: float32 (n, T), of each.
-    loss: float64 (n,). readable: bool (n,), False where the image could not be decoded; problems: row -> why.
+    top: int64 (n, T), the T most likely classes, best first. probabilities: float32 (n, T), of these classes.
+    loss: float64 (n,). readable: bool (n,), False where the image could not be decoded. problems: row -> reason.
     """
 
     top: np.ndarray
@@ -35,7 +35,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Scores:
-    """top1, top5: shares in [0, 1] of all n samples. loss: mean over the readable ones."""
+    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples."""
 
     top1: float
     top5: float
@@ -51,9 +51,9 @@ class Scores:
 def predict(
     forward: Callable[[Tensor], Tensor], reader: SplitReader, loss_kind: str, num_top: int = _TOP
 ) -> Predictions:
-    """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split. The same on every rank.
+    """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split; see `each_sample`.
 
-    num_top: how many of the most likely classes are kept; all where there are fewer. Otherwise as `each_sample`.
+    num_top: number of most likely classes to keep, at most K.
     """
 
     def columns(loaded: Batch) -> list[Tensor]:
@@ -70,10 +70,10 @@ def predict(
 def each_sample(
     columns: Callable[[Batch], list[Tensor]], reader: SplitReader
 ) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
-    """What `columns`, tensors (B, ...), are of every sample, in row order; readable, problems as in `Predictions`.
+    """Compute `columns`, tensors (B, ...) of a batch, for all samples of the split.
 
-    Collective, and the same on every rank. Any number of unreadable images is allowed. Raises Stopped on every rank when
-    the ranks agree to stop.
+    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Any number of
+    unreadable images is allowed. Raises Stopped on all ranks when they agree to stop.
     """
     parts, ranks, num_samples = [], reader.ranks, len(reader.split)
     with reader.open(eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)) as (batches, problems):
@@ -82,7 +82,7 @@ def each_sample(
     gathered = ranks.gather((parts, problems))
     of_all_ranks = [part for rank_parts, _ in gathered for part in rank_parts]
     rows, *found = (np.concatenate(column) for column in zip(*of_all_ranks, strict=True))
-    # The last ranks repeat samples to make as many batches as the others; one of each row stays.
+    # The last ranks repeat samples to have as many batches as the others; keep one of each row.
     unique, first = np.unique(rows, return_index=True)
     assert np.array_equal(unique, np.arange(num_samples)), "every sample is predicted"
     readable, *values = (column[first] for column in found)
@@ -90,12 +90,12 @@ def each_sample(
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
-    """(B, K) -> same, by the model's own output function: those of sigmoids do not sum to one."""
+    """(B, K) -> (B, K) by the output function of the loss; sigmoid probabilities do not sum to one."""
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
 def score(predictions: Predictions, split: Split) -> Scores:
-    """Accuracy and loss."""
+    """Accuracy and loss of the predictions."""
     n = len(split)
     hits = is_any(predictions.top, label_table(split)) & predictions.readable[:, None]
     readable = int(predictions.readable.sum())
@@ -112,7 +112,7 @@ def label_table(split: Split) -> np.ndarray:
 
 
 def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """bool (n, T): whether each predicted class, (n, T) and not negative, is one of its sample's labels, (n, M)."""
+    """bool (n, T): whether each predicted class, (n, T), not negative, is one of the sample's labels, (n, M)."""
     hits = np.zeros(predicted.shape, dtype=bool)
     for column in labels.T:
         hits |= predicted == column[:, None]
@@ -120,9 +120,9 @@ def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """(true, predicted) class of each sample, int64 (n,); predicted is -1 where the image is unreadable.
+    """(true, predicted) class of each sample, int64 (n,) each; predicted is -1 where the image is unreadable.
 
-    A sample of several labels counts under the predicted one if that is right, else under its first; true is -1 for a
+    For a sample with several labels, the true class is the predicted one if that is correct, else its first label; -1 for a
     sample without labels.
     """
     labels = label_table(split)
@@ -132,9 +132,9 @@ def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.nda
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """int64 (C, C): samples of true class classes[row] predicted as classes[column]; all others are left out.
+    """Confusion counts, int64 (C, C), of the given classes: true class in rows, predicted class in columns.
 
-    A table of all 21,843 classes would take 3.8 GB, so the classes to show are chosen first.
+    Restricted to the classes to show, because a table of all 21,843 classes would take 3.8 GB.
     """
     place = np.full(1 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
     place[classes] = np.arange(len(classes))
@@ -146,8 +146,10 @@ def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> n
 
 @dataclass(frozen=True)
 class ClassReport:
-    """float64 (K,), but support int64: a class without predictions has precision 0, without samples recall 0 (as
-    scikit-learn). Unreadable images are in the support, and lower the recall: weighted by support, it is top-1.
+    """float64 (K,) each; support: int64 (K,), samples per class.
+
+    As in scikit-learn, a class without predictions has precision 0, one without samples recall 0. Unreadable images count in
+    the support and lower the recall, so the recall weighted by support is the top-1 accuracy.
     """
 
     precision: np.ndarray
@@ -156,14 +158,14 @@ class ClassReport:
     support: np.ndarray
 
     def macro(self) -> dict[str, float]:
-        """Plain means over the classes that have samples: macro_precision, macro_recall, macro_f1."""
+        """Unweighted means over the classes with samples: macro_precision, macro_recall, macro_f1."""
         tested = self.support > 0
         columns = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
         return {f"macro_{name}": float(column[tested].mean()) for name, column in columns.items()}
 
 
 def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> ClassReport:
-    """Precision, recall and F1 of each class from `outcomes`; samples without labels are left out."""
+    """Precision, recall and F1 per class, from `outcomes`; samples without labels are ignored."""
     predicted, true = predicted[true >= 0], true[true >= 0]
     right = np.bincount(true[true == predicted], minlength=num_classes).astype(np.float64)
     support = np.bincount(true, minlength=num_classes)

@@ -1,6 +1,5 @@
-"""Two or more runs side by side: what differs in their settings, their scores of each class, their losses in one figure."""
+"""Compares two or more runs: differing settings, scores per class, and losses in one figure."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline import json_record
-from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render, report
 from pipeline.monitor.tracking import by_name, read_metrics
@@ -22,21 +20,16 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.weights import ScoreConfig
 
 _OF_CLASS = ("precision", "recall", "f1")
-_SUMS = {"top1": "top-1", "top5": "top-5", "macro_precision": "precision, mean over classes",
-         "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
 _MAX_LISTED = 30
-# A median of fewer log lines says little: the first ones are slow.
+# With fewer log lines the median says little, because the first ones are slow.
 _MIN_SPEEDS = 5
-# Training losses are drawn as running means over so much of a run.
+# Window of the running mean of training losses, as a share of the run.
 _SMOOTH = 0.02
 
 
 @dataclass(frozen=True)
 class Run:
-    """name: as the comparison calls it. metrics: name -> (steps, values), both (n,).
-
-    settings: by dotted name; `model.*` is the architecture that the run has, also where its weights brought it.
-    """
+    """settings: by dotted name; `model.*` is the architecture as built. metrics: name -> (steps, values), (n,) each."""
 
     name: str
     folder: Path
@@ -45,14 +38,14 @@ class Run:
 
 
 def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
-    """Score every run on the same split, write the comparison, print its table; returns run -> its scores.
+    """Score the runs on the same split, write the comparison and print its table; returns run name -> scores.
 
-    Raises UserError for what is no run, and for runs that are not of the same data.
+    Raises UserError for a folder that is not a run, and for runs on different data.
     """
     runs = [read_run(Path(folder)) for folder in config.runs]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        raise UserError(f"these runs have one name: {', '.join(names)}. A comparison could not tell them apart.")
+        raise UserError(f"these runs have the same name: {', '.join(names)}. A comparison could not tell them apart.")
     for key in ("data.path", "data.eval_split"):
         if len(values := {run.settings[key] for run in runs}) > 1 and not (key == "data.eval_split" and config.split):
             raise UserError(
@@ -76,24 +69,21 @@ def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
         "losses.png": curves,
         "per_class.csv": render.table_csv(class_rows(scores)),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+    render.write_folder(folder, files)
     print(f"comparison: {folder / 'report.md'}")
     return scores
 
 
 def read_run(folder: Path) -> Run:
-    """A run from its folder's files. Raises UserError when it has none; says how many lines of metrics.jsonl are damaged."""
+    """Read a run from its folder; prints the number of damaged metrics lines. Raises UserError for a missing file."""
     file, records_file = folder / "config.json", folder / "metrics.jsonl"
     for needed in (file, records_file):
         if not needed.exists():
-            raise UserError(f"{folder} is no run that has begun: {needed.name} is not there.")
+            raise UserError(f"{folder} is not the folder of a started run: {needed.name} is missing.")
     tree = json_record.read(file, dict[str, Any])
     records, num_damaged = read_metrics(records_file)
     if num_damaged:
-        print(f"{records_file}: {num_damaged:,} damaged lines are left out")
+        print(f"{records_file}: {num_damaged:,} damaged lines are ignored")
     settings = schema.flatten(schema.to_dict(schema.build(RunConfig, tree, str(file))))
     if (resolved := architecture.of_run(folder)) is not None:
         settings = {name: value for name, value in settings.items() if not name.startswith("model.")} | resolved
@@ -105,14 +95,14 @@ def read_run(folder: Path) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """(setting, its value in each run) where runs differ; their names are no difference."""
+    """Rows (setting, value in each run) of the settings that differ, other than the name."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "name")
     rows = [(key, *(str(run.settings.get(key, "-")) for run in runs)) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def speed(run: Run) -> str:
-    """The median training speed, and of how many log lines it is; no number of fewer than five."""
+    """The median training speed and its number of log lines; no number for fewer than five."""
     _, speeds = run.metrics.get("images_per_second", ((), ()))
     if len(speeds) < _MIN_SPEEDS:
         return f"{len(speeds)} log lines, too few" if len(speeds) else "not logged"
@@ -120,7 +110,7 @@ def speed(run: Run) -> str:
 
 
 def class_rows(scores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each class: its name and support, and each run's precision, recall and F1."""
+    """One row per class: name, support, and precision, recall and F1 of each run."""
     rows = []
     for of_class in zip(*(of_run["per_class"] for of_run in scores.values()), strict=True):
         row = {"class": of_class[0]["class"], "support": of_class[0]["support"]}
@@ -131,9 +121,9 @@ def class_rows(scores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) -> list[Block]:
-    """The comparison's page."""
+    """The page of the comparison."""
     names = list(scores)
-    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in _SUMS.items()]
+    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in render.SCORES.items()]
     sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
     sums.append(("images/s in training, median of log lines", *map(speed, runs)))
     first, second = names[:2]
@@ -154,7 +144,7 @@ def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) 
         Table(("score, %", *names), sums),
         Picture("losses.png", "Loss of each run over its steps, in training and on the evaluation split", curves),
         Heading("What differs in their settings"),
-        Table(("setting", *names), changed) if changed else Paragraph("Nothing but their names."),
+        Table(("setting", *names), changed) if changed else Paragraph("None but their names."),
         Heading("Classes"),
         Paragraph(f"From where {second} has the larger F1 to where {first} has{left}. In per cent."),
         Table(header, classes),
@@ -162,7 +152,7 @@ def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) 
 
 
 def draw_losses(runs: Sequence[Run]) -> bytes:
-    """A PNG: training losses as running means, evaluation losses as points, a colour for each run."""
+    """A PNG: training losses with their running mean, evaluation losses as points, one colour per run."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     for number, run in enumerate(runs):
@@ -184,13 +174,11 @@ def draw_losses(runs: Sequence[Run]) -> bytes:
     if axes.get_lines():
         for text in axes.legend(frameon=False).get_texts():
             text.set_parse_math(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return render.png(figure)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of the values around each, fewer at the ends; what is no number is left out."""
+    """Centred running mean; the window is cut at the ends, and non-finite values are ignored."""
     window = max(1, round(_SMOOTH * len(values))) | 1
     ones, there = np.ones(window), np.isfinite(values)
     sums = np.convolve(np.where(there, values, 0), ones, "same")

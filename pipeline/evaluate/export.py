@@ -1,7 +1,7 @@
-"""Weights from one format into another; `run` is the whole of it. Both sides compute the logits of the same images.
+"""Converts weights to another format and verifies the result by comparing logits on the same images; entry point: `run`.
 
-The other side is the other program itself, where it is installed: transformers, timm, onnxruntime, torch.export. Else
-what was written is read back by our own reader, and that is said.
+The written file is loaded by the target program if it is installed (transformers, timm, onnxruntime, torch.export), else by
+this project's own reader, and the output says so.
 """
 
 import importlib.util
@@ -29,26 +29,26 @@ Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logi
 
 
 class Difference(NamedTuple):
-    """Of two sides' logits: the largest, and the largest logit."""
+    """largest: the largest difference of logits. scale: the largest absolute logit."""
 
     largest: float
     scale: float
 
 
 def run(config: ExportConfig) -> Difference:
-    """Write `config.weights` as `config.format` into `config.out`; prints and returns how far the other side differs.
+    """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target program.
 
-    Raises UserError for weights that the format cannot hold, and when the sides differ by more than the tolerance, or
-    disagree with the program that the weights come from; then nothing stays written.
+    Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target program
+    or the program that the weights come from; then no output is left.
     """
-    # ------------------------------------------------------------------ what comes in, beside the program it comes from
-    path = files.find_file(Path(config.weights))  # once: a run that is still training moves its pointer
+    # ------------------------------------------------------------------ the input, compared with the program it comes from
+    path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     trained, _, extra = models.read_weights(path, say=print)
     print(_describe(trained))
     if source := _source_side(path, trained):
         _compare(f"{source[0]}, which these weights are of,", models.load(path).eval(), source[1], config.tolerance)
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ the model to write
     model = models.load(
         path,
         image_size=config.image_size or None,
@@ -60,15 +60,15 @@ def run(config: ExportConfig) -> Difference:
         old, new = (f"{rows} x {columns}" for rows, columns in (trained.grid, model.config.grid))
         print(f"positions: {old} resampled to {new} by the kernel {config.kernel}")
 
-    # ------------------------------------------------------------------ written, and read by the other side
+    # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
     with _unfinished(out) as unfinished:
         _write(model, config.format, unfinished, extra)
         name, forward = _other_side(config.format, unfinished, model.config)
         if forward is None:
             if config.format == "onnx":
-                raise UserError("onnxruntime is needed to try what is written: pip install onnxruntime.")
-            print(f"{name} is not installed: what is written is read back by our own reader alone")
+                raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
+            print(f"{name} is not installed: the output is verified by this project's own reader only")
             name, forward = "our own reader", models.load(unfinished).eval()
         difference = _compare(name, model, forward, config.tolerance)
     print(f"written: {out}")
@@ -105,20 +105,20 @@ def _write_folder(folder: Path, tensors: dict[str, Tensor], jsons: dict[str, dic
 
 def _write_graph(model: Model, form: str, path: Path) -> None:
     """ONNX or torch.export, for batches of any size; input "images", output "logits"."""
-    images = _images(model.config)[:2]  # of another number than are compared, or a batch that is a constant would pass
+    images = _images(model.config)[:2]  # a batch size other than the one compared, so that a constant batch size fails
     shapes = {"images": {0: torch.export.Dim("batch")}}
     if form == "torch_export":
         torch.export.save(torch.export.export(model, (images,), dynamic_shapes=shapes), path)
         return
     if sum(parameter.numel() for parameter in model.parameters()) * 4 > 2**31:
-        raise UserError("an .onnx file holds at most 2 GiB, and these weights are more. Use format=torch_export.")
+        raise UserError("an .onnx file holds at most 2 GiB, and these weights are larger. Use format=torch_export.")
     if isinstance(model, ResNet):
-        # It takes the border for minus infinity (PadFusion): 4 % of the logits in our trial.
+        # Its PadFusion replaces the zero border by minus infinity; logits differed by 4 % in a test.
         raise UserError(
             "onnxruntime computes BiT's max pooling, which is padded with zeros, wrong. Use format=torch_export."
         )
     files.optional("onnxscript", "to write ONNX")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of every package that it could have used
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about every optional package
     try:
         torch.onnx.export(
             model, (images,), path, dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes,
@@ -131,9 +131,9 @@ def _write_graph(model: Model, form: str, path: Path) -> None:
 
 @contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
-    """A hidden path beside `out` that becomes it when the block ends well, and else is removed."""
+    """A hidden path beside `out`, which is renamed to `out` when the block succeeds and removed when it fails."""
     if out.is_dir():
-        raise UserError(f"{out} is a folder that is there already. Remove it, or name another.")
+        raise UserError(f"{out} is an existing folder. Remove it, or choose another path.")
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = out.with_name(f".{out.stem}.{os.getpid()}.tmp{out.suffix}")
     try:
@@ -143,11 +143,11 @@ def _unfinished(out: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True) if hidden.is_dir() else hidden.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------- the other side
+# ---------------------------------------------------------------------- other programs
 
 
 def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
-    """The program that weights with a config.json come from, if it is installed; its own normalisation before it."""
+    """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
     beside = files.beside(path)
     if "model_type" in beside.config:
         form, images = "huggingface", from_huggingface(beside.processor)
@@ -157,14 +157,14 @@ def _source_side(path: Path, config: Config) -> tuple[str, Forward] | None:
         return None
     name, forward = _other_side(form, path.parent, config)
     if forward is None:
-        print(f"{name} is not installed: not asked what these weights compute")
+        print(f"{name} is not installed: the input is not compared with it")
         return None
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.mean, images.std))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 
 
 def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | None]:
-    """(what it is called, what it computes) of the program that reads this format; None where it is not installed."""
+    """(name, forward) of the program that reads this format; forward is None if it is not installed."""
     if form == "torch_export":
         return f"torch.export {torch.__version__}", torch.export.load(path).module()
     if form not in _PROGRAMS:
@@ -209,7 +209,7 @@ _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
 
 @torch.no_grad()
 def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Difference:
-    """Print how far `forward` is from the model on fixed images. Raises UserError above the tolerance."""
+    """Print the difference of `forward` from the model on fixed images. Raises UserError above the tolerance."""
     images = _images(model.config)
     ours, theirs = model(images), forward(images)
     what = "logits" if model.config.num_classes else "features"
@@ -217,25 +217,25 @@ def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> Dif
         raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
     difference = Difference(float((ours - theirs).abs().max()), float(ours.abs().max()))
     said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
-    # Not "above": of a number that is none, nothing is.
+    # Not `>`, which is False for NaN.
     if not difference.largest <= tolerance * difference.scale:
         raise UserError(f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written.")
     print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
     if torch.equal(ours, ours[:1].expand_as(ours)):
         print(
-            f"  but all images have equal {what} (a head that is not trained?): that compares little. See head=false."
+            f"  but {what} are equal for all images (an untrained head?), so the comparison shows little. See head=false."
         )
     return difference
 
 
 def _images(config: Config) -> Tensor:
-    """Uniform noise, the same every time."""
+    """NUM_IMAGES images of uniform noise, always the same."""
     shape = (NUM_IMAGES, 3, *config.image_size)
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def _describe(config: Config) -> str:
-    """What was read, with the two choices that move logits."""
+    """One line about the model, with the two choices that affect logits: GELU and the epsilon of LayerNorm."""
     size = f"{config.image_size[0]} x {config.image_size[1]} px, {config.num_classes:,} classes"
     if not isinstance(config, ViTConfig):
         return f"read: BiT ResNet of {sum(config.units)} units, width {config.width}, {size}"

@@ -1,4 +1,4 @@
-"""95 % intervals of accuracies: over repeated runs where there are some, else over the test samples."""
+"""95 % confidence intervals of accuracies: over repeated runs if there are several, else over the test samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _Z = 1.959964  # 97.5 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Interval:
-    """low, high: shares. over: of what the spread is, OVER_SEEDS or OVER_SAMPLES."""
+    """low, high: accuracies in [0, 1]. over: the source of the spread, OVER_SEEDS or OVER_SAMPLES."""
 
     low: float
     high: float
@@ -20,18 +20,18 @@ class Interval:
 
 
 def sample_deviation(accuracies: Sequence[float]) -> float | None:
-    """Over repeated runs, of n - 1; None of a single one, of whose spread nothing is known."""
+    """Sample standard deviation (n - 1) over repeated runs; None for a single run."""
     return float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None
 
 
 def in_seeds(count: int) -> str:
-    """'1 seed', '3 seeds'"""
+    """Returns "1 seed", "3 seeds"."""
     return f"{count} seed{'' if count == 1 else 's'}"
 
 
 def of_seeds(accuracies: Sequence[float]) -> Interval:
-    """Of the mean of at least two runs: Student's t on their sample deviation."""
-    from scipy.stats import t  # Late: it takes a second.
+    """Interval of the mean of at least two runs: Student's t on their sample standard deviation."""
+    from scipy.stats import t  # Imported here because it takes a second.
 
     n = len(accuracies)
     return _around(
@@ -40,19 +40,19 @@ def of_seeds(accuracies: Sequence[float]) -> Interval:
 
 
 def of_samples(accuracy: float, num_test: int) -> Interval:
-    """Of one run's accuracy on `num_test` samples: Wilson's score interval, which holds near 0 and 1 too."""
+    """Interval of one run's accuracy on `num_test` samples: Wilson's score interval, also valid near 0 and 1."""
     centre = (accuracy + _Z**2 / (2 * num_test)) / (1 + _Z**2 / num_test)
     spread = accuracy * (1 - accuracy) / num_test + (_Z / (2 * num_test)) ** 2
     half = _Z * spread**0.5 / (1 + _Z**2 / num_test)
-    return _around(centre, half, OVER_SAMPLES)  # Rounding may leave the range.
+    return _around(centre, half, OVER_SAMPLES)
 
 
 def of_tasks(accuracies: Sequence[float], num_tests: Sequence[int]) -> Interval:
-    """Of the mean over tasks, each measured once: the tasks' binomial variances add, in the normal approximation."""
+    """Interval of the mean over tasks, each measured once: normal approximation with the sum of binomial variances."""
     p, n = np.asarray(accuracies), np.asarray(num_tests)
     return _around(float(p.mean()), float(_Z * np.sqrt((p * (1 - p) / n).sum()) / len(p)), OVER_SAMPLES)
 
 
 def _around(mean: float, half: float, over: str) -> Interval:
-    """No accuracy is below 0 or above 1, whatever the approximation says."""
+    """The interval mean +- half, clipped to [0, 1], which approximations and rounding may exceed."""
     return Interval(max(0.0, mean - half), min(1.0, mean + half), over)

@@ -1,8 +1,10 @@
-"""Weights, ready to look at images: the one way from a weights file to logits of evaluation, prediction and explanation.
+"""Loads weights for evaluation, prediction and explanation: a model with its device and preprocessing.
 
 Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
@@ -18,8 +21,9 @@ from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
-from pipeline.evaluate.split_reader import Progress, SplitReader
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
+from pipeline.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -28,9 +32,9 @@ from pipeline.settings.weights import WeightsConfig
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights on their device, in evaluation mode.
+    """A model on its device, in evaluation mode.
 
-    view: the preprocessing of images. loss_kind: softmax or sigmoid. extra: what the weights' file says of them.
+    view: the preprocessing of images. loss_kind: softmax or sigmoid. extra: metadata of the weights file.
     """
 
     model: Model
@@ -41,17 +45,19 @@ class LoadedModel:
     loss_kind: str
     extra: dict[str, Any]
 
-    def reader(self, split: Split, batch: int, threads: int, progress: Progress | None = None) -> SplitReader:
-        """A split as these weights are to see it, read by this process alone."""
-        alone = Ranks(0, 0, 1, self.device)
-        return SplitReader(split, self.image_size, self.view, batch, threads, alone, progress)
+    @contextmanager
+    def reading(self, split: Split, config: WeightsConfig, num_images: int) -> Iterator[SplitReader]:
+        """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
+        with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
+            alone = Ranks(0, 0, 1, self.device)
+            yield SplitReader(split, self.image_size, self.view, config.batch, config.threads, alone, bar.update)
 
     def images(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> (B, 3, H, W), what the model reads."""
+        """uint8 (B, H, W, 3) -> (B, 3, H, W), the model's input."""
         return normalise(pixels, self.device, self.dtype)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> (B, D), what the head reads."""
+        """uint8 (B, H, W, 3) -> (B, D), the head's input."""
         return self.model.features(self.images(pixels))
 
     def logits(self, pixels: Tensor) -> Tensor:
@@ -59,18 +65,18 @@ class LoadedModel:
         return self.model.head(self.features(pixels)).float()
 
     def probabilities(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) -> float32 (B, K), of the classes."""
+        """uint8 (B, H, W, 3) -> float32 (B, K), class probabilities."""
         return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
 def load_model(config: WeightsConfig) -> LoadedModel:
-    """The model in evaluation mode, on its device. Raises UserError for weights that cannot be read as asked."""
+    """Load `config.weights`. Raises UserError for weights that cannot be read, or not with these settings."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    # Once: a run that is still training moves its pointer, and what is said here must be of these very weights.
+    # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
     trained, state, extra = models.read_weights(config.weights, say=print)
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
@@ -83,9 +89,9 @@ def load_model(config: WeightsConfig) -> LoadedModel:
 
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:
-    """The preprocessing asked for, else that of the weights, `trained`, else the default.
+    """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default.
 
-    At another image size than theirs the weights' eval_resize keeps its ratio to it.
+    For another image size, the weights' eval_resize is scaled with it.
     """
     asked = {"eval_crop": config.eval_crop, "resize_filter": config.resize_filter}
     usual = {"eval_crop": "center", "resize_filter": "linear"}
@@ -98,10 +104,10 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
     return view
 
 
-def check_seen(weights: str, where: str, seen: Predictions | Features, split: Split) -> None:
-    """Raises UserError when no image of the split could be read, or the model gives no finite number for some.
+def check_outputs(weights: str, where: str, seen: Predictions | Features, split: Split) -> None:
+    """Raise UserError if no image of the split is readable, or the outputs for some image are not finite.
 
-    weights, where: what the user calls the weights and the images.
+    weights, where: names of the weights and the images for the message.
     """
     values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
     if not seen.readable.any():
@@ -119,9 +125,9 @@ def check_seen(weights: str, where: str, seen: Predictions | Features, split: Sp
 
 
 def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
-    """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run; it exists or can be made.
+    """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run.
 
-    Raises UserError when a file is in the way.
+    Raises UserError when it cannot be written.
     """
     path = Path(weights)
     if out:
@@ -130,11 +136,5 @@ def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
         folder = path / kind / name
     else:
         folder = Path("runs") / kind / "-".join([path.resolve().stem, *([name] if name else [])])
-    for part in (folder, *folder.parents):
-        if part.exists():
-            if not part.is_dir():
-                raise UserError(
-                    f"{part} is a file, so nothing can go into {folder}. Choose another folder with out=..."
-                )
-            break
+    try_output("out", folder)
     return folder

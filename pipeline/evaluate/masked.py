@@ -13,7 +13,7 @@ from pipeline.objectives.masked_patches import Masking
 
 @dataclass(frozen=True)
 class MaskedScores:
-    """Means over the readable samples. color_accuracy: share of colours predicted right; None where pixels are predicted."""
+    """Means over the readable samples. color_accuracy: share of correctly predicted colours; None if pixels are predicted."""
 
     loss: float
     color_accuracy: float | None
@@ -27,9 +27,9 @@ class MaskedScores:
 
 
 def score_masked(forward: Callable[..., Tensor], masking: Masking, reader: SplitReader) -> MaskedScores:
-    """Predict the corrupted patches of every image, corrupted alike at each evaluation. The same on every rank.
+    """Score the predictions of corrupted patches on the whole split; see `each_sample`. All evaluations corrupt the same patches.
 
-    forward: (uint8 (B, H, W, 3), sources, corrupted) -> predictions, as MaskedViT's. Raises Stopped as `each_sample`.
+    forward: (uint8 (B, H, W, 3), sources, corrupted) -> predictions, as MaskedViT.
     """
     device, num_samples = reader.ranks.device, len(reader.split)
 

@@ -1,4 +1,4 @@
-"""Images and weights -> a table of the most likely classes of each; `run` is the whole of it."""
+"""Predicts the most likely classes of images and writes them as a table; entry point: `run`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,21 +7,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
-from tqdm import tqdm
 
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.adhoc_split import Pictures, open_pictures
+from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
-from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.settings.weights import LookConfig, PredictConfig
 
-# One row for each of an image's classes; one row without a class where the image cannot be read, and `problem` says why.
+# One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
 TABLE = pa.schema(
     [
         ("image", pa.string()),
-        ("label", pa.string()),  # the true class; null where it is not known
+        ("label", pa.string()),  # the true class; null if unknown
         ("rank", pa.int32()),  # 1 is the most likely
         ("class", pa.string()),
         ("class_number", pa.int32()),
@@ -33,20 +32,20 @@ _SHOWN = 20
 
 
 def run(config: PredictConfig) -> pa.Table:
-    """Print the likely classes of the first images, write those of all into `config.out`; returns them (TABLE).
+    """Write the predictions of all images to `config.out`, print those of the first ones, and return them (schema: TABLE).
 
-    Raises UserError for a user's mistake, before anything is written.
+    Raises UserError before anything is written.
     """
     out = Path(config.out) if config.out else None
     loaded = load_model(config)
     if not loaded.model.config.num_classes:
-        raise UserError(f"{config.weights} has no head, so it knows no classes.")
-    pictures, names = open_images(config, loaded)
-    for line in pictures.split.notes():
+        raise UserError(f"{config.weights} has no head, so it cannot predict classes.")
+    images, names = open_images(config, loaded)
+    for line in images.split.notes():
         print(line)
-    predictions = predict_all(config, loaded, pictures.true_classes(names).split, config.top)
-    keys = pictures.split.keys(range(len(pictures.split)))
-    table = _table(predictions, pictures, keys, names)
+    predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
+    keys = images.split.keys(range(len(images.split)))
+    table = _table(predictions, images, keys, names)
     if out is not None:
         with replacing(out) as file:
             (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
@@ -58,10 +57,11 @@ def run(config: PredictConfig) -> pa.Table:
     return table
 
 
-def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[Pictures, list[str]]:
-    """The images asked for, and the names of the weights' classes: their own, else the file's or the data set's.
+def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
+    """Open `config.images`; returns them and the class names of the weights.
 
-    Without any of these, a class is called by its number. Raises UserError for another number of names than classes.
+    Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
+    UserError if the number of names differs from the number of classes.
     """
     num_classes = loaded.model.config.num_classes
     own = read_class_names(config) or loaded.extra.get("classes")
@@ -70,41 +70,37 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[Pictures, list
             f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
-    pictures = open_pictures(config.images, config.split, config.exclude, own or numbers)
-    named = own or (pictures.label_names if len(pictures.label_names) == num_classes else numbers)
-    return pictures, named
+    images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
+    named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
+    return images, named
 
 
 def read_class_names(config: LookConfig) -> list[str] | None:
-    """The lines of `config.class_names`, None where none is given. Raises UserError."""
+    """The lines of the file `config.class_names`, None if not set. Raises UserError."""
     if not config.class_names:
         return None
     try:
         return Path(config.class_names).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
-    """The `num_top` likeliest classes of every image, with a bar. Raises UserError when no image can be read."""
-    with tqdm(total=len(split), desc="predict", unit=" images", disable=None) as bar:
-        done = predict(
-            loaded.logits, loaded.reader(split, config.batch, config.threads, bar.update), loaded.loss_kind, num_top
-        )
-    check_seen(config.weights, ", ".join(config.images), done, split)
+    """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as `check_outputs`."""
+    with loaded.reading(split, config, len(split)) as reader:
+        done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
+    check_outputs(config.weights, ", ".join(config.images), done, split)
     return done
 
 
-def _table(predictions: Predictions, pictures: Pictures, keys: list[str], names: list[str]) -> pa.Table:
-    num_classes_told = np.where(predictions.readable, predictions.top.shape[1], 1)
-    rows = np.repeat(np.arange(len(keys)), num_classes_told)
-    rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_classes_told) - num_classes_told, num_classes_told)
+def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
+    num_rows = np.where(predictions.readable, predictions.top.shape[1], 1)
+    rows = np.repeat(np.arange(len(keys)), num_rows)
+    rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     unread = ~predictions.readable[rows]
     number = pa.array(predictions.top[rows, rank], pa.int32(), mask=unread)
-    labels = [
-        ";".join(pictures.label_names[i] for i in pictures.split.labels_of(row)) or None for row in range(len(keys))
-    ]
+    labels = [";".join(images.label_names[i] for i in images.split.labels_of(row)) or None for row in range(len(keys))]
     problems = [predictions.problems.get(row) for row in range(len(keys))]
     columns = {
         "image": pa.array(keys, pa.string()).take(rows),
@@ -119,7 +115,7 @@ def _table(predictions: Predictions, pictures: Pictures, keys: list[str], names:
 
 
 def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:
-    """What a person reads of these images, one line for each."""
+    """Yield one readable line per image."""
     width = max(map(len, keys))
     for row, key in enumerate(keys):
         likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)

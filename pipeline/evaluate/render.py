@@ -1,24 +1,34 @@
-"""scores.json as a person reads it: the page report.md, the table per_class.csv, the lines on the terminal."""
+"""Renders scores: report.md, per_class.csv, the confusion matrix as a figure, and lines for the terminal."""
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.evaluate.classify import confusion
+from pipeline.files import replacing
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown
 
+SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
+          "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
+_MAX_DRAWN, _MOST_CONFUSED = 50, 30
+_MAX_ANNOTATED = 20
+_MAX_NAME = 24
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) of the scores that there are, one line each."""
+    """(name, value) of each score in `scores`, as lines for the terminal."""
     rows = []
     if "top1" in scores:
-        names = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
-                 "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
-        rows += [(text, f"{scores[name]:.2%}") for name, text in names.items()]
+        rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items()]
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
     several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
     for row in scores.get("fewshot", []):
@@ -36,12 +46,12 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def page(scores: dict[str, Any], picture: bytes | None) -> str:
-    """report.md. picture: confusion.png, where the head is scored."""
+    """The text of report.md. picture: content of confusion.png, None if the head is not scored."""
     blocks: list[Block] = [Paragraph(_how(scores)), Table(("score", "value"), summary(scores))]
     if "probe_split" in scores:
         blocks += [Heading("Features"), *_probes(scores)]
     if "per_class" in scores:
-        blocks += [Heading("Classes"), *_classes(scores), Heading("What is taken for what")]
+        blocks += [Heading("Classes"), *_classes(scores), Heading("Most frequent confusions")]
         if scores["confused"]:
             rows = [
                 (pair["true"], pair["predicted"], f"{pair['count']:,}", f"{pair['share']:.1%}")
@@ -53,7 +63,7 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
         blocks.append(Picture("confusion.png", about, picture))
     for title, name in (
         ("Unreadable images", "unreadable"),
-        ("Unreadable images that features were to be fitted to", "probe_unreadable"),
+        ("Unreadable images of the probe's training split", "probe_unreadable"),
     ):
         if bad := scores.get(name):
             named = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
@@ -63,37 +73,26 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
     return markdown(f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks)
 
 
-def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows with the same keys as CSV, the keys as its header."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue().encode()
-
-
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     crop = "the whole image resized"
     if scores["eval_crop"] != "resize":
         resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
         crop = f"{resized} resized to {scores['eval_resize']}, central crop"
-    left_out = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Left out of the split: {scores['excluded']}. "
+    excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
     return (
-        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {left_out}"
+        f"{origin}Data {scores['fingerprint']}, {scores['num_classes']:,} classes. {excluded}"
         f"Images at {scores['image_size']} pixels: {crop}. Computed in {scores['precision']} on {scores['device']}."
     )
 
 
 def _probes(scores: dict[str, Any]) -> Iterator[Block]:
     yield Paragraph(
-        f"What the head reads, learnt from images of split {scores['probe_split']} and tested on split {scores['split']}, both "
-        "in the evaluation view above."
+        f"Input of the head. Fitted to images of split {scores['probe_split']}, tested on split {scores['split']}, both in the "
+        "evaluation view above."
     )
     if scores["fewshot"]:
-        yield Paragraph(
-            "Ridge regression on a few images of each class, with strength λ, for seeds 0, 1, ... of their choice:"
-        )
+        yield Paragraph("Ridge regression of strength λ on a few images per class, chosen with seeds 0, 1, ...:")
         rows = [
             (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
             for row in scores["fewshot"]
@@ -101,12 +100,12 @@ def _probes(scores: dict[str, Any]) -> Iterator[Block]:
         yield Table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
         if len({row["l2"] for row in scores["fewshot"]}) > 1:
             yield Paragraph(
-                "To take the best λ of this table would be to choose it on the test images: use one, told beforehand."
+                "Choosing the best λ from this table would be choosing it on the test images: fix one beforehand."
             )
     if "knn" in scores:
         knn = scores["knn"]
         yield Paragraph(
-            f"Nearest neighbours: the {knn['neighbours']} of {knn['images']:,} images with the largest cosine vote, each with "
+            f"Nearest neighbours: of {knn['images']:,} images, the {knn['neighbours']} with the largest cosine vote, each with "
             f"exp(cosine / {knn['temperature']:g})."
         )
 
@@ -132,3 +131,90 @@ def _classes(scores: dict[str, Any]) -> Iterator[Block]:
 
 def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
+
+
+# ---------------------------------------------------------------------- files
+def write_folder(folder: Path, files: Mapping[str, bytes | None]) -> None:
+    """Write files, name -> content, to `folder`. None removes the file that an earlier report may have written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+            continue
+        with replacing(folder / name) as file:
+            file.write(content)
+
+
+def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Rows with the same keys as CSV; the keys are its header."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------- the confusion matrix
+def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> bytes:
+    """A PNG of the confusion matrix: true classes in rows, predicted ones in columns, with counts for up to 20 classes.
+
+    A cell's colour is its share of the true class. true, predicted: int64 (n,), from `outcomes`; unreadable images and samples
+    without labels are ignored. names: of all K classes. Of more than 50 classes, the 30 most confused ones are drawn.
+    """
+    seen = (true >= 0) & (predicted >= 0)
+    true, predicted = true[seen], predicted[seen]
+    drawn, title = np.arange(len(names)), f"{len(true):,} images; colour: share of the true class"
+    if len(names) > _MAX_DRAWN:
+        drawn = most_confused_classes(true, predicted, len(names))
+        title = f"The {len(drawn)} most confused of {len(names):,} classes; rows do not sum to 100 %"
+    counts = confusion(true, predicted, drawn)
+    totals = np.bincount(true, minlength=len(names))[drawn]
+    return _draw(counts, counts / np.maximum(totals, 1)[:, None], [names[c] for c in drawn.tolist()], title)
+
+
+def most_confused_classes(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+    """int64 (30,), ascending: the classes of the most frequent mistakes, filled up with the first classes."""
+    pairs, counts = np.unique(np.stack([true, predicted])[:, true != predicted], axis=1, return_counts=True)
+    most_first = pairs[:, np.argsort(-counts, kind="stable")].T.ravel()
+    candidates = np.concatenate([most_first, np.arange(num_classes)])
+    first_places = np.sort(np.unique(candidates, return_index=True)[1])
+    return np.sort(candidates[first_places[:_MOST_CONFUSED]])
+
+
+def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: str) -> bytes:
+    annotated = len(names) <= _MAX_ANNOTATED
+    side = max(4.0, (0.55 if annotated else 0.26) * len(names) + 2.0)
+    figure = Figure(figsize=(side + 0.8, side), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    # Square root scale, so that a share of 2 % is visible beside a diagonal near 1.
+    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.25, 0.5, 1])
+    bar.ax.set_yticklabels(["0", "1 %", "5 %", "25 %", "50 %", "100 %"])
+    short = [shorten(name) for name in names]
+    # A "$" in a name does not start a formula.
+    axes.set_xticks(range(len(names)), short, rotation=90, parse_math=False)
+    axes.set_yticks(range(len(names)), short, parse_math=False)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    axes.set_title(title)
+    axes.set_xticks(np.arange(len(names) + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="0.9", linewidth=0.5)
+    axes.tick_params(which="minor", length=0)
+    if annotated:
+        for row, column in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if shares[row, column] > 0.3 else "black"
+            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=8)
+    return png(figure)
+
+
+def shorten(name: str, most: int = _MAX_NAME) -> str:
+    """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"

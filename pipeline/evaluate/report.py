@@ -1,4 +1,4 @@
-"""Weights and a data set -> scores, and a folder that shows them; `run` is the whole of it."""
+"""Scores weights on a split and writes a report; entry point: `run`."""
 
 import json
 import time
@@ -8,51 +8,47 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.whole import replacing
-from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
-from pipeline.evaluate.confusion_figure import draw_confusion
-from pipeline.evaluate.loaded_model import LoadedModel, check_seen, load_model, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.evaluate.probes.probe import choose, probe
-from pipeline.outputs import try_output
+from pipeline.evaluate.probes.probe import choose_samples, probe
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
-    """Score `config.weights` on `config.split`, write the report, print its table; returns what scores.json holds.
+    """Score `config.weights` on `config.split`, write the report and print its table; returns the content of scores.json.
 
-    Among its keys, where scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
-    macro_recall, macro_f1, per_class; fewshot (a row for each number of shots and strength), knn. Shares are in [0, 1].
-    Raises UserError for weights and data that do not fit, before anything is written.
+    Its keys include, if scored: top1, top5, loss, num_samples, num_unreadable, images_per_second, macro_precision,
+    macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
+    Raises UserError before anything is written, such as for weights of other classes than the data.
     """
-    # ---------------------------------------------------------------------- what is scored, on what
+    # ---------------------------------------------------------------------- the data and the weights
     dataset = open_dataset(config.data)
-    split = _split(config, dataset)
+    split = dataset.split(config.split, config.exclude)
+    if not len(split):
+        raise UserError(f"{config.data}: split {config.split!r} has no images.")
     train = _train_split(config, dataset) if config.probes else None
     loaded = load_model(config)
     if config.classify:
         _check_classes(config, loaded.model.config.num_classes, loaded.extra.get("classes"), dataset)
     folder = _folder(config)
-    try_output("out", folder)
     for line in split.notes() + (train.notes() if train else []):
         print(line)
 
-    # ---------------------------------------------------------------------- every image once through the model
+    # ---------------------------------------------------------------------- one forward pass over the split
     begin = time.perf_counter()
     predictions, features = _forward(config, loaded, split)
     seconds = time.perf_counter() - begin
     seen = predictions or features
-    assert seen is not None, "config.check refuses to score nothing"
-    check_seen(config.weights, f"{config.data} (split {split.name!r})", seen, split)
+    assert seen is not None, "config.check requires at least one score"
+    check_outputs(config.weights, f"{config.data} (split {split.name!r})", seen, split)
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
@@ -67,24 +63,18 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["confused"] = _most_confused(true, predicted, dataset.classes)
         columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
-        picture = draw_confusion(true, predicted, dataset.classes)
+        picture = render.draw_confusion(true, predicted, dataset.classes)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 
-    # ---------------------------------------------------------------------- the folder
+    # ---------------------------------------------------------------------- the files
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
         "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)  # Of an earlier report, of which this one has no such part.
-            continue
-        with replacing(folder / name) as file:
-            file.write(content)
+    render.write_folder(folder, files)
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")
@@ -106,13 +96,6 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
             )
 
 
-def _split(config: ScoreConfig, dataset: Dataset) -> Split:
-    split = dataset.split(config.split, config.exclude)
-    if not len(split):
-        raise UserError(f"{config.data}: split {config.split!r} has no images.")
-    return split
-
-
 def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
     if config.train_split not in dataset.splits:
         raise UserError(
@@ -132,27 +115,25 @@ def _folder(config: ScoreConfig) -> Path:
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
-    """Predictions when there is a head to score, features when they are probed."""
-    with tqdm(total=len(split), desc=split.name, unit=" images", disable=None) as bar:
-        reader = loaded.reader(split, config.batch, config.threads, bar.update)
+    """Returns predictions if the head is scored, features if they are probed."""
+    with loaded.reading(split, config, len(split)) as reader:
         if not config.classify:
-            rows = np.arange(len(split))
-            return None, extract(loaded.features, reader, rows)
-        on_the_way: list[np.ndarray] = []
+            return None, extract(loaded.features, reader, np.arange(len(split)))
+        features_seen: list[np.ndarray] = []
 
         def logits(images: Tensor) -> Tensor:
             features = loaded.features(images)
             if config.probes:
-                on_the_way.append(features.float().cpu().numpy())
+                features_seen.append(features.float().cpu().numpy())
             return loaded.model.head(features).float()
 
         done = predict(logits, reader, loaded.loss_kind)
-        # A rank that is alone reads the rows in order, each once.
-        return done, Features(np.concatenate(on_the_way), done.readable, done.problems) if config.probes else None
+        # A single rank reads each row once, in order.
+        return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
 
 
 def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel) -> dict[str, Any]:
-    """What was scored on what, and how."""
+    """Keys of scores.json that identify weights, data and preprocessing."""
     size, view = loaded.image_size, loaded.view
     return {
         "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"),
@@ -166,23 +147,20 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
 def _probe(
     config: ScoreConfig, loaded: LoadedModel, tested: Features, split: Split, train: Split, num_classes: int
 ) -> dict[str, Any]:
-    """fewshot, knn, and what they are made of. Only images that are needed go through the model."""
-    choice = choose(config, train, num_classes)
+    """Scores of the probes. Only the training images that they need are run through the model."""
+    choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
-        raise UserError(
-            f"{config.data}: no image of split {train.name!r} has a class to learn. Use shots=0 neighbours=0."
-        )
-    alone = Ranks(0, 0, 1, loaded.device)
-    with tqdm(total=len(choice.rows), desc=train.name, unit=" images", disable=None) as bar:
-        seen = extract(loaded.features, loaded.reader(train, config.batch, config.threads, bar.update), choice.rows)
+        raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
+    with loaded.reading(train, config, len(choice.rows)) as reader:
+        seen = extract(loaded.features, reader, choice.rows)
     if not seen.readable.any():
         raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
-    scores = probe(config, choice, seen, tested, label_table(split), num_classes, alone)
+    scores = probe(config, choice, seen, tested, label_table(split), reader.ranks)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
 
 
 def _most_confused(true: np.ndarray, predicted: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
-    """The pairs of classes with most mistakes: their number, and their share of the true class's samples."""
+    """The pairs of classes with most mistakes, with their number and their share of the true class's samples."""
     wrong = (true >= 0) & (predicted >= 0) & (true != predicted)
     pairs, counts = np.unique(np.stack([true[wrong], predicted[wrong]]), axis=1, return_counts=True)
     support = np.bincount(true[true >= 0], minlength=len(names))

@@ -1,9 +1,8 @@
-"""How an evaluation reads a split: which images, in which view, in what batches, shared by which ranks."""
+"""How an evaluation reads a split: view, batches, and the ranks that share it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -14,17 +13,11 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 
-class Progress(Protocol):
-    """Is told how many images a batch had, as `tqdm.update` is."""
-
-    def __call__(self, count: int, /) -> object: ...
-
-
 @dataclass(frozen=True)
 class SplitReader:
-    """view: the preprocessing of evaluation. batch: images a forward pass. ranks: who share the split; all of them read.
+    """A split, and how to read it. view: the preprocessing. batch: images per forward pass. ranks: share the split.
 
-    progress: told the size of each batch of this rank. stop: asked between batches; the ranks leave together.
+    progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
     """
 
     split: Split
@@ -33,21 +26,21 @@ class SplitReader:
     batch: int
     threads: int
     ranks: Ranks
-    progress: Progress | None = None
+    progress: Callable[[int], object] | None = None
     stop: StopRequest | None = None
 
     @contextmanager
     def open(
         self, requests: Iterable[tuple[np.ndarray, np.ndarray]]
     ) -> Iterator[tuple[Iterator[Batch], dict[int, str]]]:
-        """(this rank's batches, problems: row -> why it is unreadable, filled while they are read). Collective.
+        """Yields (this rank's batches, problems: row -> reason, filled while reading). Collective.
 
-        Any number of unreadable images is allowed. The iteration raises Stopped on every rank when the ranks agree to stop.
+        Any number of unreadable images is allowed. Iterating raises Stopped on all ranks when they agree to stop.
         """
-        is_unwanted = self.stop.is_wanted if self.stop else lambda: False
+        is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
         with Loader(
             self.split, eval_view(self.view), self.image_size, self.threads, prefetch=2, max_bad_share=1.0,
-            is_unwanted=is_unwanted,
+            is_stop_wanted=is_stop_wanted,
         ) as loader:  # fmt: skip
             batches = loader.batches(requests)
             yield self._counted(self.stop.together(batches) if self.stop else batches), loader.bad

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pipeline import random_numbers
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.adhoc_split import Pictures
+from pipeline.data.loading.adhoc_split import AdhocSplit
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
@@ -186,7 +186,7 @@ def _views(config: ExplainConfig, loaded: LoadedModel, split: Split, rows: np.nd
     return np.concatenate(kept), torch.cat(pixels)
 
 
-def _caption(pictures: Pictures, row: int) -> str:
+def _caption(pictures: AdhocSplit, row: int) -> str:
     """The true class where it is known, else the name of the file."""
     labels = pictures.split.labels_of(row)
     return pictures.label_names[labels[0]] if len(labels) else PurePosixPath(pictures.split.keys([row])[0]).stem

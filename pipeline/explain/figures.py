@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from pipeline.evaluate.confusion_figure import shorten
+from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
 

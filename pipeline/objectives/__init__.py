@@ -1,4 +1,4 @@
-"""Losses: class labels, and what corrupted patches show. Pure functions of tensors and seeds.
+"""Losses of classification and of masked patch prediction. Pure functions of tensors and seeds.
 
-Imports models and data/loading (batches, mixing). Called by evaluate/ and train/.
+May import pipeline.model and pipeline.data.loading (batches, mixing). Called by evaluate/, train/ and transfer/.
 """

@@ -1,4 +1,4 @@
-"""Losses of pre-training and fine-tuning. Shapes: B batch, K classes, M labels of a sample."""
+"""Classification losses of pre-training and fine-tuning. Shapes: B batch, K classes, M labels per sample."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from pipeline.data.loading.mix import mix_pairs
 
 
 def targets(labels: Tensor, num_classes: int) -> Tensor:
-    """Multi-hot float32 (B, K) of labels int64 (B, M), -1 where a sample has fewer than M."""
+    """Multi-hot targets, float32 (B, K), of labels int64 (B, M), -1 where a sample has fewer than M."""
     hot = torch.zeros((labels.shape[0], num_classes + 1), dtype=torch.float32, device=labels.device)
-    # Missing labels fall into a column of their own, which is cut off.
+    # Missing labels go into an extra column, which is dropped.
     hot.scatter_(1, torch.where(labels < 0, num_classes, labels), 1.0)
     return hot[:, :num_classes]
 
@@ -18,11 +18,11 @@ def targets(labels: Tensor, num_classes: int) -> Tensor:
 def losses(
     logits: Tensor, labels: Tensor, kind: str, label_smoothing: float = 0.0, own: Tensor | None = None
 ) -> Tensor:
-    """Loss of each sample, float32 (B,), from logits (B, K) and labels int64 (B, M).
+    """Loss per sample, float32 (B,), from logits (B, K) and labels int64 (B, M).
 
-    "softmax": cross-entropy against the labels' mean, smoothed over all classes. "sigmoid": binary cross-entropy
-    summed over the classes, as the paper's team trains on multi-label data (big_vision, configs/vit_i21k.py).
-    own: of a batch that was mixed in pairs, the share of each sample's own labels, float32 (B,) (`data/mix.py`).
+    kind "softmax": cross-entropy with the mean of the labels, smoothed over all classes. "sigmoid": binary cross-entropy
+    summed over the classes, as the paper's authors train on multi-label data (big_vision, configs/vit_i21k.py).
+    own: for a batch mixed in pairs, weight of each sample's own labels, float32 (B,) (`data/loading/mix.py`).
     """
     logits = logits.float()
     target = targets(labels, logits.shape[1])
@@ -39,5 +39,5 @@ def losses(
 def batch_loss(
     logits: Tensor, labels: Tensor, valid: Tensor, kind: str, label_smoothing: float, own: Tensor | None = None
 ) -> Tensor:
-    """Mean over the batch's B places, a scalar; samples that are not `valid`, bool (B,), count as zero."""
+    """Mean over the B places of the batch, a scalar; samples that are not `valid`, bool (B,), count as zero."""
     return (losses(logits, labels, kind, label_smoothing, own) * valid).sum() / valid.shape[0]

@@ -1,10 +1,10 @@
-"""Masked patch prediction (ViT paper, B.1.2): which patches of an image are corrupted, what is asked of them, the loss.
+"""Masked patch prediction (ViT paper, B.1.2): the choice of corrupted patches, the targets and the loss.
 
-Of half of an image's patches the embedding is corrupted: 80 % become the mask token, 10 % get the embedding of another
-patch of the image, 10 % stay as they are. The model predicts what each of them shows. It is drawn from (seed, epoch,
-sample), so that an image is corrupted alike on any number of ranks and after a restart.
+The embeddings of half of an image's patches are corrupted: 80 % become the mask token, 10 % the embedding of another patch of
+the image, 10 % stay unchanged. The model predicts the content of each of them. The choice is drawn from (seed, epoch, sample),
+so it is the same on any number of ranks and after a restart.
 
-Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets of a patch.
+Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets per patch.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from pipeline.data.loading.loader import Batch
 from pipeline.model import ViTConfig
 from pipeline.random_numbers import Purpose
 
-_COLORS = 512  # of 3 bits a channel
+_COLORS = 512  # 3 bits per channel
 _MASK_TOKEN, _OTHER_PATCH = 0.8, 0.1
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Of a model that was made for masked patch prediction."""
+    """Inputs, targets and losses of a model built for masked patch prediction. config: of the model."""
 
     config: ViTConfig
     seed: int
@@ -35,7 +35,7 @@ class Masking:
         return self.config.masked == "pixels"
 
     def inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What the model reads beside the images: (sources int64 (B, N), corrupted int64 (B, C)); see MaskedViT."""
+        """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see MaskedViT."""
         rows, columns = self.config.grid
         N, C = rows * columns, self.config.num_corrupted
         sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
@@ -55,7 +55,7 @@ class Masking:
         return torch.from_numpy(sources).to(device), torch.from_numpy(corrupted).to(device)
 
     def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
-        """What the corrupted patches of uint8 images (B, height, width, 3) show: (B, C, T).
+        """Targets (B, C, T) of the corrupted patches of uint8 images (B, height, width, 3).
 
         mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32 in [-1, 1], T = 3 P P.
         """
@@ -68,34 +68,31 @@ class Masking:
         return mean_colors(patches, 1 if self.config.masked == "mean_color" else 4)
 
     def losses(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample, float32 (B,), from predictions (B, C, outputs) and targets (B, C, T): the mean over both.
+        """Loss per sample, float32 (B,), from predictions (B, C, outputs) and targets (B, C, T): the mean over C and T.
 
-        Classes: cross-entropy, of T predictions side by side. Pixels: the square of the difference.
+        Colours: cross-entropy of T predictions of 512 classes. Pixels: squared difference.
         """
         if self.predicts_pixels:
             return (predictions.float() - targets).square().mean((1, 2))
         logits = predictions.float().view(-1, _COLORS)
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view(len(targets), -1).mean(1)
 
-    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor, own: None = None) -> Tensor:
-        """Mean over the batch's B places, a scalar; samples that are not `valid`, bool (B,), count as zero.
-
-        own: what `objective.batch_loss` is told of mixed images, which there are none of here.
-        """
+    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+        """Mean over the B places of the batch, a scalar; samples that are not `valid`, bool (B,), count as zero."""
         return (self.losses(predictions, targets) * valid).sum() / valid.shape[0]
 
     def color_accuracy(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Share of each sample's colours that are predicted right, float32 (B,)."""
+        """Accuracy of the predicted colours of each sample, float32 (B,)."""
         logits = predictions.view(*targets.shape, _COLORS)
         return (logits.argmax(3) == targets).float().mean((1, 2))
 
 
 def mean_colors(patches: Tensor, side: int) -> Tensor:
-    """Classes, int64 (B, C, side * side), of the mean colours of patches uint8 (B, C, 3, P, P) cut into side x side.
+    """Colour classes, int64 (B, C, side * side), of patches uint8 (B, C, 3, P, P) cut into side x side parts.
 
-    A class is 64 r + 8 g + b, each floor(8 mean / 255) and at most 7. The paper leaves the rounding open: it is ours.
+    A class is 64 r + 8 g + b of the mean colour, each floor(8 mean / 255) and at most 7. The paper does not define the rounding.
     """
     P = patches.shape[-1] // side
     sums = patches.unflatten(4, (side, P)).unflatten(3, (side, P)).sum((4, 6))  # int64 (B, C, 3, side, side)
-    bits = (8 * sums // (255 * P * P)).clamp(max=7)  # whole numbers: the same on every device
+    bits = (8 * sums // (255 * P * P)).clamp(max=7)  # integers: the same on every device
     return (64 * bits[:, :, 0] + 8 * bits[:, :, 1] + bits[:, :, 2]).flatten(2)

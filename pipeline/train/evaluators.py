@@ -17,7 +17,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
-from pipeline.evaluate.probes.probe import RunProbe, named
+from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
@@ -133,7 +133,7 @@ class ProbeEvaluator(_Evaluator):
 
         with self.engine.averaged():
             scores = self.probe.scores(features, self.ranks, self.stop)
-        metrics = named(scores, self.probe.name)
+        metrics = probe_metrics(scores, self.probe.name)
         self._report(step, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()), metrics, scores)
 
 

@@ -23,7 +23,7 @@ class Feed:
         )
         self.loader = Loader(
             split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
-            config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_unwanted=stop.is_wanted,
+            config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
         )  # fmt: skip
         self._steps: Iterator[list[Batch]] = iter(())
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.console import Console, progress_line
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.order import batch_of_step, leave_out
+from pipeline.data.loading.order import batch_of_step, skip_batches
 from pipeline.distributed import Ranks
 from pipeline.errors import DivergedError, UserError
 from pipeline.estimate.plan import Plan
@@ -121,7 +121,7 @@ class TrainingRun:
         state = resume.go_back(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
         if state is None:
             return False
-        progress.skipped_batches[:] = leave_out(progress.skipped_batches, state.step, progress.step)
+        progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
         if len(progress.skipped_batches) > config.health.max_rollbacks:
             raise DivergedError(
                 f"the loss has jumped {len(progress.skipped_batches)} times, more than health.max_rollbacks = "

@@ -1,13 +1,12 @@
 """Scores on VTAB-1k as bar charts."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.evaluate.confusion_figure import shorten
+from pipeline.evaluate.render import png, shorten
 from pipeline.transfer.score_table import OVERALL, Cell, Column, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
@@ -32,7 +31,7 @@ def draw_tasks(table: Sequence[Column]) -> bytes:
         label.set_horizontalalignment("right")
         label.set_rotation_mode("anchor")
     axes.set_title("VTAB-1k: top-1 accuracy on each test split", pad=22)
-    return _png(figure)
+    return png(figure)
 
 
 def draw_means(table: Sequence[Column]) -> bytes:
@@ -51,7 +50,7 @@ def draw_means(table: Sequence[Column]) -> bytes:
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
     axes.set_title("VTAB-1k: unweighted means over tasks")
-    return _png(figure)
+    return png(figure)
 
 
 def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
@@ -94,9 +93,3 @@ def _colours(table: Sequence[Column]) -> list[str]:
     ours = [column for column in table if column.facts]
     colours = [_OURS[i % len(_OURS)] for i in range(len(ours))]
     return colours + [_PAPER[i % len(_PAPER)] for i in range(len(table) - len(ours))]
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -82,7 +82,7 @@ def test_damaged_lines_are_counted_and_repeats_count_as_the_last(
     steps, losses = compare.read_run(folder).metrics["loss"]
     assert (list(steps), list(losses[:4])) == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4])
     assert losses[4] != losses[4]
-    assert capsys.readouterr().out == f"{folder / 'metrics.jsonl'}: 3 damaged lines are left out\n"
+    assert capsys.readouterr().out == f"{folder / 'metrics.jsonl'}: 3 damaged lines are ignored\n"
 
 
 def test_mutated_files_are_read_or_refused_in_one_line(

@@ -104,7 +104,7 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
         ({}, "onnx", "a.bin", r"out = .*a\.bin of format = onnx must end in \.onnx"),
-        ({}, "timm", "", "is a folder that is there already"),
+        ({}, "timm", "", "is an existing folder"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form, out, message):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
 def test_a_head_that_is_not_trained_is_said(tmp_path, capsys):
     save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt")
     run(tmp_path / "model.pt", "safetensors", tmp_path / "a.safetensors")
-    assert "that compares little" in capsys.readouterr().out
+    assert "so the comparison shows little" in capsys.readouterr().out
 
 
 def test_the_command_says_a_mistake_in_one_line(tmp_path):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.adhoc_split import open_pictures
+from pipeline.data.loading.adhoc_split import open_adhoc_split
 from pipeline.errors import UserError
 from pipeline.evaluate import predict
 from pipeline.settings import schema
@@ -129,7 +129,7 @@ def test_labels_of_a_tar(tmp_path: Path) -> None:
         for key, label in {"a/x.y": 2, "b": 7, "c": None}.items():
             own = {} if label is None else {"cls": label}
             writer.write({"__key__": key.replace(".", "_"), "png": buffer.getvalue(), **own})
-    pictures = open_pictures([str(path)], "val", "all", CLASSES)
+    pictures = open_adhoc_split([str(path)], "val", "all", CLASSES)
     assert [pictures.split.labels_of(row).tolist() for row in range(3)] == [[2], [], []]
     assert pictures.split.keys([0, 2]) == ["shard.tar/a/x_y.png", "shard.tar/c.png"]
     assert pictures.true_classes(CLASSES) is pictures
@@ -160,9 +160,9 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
         ("empty: no image in this folder", tmp_path / "empty"),
-        ("cut.tar is no whole tar", tmp_path / "cut.tar"),
-        ("photos is a data set: take it alone", f"['{data.path}','{tmp_path}']"),
-        ("of a bucket, take one data set", f"['s3://a/b','{tmp_path}']"),
+        ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
+        ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
+        ("of a bucket, one data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
@@ -173,7 +173,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="has no head, so it knows no classes"):
+    with pytest.raises(UserError, match="has no head, so it cannot predict classes"):
         run(save(tmp_path / "headless.pt", 0), data.path)
 
 

@@ -19,7 +19,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
-from pipeline.evaluate import confusion_figure, render, report
+from pipeline.evaluate import render, report
 from pipeline.evaluate.loaded_model import evaluation_view, load_model
 from pipeline.page import markdown
 from pipeline.settings import schema
@@ -189,7 +189,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
     refused("image_size = 3 is not divisible by patch_size = 4", weights, "image_size=3")
     file = tmp_path / "file"
     file.write_text("")
-    refused(f"{file} is a file, so nothing can go into {file}/deeper", weights, f"out={file}/deeper")
+    refused(f"out = {file}/deeper: {file} is a file, not a folder", weights, f"out={file}/deeper")
     if not torch.cuda.is_available():
         refused("torch sees no GPU here", weights, "device=cuda")
     for shots in (0, 5):
@@ -270,8 +270,8 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
 
     true = np.array([50, 50, 50, 40, 40, 7, 1, 2])
     predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])
-    drawn = confusion_figure.most_confused_classes(true, predicted, 60)
+    drawn = render.most_confused_classes(true, predicted, 60)
     assert drawn.tolist() == [*range(26), 40, 41, 50, 51]
     pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is taken for 2i + 1 i + 1 times.
-    assert confusion_figure.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
-    assert confusion_figure.draw_confusion(true, predicted, names).startswith(b"\x89PNG")
+    assert render.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
+    assert render.draw_confusion(true, predicted, names).startswith(b"\x89PNG")

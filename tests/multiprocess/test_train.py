@@ -259,8 +259,9 @@ def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path,
     assert type(loaded.model) is models.VisionTransformer
     assert (config.image_size, config.grid, config.num_classes) == ((16, 24), (4, 6), 4)
     split = open_dataset(dataset).split("val")
+    reader = SplitReader(split, loaded.image_size, loaded.view, 37, 1, Ranks(0, 0, 1, torch.device("cpu")))
     with torch.no_grad():
-        scores = score(predict(loaded.logits, loaded.reader(split, 37, 1), "softmax"), split)
+        scores = score(predict(loaded.logits, reader, "softmax"), split)
     assert metrics(matrix / "wide", "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
     assert metrics(matrix / "wide", "val_top1")[STEPS] == scores.top1
 

@@ -159,8 +159,8 @@ def test_grid_from_trials_to_table_and_comparison(
     page = (out / "report.md").read_text()
     assert "| optimizer.lr | 1e-06 | 0.3 |" in page
     assert "| seed |" not in page  # The same in both.
-    assert f"| top-1 | {100 * scores['lr-1e-06']['top1']:.2f} | {100 * accuracies[0]:.2f} |" in page
-    with pytest.raises(UserError, match=r"is no run that has begun: config.json is not there"):
+    assert f"| top-1 accuracy | {100 * scores['lr-1e-06']['top1']:.2f} | {100 * accuracies[0]:.2f} |" in page
+    with pytest.raises(UserError, match=r"is not the folder of a started run: config.json is missing"):
         compare.run(CompareConfig(runs=[runs[0], str(tmp_path)]))
 
 

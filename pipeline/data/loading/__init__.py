@@ -1,5 +1,6 @@
-"""From rows to batches: order, views, decoding, augmentation, mixing, the loader.
+"""From rows of a split to batches: sample order, decoding, augmentation, mixing and the loader.
 
-Imports storage/ and dataset/. All randomness comes from (seed, epoch, sample) or (seed, step). Called by training,
-evaluation and the benchmarks.
+May import pipeline.data.storage, pipeline.data.dataset and pipeline.settings (AugmentConfig is a plain value of 17 fields; a
+second type for the same fields would only have to be kept in step). All random numbers are hashed from (seed, epoch, sample)
+or (seed, step). Called by training, evaluation, explain/, transfer/ and data_tools/.
 """

@@ -1,4 +1,4 @@
-"""Images wherever they lie (files, folders, a tar of samples, a data set) as a split, which everything else here reads."""
+"""Opens image files, folders, tars of samples or a data set as a split, which the loader reads like any other."""
 
 import glob
 import io
@@ -22,14 +22,14 @@ from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """split: the images, with the labels that are known. label_names: of all its labels; without any, empty."""
+class AdhocSplit:
+    """split: the images, with the known labels. label_names: the class names of these labels; may be empty."""
 
     split: Split
     label_names: list[str]
 
-    def true_classes(self, names: Sequence[str]) -> "Pictures":
-        """The same, without its labels when they are not of the classes `names`: they could not be compared."""
+    def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
+        """Returns this split, without labels unless they are labels of the classes `names`."""
         if self.label_names == list(names):
             return self
         starts = np.zeros(len(self.split.index) + 1, np.int64)
@@ -37,36 +37,41 @@ class Pictures:
         return replace(self, split=replace(self.split, index=none), label_names=[])
 
 
-def open_pictures(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> Pictures:
-    """What the user calls images. Files are sorted within their folder; explicit ones keep their order.
+def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Sequence[str]) -> AdhocSplit:
+    """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
-    places: files, folders, tars, patterns; or one data set, of which `split` and `exclude` say what is taken.
-    names: the classes of the weights. In a folder, the image's own folder is its label if it is one of them; in a tar, it
-    is what its .cls says, of the classes of the data set that the tar lies in, else of these.
-    Raises UserError for a place that is not there or holds no image, and for a data set among other places.
+    places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select samples.
+    names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`. In a
+    tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs to, else
+    into `names`.
+    Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
     if len(places) == 1 and ("://" in places[0] or (Path(places[0]) / INFO).is_file()):
         dataset = open_dataset(places[0])
         opened = dataset.split(split, exclude)
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
-        return Pictures(opened, dataset.classes)
+        return AdhocSplit(opened, dataset.classes)
     files = [path for place in places for path in _expand(place)]
     label_names = {_names_of_tar(path) or tuple(names) for path in files if path.suffix == ".tar"} or {tuple(names)}
     if len(label_names) > 1:
-        raise UserError(f"images = {', '.join(places)}: tars of other classes. Take those of one data set at a time.")
+        raise UserError(
+            f"images = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
+        )
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
-    images = [
-        image
-        for path in files
-        for image in (_in_tar(path, len(numbers)) if path.suffix == ".tar" else _file(path, numbers))
-    ]
-    return Pictures(_as_split(images), list(of_labels))
+    images: list[_Image] = []
+    for path in files:
+        if path.suffix == ".tar":
+            images += _in_tar(path, len(numbers))
+        else:
+            label = numbers.get(path.resolve().parent.name, -1)
+            images.append(_Image(str(path), path, 0, path.stat().st_size, label))
+    return AdhocSplit(_as_split(images), list(of_labels))
 
 
 class _Image(NamedTuple):
-    """Where an image's bytes are. label: -1 where none is known."""
+    """Where the bytes of an image are. label: -1 if unknown."""
 
     key: str
     path: Path
@@ -76,9 +81,9 @@ class _Image(NamedTuple):
 
 
 def _expand(place: str) -> Iterator[Path]:
-    """The files of a place."""
+    """Yield the files of one place. Raises UserError."""
     if "://" in place:
-        raise UserError(f"images = {place}: of a bucket, take one data set, and nothing beside it.")
+        raise UserError(f"images = {place}: of a bucket, one data set can be read, and nothing beside it.")
     path = to_path(place)
     assert isinstance(path, Path)
     if not path.exists():
@@ -87,24 +92,18 @@ def _expand(place: str) -> Iterator[Path]:
             raise UserError(f"images = {place}: no such file or folder.")
         yield from found
     elif (path / INFO).is_file():
-        raise UserError(f"images = {place} is a data set: take it alone, or name its tars.")
+        raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
         if not found:
-            raise UserError(
-                f"images = {place}: no image in this folder, nor below it. For tars, write {path / '*.tar'}."
-            )
+            raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found
     else:
         yield path
 
 
-def _file(path: Path, numbers: dict[str, int]) -> list[_Image]:
-    return [_Image(str(path), path, 0, path.stat().st_size, numbers.get(path.resolve().parent.name, -1))]
-
-
 def _in_tar(path: Path, num_classes: int) -> list[_Image]:
-    """The images of a tar, each with the number in the .cls of the same key."""
+    """List the images of a tar, each with the number in the .cls file of the same key. Raises UserError."""
     images, labels = {}, {}
     try:
         with tarfile.open(path, "r:") as tar:
@@ -117,7 +116,7 @@ def _in_tar(path: Path, num_classes: int) -> list[_Image]:
                     labels[key] = int(content.read())
     except (tarfile.TarError, ValueError) as error:
         raise UserError(
-            f"images = {path} is no whole tar of samples ({error}). Copy it again, or leave it out."
+            f"images = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
         ) from None
     if not images:
         raise UserError(f"images = {path}: no image in this tar.")
@@ -126,12 +125,12 @@ def _in_tar(path: Path, num_classes: int) -> list[_Image]:
 
 
 def _names_of_tar(path: Path) -> tuple[str, ...]:
-    """The classes of the data set that a tar is a shard of; none where it lies alone."""
+    """Class names of the data set in the tar's folder; empty if there is none."""
     return tuple(open_dataset(path.parent).classes) if (path.parent / INFO).is_file() else ()
 
 
 def _as_split(images: list[_Image]) -> Split:
-    """Each run of images in the same file is a shard."""
+    """Build the split. Consecutive images of the same file form a shard."""
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
     starts = np.array([*firsts, len(images)])
     labels = np.array([image.label for image in images], np.int32)

@@ -1,7 +1,7 @@
-"""Decoded pixels -> the model's view: crops, flips and resizes on uint8, written straight into the batch.
+"""Turns decoded pixels into the model's view: crops, flips and resizes on uint8, written directly into the batch.
 
-Random numbers come from (seed, epoch, sample, draw), never from a worker's state. What part of the image a view needs
-is said before the image is decoded, by its size alone.
+Random numbers are hashed from (seed, epoch, sample, draw); no worker has a state. The region of the image that a view needs
+depends on the image's size only, so it is known before decoding.
 """
 
 from collections.abc import Callable
@@ -16,43 +16,47 @@ from pipeline.data.loading.jpeg_region import Region
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import AugmentConfig
 
-# Decoding threads are ours; OpenCV must not start its own inside them.
+# The loader has its own threads; OpenCV must not start more inside them.
 cv2.setNumThreads(0)
 
 _CROP_TRIES = 100
 _DRAWS_PER_TRY = 4
 _FLIP_DRAW = _CROP_TRIES * _DRAWS_PER_TRY
-# A picture of 65500 x 1 must not become one of 16.8 M x 256 on the way to a square of it.
+# Limits the size of intermediate images: 65500 x 1, resized to a short side of 256, would be 16.8 M x 256.
 _MAX_ASPECT = 16
-# A method beside OpenCV's (cv2.INTER_...); see `resize`.
+# A resize method in addition to OpenCV's (cv2.INTER_...); see `resize`.
 ANTIALIAS = -1
+# resize_filter -> the method that shrinks a whole image.
+_SHRINK = {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}
 
 
-def train_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
+def write_train_view(
+    image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
+) -> None:
     """Write the augmented view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3)."""
     top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
-    train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
+    write_train_view_of_region(image[top : top + height, left : left + width], out, config, seed, epoch, sample)
 
 
 def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoch: int, sample: int) -> Region:
-    """The part of an image of this size that its augmented view shows."""
+    """Returns the region of an image of this size that the augmented view shows."""
     if config.crop == "inception":
         return inception_crop(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
     return 0, 0, height, width
 
 
-def train_view_of_region(
+def write_train_view_of_region(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int
 ) -> None:
-    """Write the augmented view into `out`, uint8 (height, width, 3); image: uint8, the part that `train_region` chose."""
+    """Write the augmented view into `out`, uint8 (height, width, 3). image: uint8, the region that `train_region` returned."""
     view = out.shape[:2]
     draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
     method = _train_method(config)
     if config.crop in ("resize_crop", "resize_small_crop"):
         if config.crop == "resize_crop":
-            image = same_in_all_epochs(image, view, config)
+            image = epoch_invariant_part(image, view, config)
         else:
-            image = _cover(_without_ends(image), _before_crop(view, config), _smaller(config))
+            image = _cover(image, _before_crop(view, config), config)
         top, left = (
             int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
         )
@@ -63,10 +67,11 @@ def train_view_of_region(
     distort(out, config, seed, epoch, sample)
 
 
-def same_in_all_epochs(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
-    """What every training view of an image, uint8 (H, W, 3), begins with: all of it in the size that it is cropped from.
+def epoch_invariant_part(image: np.ndarray, view: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+    """The part of the preprocessing that is the same in all epochs: `image` resized to the size it is cropped from.
 
-    A view of the result is that of the image, to the bit. Of crops that begin otherwise, the image itself.
+    The training view of the result equals the view of `image`, uint8 (H, W, 3), bit for bit. Crops that do not begin with
+    such a resize return `image` itself.
     """
     if config.crop not in ("none", "resize_crop"):
         return image
@@ -85,8 +90,8 @@ def _train_method(config: AugmentConfig) -> int:
 def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
     """(top, left, height, width) of a crop of random area and aspect, as TensorFlow's sample_distorted_bounding_box.
 
-    The aspect is uniform in its range, then the height is uniform among those that keep the area in its range. The
-    whole image when 100 tries give no valid crop. draw: the uniforms of this sample; each try takes the next 4.
+    The aspect is uniform in its range; then the height is uniform among those that keep the area in its range. Returns the
+    whole image when 100 tries give no valid crop. draw: uniform numbers of this sample; each try uses the next 4.
     """
     min_area, max_area = config.area_min * height * width, config.area_max * height * width
     for attempt in range(_CROP_TRIES):
@@ -98,7 +103,7 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
         low = min(low, high)
         crop_height = low + int(u_height * (high - low + 1))
         crop_width = round(crop_height * aspect)
-        # Rounding may have left the range by one row.
+        # Rounding may exceed the range by one row.
         if crop_height * crop_width < min_area:
             crop_height += 1
         elif crop_height * crop_width > max_area:
@@ -111,18 +116,18 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
     return 0, 0, height, width
 
 
-def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
-    """Write the evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3): nothing random.
+def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
+    """Write the deterministic evaluation view of `image`, uint8 (H, W, 3), into `out`, uint8 (height, width, 3).
 
-    "center": short side to eval_resize, then the centre. "resize": all of it. "resize_center": all of it to a frame whose
-    short side is eval_resize, then its centre. Images are made smaller by the area method (resize_filter=linear), by the
-    antialias filter or bilinearly, and larger by bilinear interpolation.
+    eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image. "resize_center":
+    resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by area
+    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear.
     """
     height, width = out.shape[:2]
     if config.eval_crop != "resize":
         frame = enlarged((height, width), config.eval_resize or round(min(height, width) * 8 / 7))
         if config.eval_crop == "center":
-            image = _cover(_without_ends(image), frame, _smaller(config))
+            image = _cover(image, frame, config)
         else:
             image = resize(image, frame[::-1], _eval_method(image, frame, config))
         top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
@@ -131,38 +136,29 @@ def eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None
 
 
 def enlarged(view: tuple[int, int], short: int) -> tuple[int, int]:
-    """(height, width) of a view, made so large that its short side is `short`: what is cut down to the view."""
+    """(height, width) of a view, scaled to a short side of `short`: the frame that the view is cropped from."""
     height, width = view
     return round(height * short / min(view)), round(width * short / min(view))
 
 
 def _eval_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfig) -> int:
-    """How evaluation resizes an image to (height, width). The antialias filter suits each side by itself."""
+    """Resize method for an evaluation image to (height, width). The antialias filter adapts to each side separately."""
     shrinks = image.shape[0] > size[0] and image.shape[1] > size[1]
-    return _smaller(config) if shrinks or config.resize_filter == "antialias" else cv2.INTER_LINEAR
+    return _SHRINK[config.resize_filter] if shrinks or config.resize_filter == "antialias" else cv2.INTER_LINEAR
 
 
-def _without_ends(image: np.ndarray) -> np.ndarray:
-    """The central part of an image whose long side is more than 16 times its short side."""
+def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+    """Resize to the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images first."""
     height, width = image.shape[:2]
     longest = _MAX_ASPECT * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
-    return image[top : height - top, left : width - left]
-
-
-def _smaller(config: AugmentConfig) -> int:
-    """The method that makes an image smaller where the whole of it counts."""
-    return {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INTER_LINEAR}[config.resize_filter]
-
-
-def _cover(image: np.ndarray, frame: tuple[int, int], smaller: int) -> np.ndarray:
-    """The image resized until it just covers (height, width), its aspect kept; by the method `smaller` when it shrinks."""
+    image = image[top : height - top, left : width - left]
     height, width = image.shape[:2]
     scale = max(frame[0] / height, frame[1] / width)
     new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
     if new == (width, height):
         return image
-    return resize(image, new, smaller if scale < 1 else cv2.INTER_LINEAR)
+    return resize(image, new, _SHRINK[config.resize_filter] if scale < 1 else cv2.INTER_LINEAR)
 
 
 def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
@@ -175,13 +171,13 @@ def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
 def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
     """uint8 (H, W, 3) -> (height, width, 3) for size (width, height). method: one of OpenCV's, or ANTIALIAS.
 
-    ANTIALIAS is Pillow's bilinear: a triangle that widens with the scale. Torch's uint8 kernel computes it in 0.25
-    times the time and to within one level; like OpenCV's it frees the GIL.
+    ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale. Torch's uint8 kernel takes a quarter of
+    Pillow's time, is equal to within one level, and releases the GIL as OpenCV does.
     """
     if method != ANTIALIAS:
         return cv2.resize(image, size, dst=out, interpolation=method)
-    # The batch of one first, then the order: else its stride is not that of channels_last, and torch takes twice the
-    # time, for pixels plane by plane that must be sorted back.
+    # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
+    # takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode="bilinear", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()

@@ -1,6 +1,6 @@
-"""Encoded image bytes -> RGB pixels. libjpeg-turbo for JPEG, Pillow for everything else.
+"""Decodes image files to RGB pixels: libjpeg-turbo for JPEG, Pillow for all other formats.
 
-Sharding and training ask the same functions what an image is, so what the one lets pass the other can read.
+Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
 
 import io
@@ -15,10 +15,10 @@ from PIL import Image
 from pipeline.data.loading import jpeg_region
 from pipeline.data.loading.jpeg_region import Region
 
-# Photographs with broken EXIF are common; Pillow warns of each.
+# Photographs with broken EXIF are common, and Pillow warns about each.
 warnings.filterwarnings("ignore", module="PIL")
 
-# Of files that are taken for images; what they are is then told by their first bytes.
+# Suffixes of files that are treated as images; the format is then determined from the first bytes.
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 _MAGIC = {
     b"\xff\xd8\xff": "jpg",
@@ -29,46 +29,45 @@ _MAGIC = {
     b"MM\0*": "tiff",
 }
 _EXIF_ORIENTATION = 0x0112
-# Orientations whose stored rows run from the bottom, and whose columns run from the right, once 5-8 are transposed.
+# EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
 _UPSIDE_DOWN, _MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
-# End of image; and the last chunk of a PNG, its name and checksum.
+# JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
-# Where EXIF is looked for when a JPEG's segments are not in order.
+# Number of bytes searched for EXIF when the segments of a JPEG are malformed.
 _EXIF_SEARCH_BYTES = 65536
-# Pillow's limit against bombs, for libjpeg-turbo too: a header of a few bytes may claim 12 GB of pixels.
+# Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
-# Where libjpeg fills in what it could not read. Its other complaints (extraneous bytes, odd markers, CMYK) are Pillow's
-# to judge.
+# libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
 _SPOILT = ("premature end", "bad huffman code")
 
 
 class DecodeError(ValueError):
-    """These bytes are no image that can be read whole."""
+    """The bytes are not an image, or the image cannot be decoded completely."""
 
 
-def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> np.ndarray:
+def decode(data: bytes, choose: Callable[[int, int], Region] | None = None, by_region: bool = True) -> np.ndarray:
     """Decode JPEG, PNG, WebP, GIF, BMP or TIFF to uint8 (H, W, 3) RGB, turned upright by its EXIF tag.
 
-    Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and of an animation the first
-    frame counts. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels.
+    Grayscale is repeated to three channels, 16-bit is scaled to 8, alpha is dropped, and the first frame of an animation is
+    used. Raises DecodeError for anything that cannot be decoded to its last row, and for floating-point pixels.
 
-    choose: (height, width) of the upright image -> the region of it that is returned, (top, left, height, width). Its
-    pixels are those of the whole image, but of most JPEGs nothing else is decoded (see `jpeg_region`), so damage that
-    begins below the region may pass.
+    choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
+    the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
+    by_region: False always decodes the whole image.
     """
     is_jpeg = _format(data) == "jpg"
     orientation = 1
     if is_jpeg and _may_have_exif(data):
-        orientation = _ask_pillow(data, _orientation)
-    if is_jpeg and choose is not None:
+        orientation = _with_pillow(data, _orientation)
+    if is_jpeg and choose is not None and by_region:
         part = jpeg_region.decode(data, lambda height, width: _stored_region(choose, height, width, orientation))
         if part is not None:
             return _upright(part, orientation)
     pixels = _decode_jpeg(data) if is_jpeg else None
     if pixels is None:
-        pixels, orientation = _ask_pillow(data, _to_rgb)
+        pixels, orientation = _with_pillow(data, _to_rgb)
     pixels = _upright(pixels, orientation)
     if choose is None:
         return pixels
@@ -77,26 +76,25 @@ def decode(data: bytes, choose: Callable[[int, int], Region] | None = None) -> n
 
 
 def inspect(data: bytes, whole: bool) -> tuple[str, int, int]:
-    """(file extension by content, width, height) of an image as it is stored, before any EXIF rotation.
+    """(file extension by content, width, height) of an image as stored, before EXIF rotation. Raises DecodeError.
 
-    whole: decode all of it, so that a cut or damaged file is found; else only the header is read (see `check_end`).
-    Raises DecodeError.
+    whole: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
     """
     ext = _format(data)
     size = _jpeg_size(data) if ext == "jpg" else None
-    height, width = size or _ask_pillow(data, lambda image: (image.height, image.width))
+    height, width = size or _with_pillow(data, lambda image: (image.height, image.width))
     if whole:
         decode(data)
     return ext, width, height
 
 
 def check_end(data: bytes, ext: str) -> None:
-    """Look for the mark at the end of a JPEG or PNG, and at the length of a WebP: a cut file is found without decoding.
+    """Detect a truncated file without decoding it: by the end marker of a JPEG or PNG, or the length of a WebP.
 
-    What stands after the mark (padding, a second picture) does not matter. Raises DecodeError.
+    Bytes after the end marker (padding, a second image) are ignored. Raises DecodeError.
     """
     if ext == "jpg":
-        # Not in the segments before the scan, where EXIF may hold a whole thumbnail.
+        # Segments before the scan do not count: EXIF may hold a complete thumbnail.
         is_whole = data.rfind(_JPEG_END, _start_of_scan(data)) >= 0
     elif ext == "png":
         is_whole = data.rfind(_PNG_END) >= 0
@@ -116,7 +114,7 @@ def _format(data: bytes) -> str:
 
 
 def _may_have_exif(data: bytes) -> bool:
-    """False only for a JPEG whose segments up to the picture are in order and hold no EXIF."""
+    """False only for a JPEG whose segments before the scan are well-formed and contain no EXIF."""
     at = 2
     while data[at : at + 1] == b"\xff":
         marker = data[at + 1 : at + 2]
@@ -129,7 +127,7 @@ def _may_have_exif(data: bytes) -> bool:
 
 
 def _start_of_scan(data: bytes) -> int:
-    """Where the first scan of a JPEG begins, or the place where its segments are no longer in order."""
+    """Offset of the first scan of a JPEG, or of the first malformed segment."""
     at = 2
     while data[at : at + 1] == b"\xff" and data[at + 1 : at + 2] != _START_OF_SCAN:
         at += 2 + int.from_bytes(data[at + 2 : at + 4])
@@ -137,7 +135,7 @@ def _start_of_scan(data: bytes) -> int:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) by libjpeg-turbo, which needs a tenth of Pillow's time, or None when it does not know."""
+    """(height, width) by libjpeg-turbo, in a tenth of Pillow's time; None if it cannot read the header."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
@@ -147,7 +145,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Pixels by libjpeg-turbo, or None when it does not know this kind of JPEG."""
+    """Decode by libjpeg-turbo; None if it does not support this kind of JPEG."""
     if _jpeg_size(data) is None:
         return None
     try:
@@ -163,20 +161,20 @@ def _refuse_bomb(height: int, width: int) -> None:
         raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
 
 
-def _ask_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
-    """What `question` says of the opened image; every failure of Pillow's is a DecodeError."""
+def _with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
+    """Returns question(opened image). Raises DecodeError for every failure of Pillow."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             _refuse_bomb(image.height, image.width)
             return question(image)
     except DecodeError:
         raise
-    except Exception as error:  # Pillow's plug-ins raise anything, struct.error and SyntaxError included.
+    except Exception as error:  # Pillow's plug-ins raise any type, including struct.error and SyntaxError.
         raise DecodeError(_reason(error)) from None
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 to 8; 1 where EXIF is absent or makes no sense: whatever it says, the pixels are whole."""
+    """EXIF orientation, 1 to 8; 1 if it is absent or invalid, since the pixels are usable anyway."""
     try:
         found = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # As above.
@@ -185,19 +183,19 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
-    """Pixels as they are stored, and the EXIF orientation."""
-    # Pillow turns a TIFF when it loads it, and forgets the tag: asked earlier, it would be turned twice.
+    """(pixels as stored, EXIF orientation)."""
+    # Pillow rotates a TIFF on loading and drops the tag, so read the orientation after loading.
     image.load()
     orientation = _orientation(image)
     if image.mode == "F":
-        raise DecodeError("pixels are floating-point numbers, of which nobody knows what is white")
+        raise DecodeError("floating-point pixels, whose range is unknown")
     is_wide = image.mode.startswith("I")
-    # 65535 -> 255. Of wider types only the pixels tell whether they hold 8 bits or 16.
+    # 65535 -> 255. For 32-bit types only the values show whether they are 8-bit or 16-bit.
     is_16_bit = is_wide and (image.mode.startswith("I;16") or _maximum(image) > 255)
 
     def convert(strip: Image.Image) -> np.ndarray:
         if not is_wide:
-            return np.array(strip.convert("RGB"))  # A copy: torch warns of arrays that cannot be written to.
+            return np.array(strip.convert("RGB"))  # A copy, because torch warns about read-only arrays.
         values = np.asarray(strip, dtype=np.float64) / (257 if is_16_bit else 1)
         return np.repeat(np.clip(np.round(values), 0, 255).astype(np.uint8)[..., None], 3, axis=2)
 
@@ -210,7 +208,7 @@ def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """(first row, rows from there on), all of the image: its copies, whole, would take up to 26 bytes a pixel."""
+    """Yield (first row, strip) over the image; converting it at once would take up to 26 bytes per pixel."""
     height = max(_STRIP_PIXELS // image.width, 1)
     for top in range(0, image.height, height):
         yield top, image.crop((0, top, image.width, min(top + height, image.height)))
@@ -221,7 +219,7 @@ def _maximum(image: Image.Image) -> float:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """(H, W, 3) or (W, H, 3), turned as EXIF says: 2-4 mirror or turn by 180 degrees, 5-8 swap the sides as well."""
+    """Apply an EXIF orientation to (H, W, 3): 2-4 mirror or rotate by 180 degrees, 5-8 also transpose."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -234,20 +232,20 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
-    """Where the region that is chosen of the upright image lies in the stored one: `_upright`, backwards."""
+    """Map the region chosen in the upright image to the stored image: the inverse of `_upright`."""
     _refuse_bomb(height, width)
-    is_turned = orientation >= 5
-    if is_turned:
+    is_transposed = orientation >= 5
+    if is_transposed:
         height, width = width, height
     top, left, part_height, part_width = choose(height, width)
     if orientation in _MIRRORED:
         left = width - left - part_width
     if orientation in _UPSIDE_DOWN:
         top = height - top - part_height
-    return (left, top, part_width, part_height) if is_turned else (top, left, part_height, part_width)
+    return (left, top, part_width, part_height) if is_transposed else (top, left, part_height, part_width)
 
 
 def _reason(error: Exception) -> str:
-    """One line, without the memory addresses that would make two runs differ."""
+    """The error in one line, without memory addresses, which differ between runs."""
     line = f"{type(error).__name__}: {error}".splitlines()[0]
     return re.sub(r" at 0x[0-9a-f]+", "", line)

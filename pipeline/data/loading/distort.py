@@ -1,6 +1,6 @@
-"""What the later recipes do to an image after crop and flip: colour jitter, RandAugment, random erasing, in this order.
+"""Augmentations after crop and flip: colour jitter, RandAugment, random erasing, in this order.
 
-Each draws its random numbers from (seed, epoch, sample) for itself, so switching one on changes no other.
+Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others.
 """
 
 import math
@@ -16,7 +16,7 @@ _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4
 
 
 def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int) -> None:
-    """Change `image`, uint8 (H, W, 3), in place, as `config` says."""
+    """Apply the augmentations enabled in `config` to `image`, uint8 (H, W, 3), in place."""
     if config.color_jitter:
         draws = random_numbers.uniform(seed, Purpose.COLOR_JITTER, epoch, sample, np.arange(6))
         image[:] = color_jitter(image, config.color_jitter, draws)
@@ -39,9 +39,9 @@ def distort(image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sam
 
 
 def color_jitter(image: np.ndarray, strength: float, draws: np.ndarray) -> np.ndarray:
-    """Brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors of 1 - strength to 1 + strength.
+    """Scale brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors from 1 - strength to 1 + strength.
 
-    In a random order, as torchvision's ColorJitter. draws: 6 uniforms, the factors and the order.
+    In a random order, as torchvision's ColorJitter. draws: 6 uniform numbers: three for the factors, three for the order.
     """
     change = (randaugment.brightness, randaugment.contrast, randaugment.color)
     for i in np.argsort(draws[3:]):
@@ -52,8 +52,8 @@ def color_jitter(image: np.ndarray, strength: float, draws: np.ndarray) -> np.nd
 def erased_box(image_height: int, image_width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a box of 2 to 33 % of the area, height / width from 0.3 to 3.3, log-uniform.
 
-    Random erasing (Zhong et al. 2017, arXiv 1708.04896), ranges and tries as torchvision's RandomErasing; an empty box
-    when none of ten tries fits. draws: 4 uniforms for each try.
+    Random erasing (Zhong et al. 2017, arXiv 1708.04896); ranges and number of tries as torchvision's RandomErasing. Returns an
+    empty box when none of the ten tries fits. draws: 4 uniform numbers per try.
     """
     for u_area, u_aspect, u_top, u_left in draws.reshape(-1, _DRAWS_PER_TRY).tolist():
         area = (0.02 + u_area * (0.33 - 0.02)) * image_height * image_width

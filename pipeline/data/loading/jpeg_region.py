@@ -1,8 +1,8 @@
-"""A part of a JPEG, decoded alone: pixels above and beside it are not computed, and what lies below is not even read.
+"""Decodes a region of a JPEG: pixels above and beside it are not computed, and bytes below it are not read.
 
-libjpeg-turbo 3 can do this; Python reaches it in the library that the `turbojpeg` wheel brings (the extra `fast`; its
-own module, of which no licence is known, is not loaded). Without it, or for a kind of JPEG that is left to others,
-`decode` says None and the caller decodes all of the image: the pixels are the same, to the bit.
+This needs libjpeg-turbo 3. It is called through ctypes in the shared library of the `turbojpeg` wheel (the extra `fast`; the
+wheel's Python module, whose licence is unknown, is not imported). Without the library, and for unsupported kinds of JPEG,
+`decode` returns None and the caller decodes the whole image; the pixels are the same, bit for bit.
 """
 
 import ctypes
@@ -15,22 +15,25 @@ import numpy as np
 # (top, left, height, width) in pixels, inside the image.
 Region = tuple[int, int, int, int]
 
-# Numbers of turbojpeg.h, libjpeg-turbo 3.
+# Constants of turbojpeg.h, libjpeg-turbo 3.
 _INIT_DECOMPRESS, _RGB = 1, 0
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLOURS = 0, 4, 5, 6, 7, 8
 _PROGRESSIVE, _ARITHMETIC, _LOSSLESS = 12, 14, 15
 _YCBCR, _GREY = 1, 2
-# Width in pixels of the blocks that are coded together: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1.
+# Width in pixels of the blocks (MCUs) of each subsampling: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1.
 _BLOCK_WIDTHS = (8, 16, 16, 8, 8, 32, 8)
 _END_OF_IMAGE = b"\xff\xd9"
+
+
+Library = tuple[ctypes.PyDLL, ctypes.CDLL]
 
 
 class _Box(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "width", "height")]
 
 
-def _open_library() -> tuple[ctypes.PyDLL, ctypes.CDLL] | None:
-    """The library twice: for calls of a few microseconds, which keep the GIL, and for the long one, which frees it."""
+def _open_library() -> Library | None:
+    """Open the library twice: PyDLL keeps the GIL for calls of microseconds, CDLL releases it for the long one."""
     try:
         names = [file for file in metadata.files("turbojpeg") or () if file.name.startswith("libturbojpeg")]
         path = str(names[0].locate())
@@ -44,18 +47,18 @@ def _open_library() -> tuple[ctypes.PyDLL, ctypes.CDLL] | None:
         short.tj3SetCroppingRegion.argtypes = [ctypes.c_void_p, _Box]
         long.tj3Decompress8.argtypes = [
             *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),  # handle, file, its bytes
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # pixels, bytes of a row (0: no gap), order of colours
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # pixels, bytes per row (0: no gap), pixel format
         ]
     except (metadata.PackageNotFoundError, IndexError, OSError, AttributeError):
         return None
     return short, long
 
 
-_library = _open_library()
+_LIBRARY = _open_library()
 
 
 class _Handle:
-    """A decompressor of one thread."""
+    """A decompressor; each thread has its own."""
 
     def __init__(self, short: ctypes.PyDLL) -> None:
         self.short = short
@@ -76,20 +79,20 @@ _handles = threading.local()
 
 def is_available() -> bool:
     """Whether the library is installed."""
-    return _library is not None
+    return _LIBRARY is not None
 
 
-def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
-    """The pixels of a region, uint8 (height, width, 3) RGB, as a view of a slightly larger array; or None.
+def decode(data: bytes, choose: Callable[[int, int], Region], library: Library | None = _LIBRARY) -> np.ndarray | None:
+    """Decode a region to uint8 (height, width, 3) RGB, a view of a slightly larger array. Returns None if not possible.
 
-    choose: (height, width) of the image as it is stored -> the region that is wanted.
-    None: the library is not there; progressive, arithmetic, lossless or CMYK JPEG; odd subsampling; a file that does
-    not end as a JPEG does (cut, or with something behind it); or libjpeg complained before the region's last row.
-    Damage that begins below the region is not seen.
+    choose: (height, width) of the image as stored -> the region to decode.
+    Not possible: without the library; progressive, arithmetic, lossless and CMYK JPEG; unusual subsampling; a file that does
+    not end with the end-of-image marker (truncated, or followed by other bytes); a libjpeg error or warning before the
+    region's last row. Damage below the region is not detected.
     """
-    if _library is None or not data.endswith(_END_OF_IMAGE):
+    if library is None or not data.endswith(_END_OF_IMAGE):
         return None
-    short, long = _library
+    short, long = library
     handle = getattr(_handles, "handle", None)
     if handle is None:
         handle = _handles.handle = _Handle(short)
@@ -97,8 +100,8 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
         return None
     image_height, image_width = handle.get(_HEIGHT), handle.get(_WIDTH)
     top, left, height, width = choose(image_height, image_width)
-    # The library begins at a border of blocks. Chroma is upsampled with its neighbours to both sides, of which there
-    # are none at a region's edges: so the region has one more column on the left, and on the right two (one of chroma).
+    # The library's region starts at a block border. Chroma is upsampled from its neighbours on both sides, which are missing
+    # at the region's edges, so decode one more column on the left and two (one of chroma) on the right.
     block = _BLOCK_WIDTHS[handle.get(_SUBSAMPLING)]
     first = max(left - 1, 0) // block * block
     last = min(left + width + 2, image_width)

@@ -1,8 +1,8 @@
-"""Rows of a split -> uint8 batches, decoded on threads ahead of the consumer.
+"""Loads rows of a split as uint8 batches, decoded on threads ahead of the consumer.
 
-Decoders and resizers release the GIL and write straight into the batch, which measured 1.4 times faster than worker
-processes (no pickling, no shared memory). A sample that cannot be read keeps its place in the batch with `valid` False,
-so it changes no other sample; it is counted, and too many of them stop the run.
+Threads suffice because the decoders and resizers release the GIL and write directly into the batch; this measured 1.4 times
+faster than worker processes (no pickling, no shared memory). An unreadable sample keeps its place in the batch with `valid`
+False, so that it changes no other sample; it is counted, and too many of them stop the run.
 """
 
 import threading
@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,53 +26,20 @@ from pipeline.errors import Interrupted, OneRankError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
-# Between two looks whether a batch that is waited for is still wanted.
-_ASK_SECONDS = 0.2
+# Interval at which a wait for a batch checks for a stop request.
+_STOP_CHECK_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class View:
-    """What becomes of an image: the part of it that is looked at, which is all that is decoded, and what is made of that.
-
-    region: (height, width, epoch, row) -> (top, left, height, width). None is all of the image.
-    write: (pixels of the region, out (H, W, 3), epoch, row) -> None.
-    """
-
-    region: Callable[[int, int, int, int], Region] | None
-    write: Callable[[np.ndarray, np.ndarray, int, int], None]
-
-    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        """Write the view of an image file into `out`. Raises DecodeError."""
-        region = self.region
-        choose = None if region is None else lambda height, width: region(height, width, epoch, row)
-        self.write(decode(data, choose), out, epoch, row)
-
-
-@dataclass(frozen=True)
-class RememberingView(View):
-    """A view that decodes each image once and keeps it: for a small split that is seen hundreds of times.
-
-    prepare: (pixels of the whole image) -> what is kept of it, of which every view can be made.
-    kept: row -> that. It may be handed from loader to loader of the same split.
-    """
-
-    prepare: Callable[[np.ndarray], np.ndarray]
-    kept: dict[int, np.ndarray]
-
-    def __call__(self, data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        image = self.kept.get(row)
-        if image is None:
-            image = self.kept[row] = self.prepare(decode(data))
-        if self.region is not None:
-            top, left, height, width = self.region(image.shape[0], image.shape[1], epoch, row)
-            image = image[top : top + height, left : left + width]
-        self.write(image, out, epoch, row)
+# Arguments: image file, out uint8 (H, W, 3), epoch, row. Writes the view of the image into `out`. Raises DecodeError.
+View = Callable[[bytes, np.ndarray, int, int], None]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (B, H, W, 3). labels: int64 (B, M), -1 where a sample has fewer. valid: bool (B,). rows and epochs: int64
-    (B,)."""
+    """images: uint8 (B, H, W, 3). labels: int64 (B, M), -1 where a sample has fewer than M.
+
+    valid: bool (B,), False for an unreadable image, which is all zeros. rows, epochs: int64 (B,).
+    """
 
     images: Tensor
     labels: Tensor
@@ -83,7 +49,7 @@ class Batch:
 
 
 class Loader:
-    """Makes batches of a split for any sequence of (rows, epochs). Close it, or use it as a context manager."""
+    """Loads batches of a split for any sequence of (rows, epochs). A context manager, or to be closed."""
 
     def __init__(
         self,
@@ -94,13 +60,14 @@ class Loader:
         prefetch: int,
         max_bad_share: float,
         pin: bool = False,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """image_size: of the views; a number is the side of a square.
-        is_unwanted: whether nobody wants more batches; asked while a batch is waited for, which it ends.
+        """image_size: size of the views; a number is the side of a square.
+        prefetch: number of batches that are decoded ahead. pin: allocate images in pinned memory.
+        is_stop_wanted: polled while waiting for a batch; when it returns True, the wait ends with Interrupted.
         """
         self.split, self.view, self.image_size = split, view, ImageSize.parse(image_size)
-        self.is_unwanted = is_unwanted
+        self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -108,7 +75,7 @@ class Loader:
         self.max_bad = max(1, int(max_bad_share * len(split))) if max_bad_share else 0
         self.bad: dict[int, str] = {}
         self._bad_lock = threading.Lock()
-        # Number of images -> memory for so many.
+        # Batch size -> unused arrays of that many images.
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
     def __enter__(self) -> "Loader":
@@ -118,15 +85,15 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        # A read that hangs is not waited for when the run is being stopped.
-        self.pool.shutdown(wait=not self.is_unwanted(), cancel_futures=True)
+        # When the run is being stopped, do not wait for a hanging read.
+        self.pool.shutdown(wait=not self.is_stop_wanted(), cancel_futures=True)
         self.reader.close()
 
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
-        """One Batch for each (rows, epochs), in order, `prefetch` of them decoded ahead.
+        """Yield one Batch per (rows, epochs), in order; `prefetch` batches are decoded ahead.
 
-        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, Interrupted when
-        the next batch is not there and nobody wants it any more.
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split allows, and Interrupted
+        when a stop is requested before the next batch is ready.
         """
         ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
         for rows, epochs in self.reader.ahead(requests):
@@ -141,23 +108,22 @@ class Loader:
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
         batch = Batch(images, labels, valid, rows, epochs)
-        # Two for each thread, over all batches ahead: fewer and larger ones measured 5 % faster.
+        # Two parts per thread over all batches in flight: fewer, larger parts measured 5 % faster.
         num_parts = -(-2 * self.threads // (self.prefetch + 1))
         parts = np.array_split(np.arange(len(rows)), min(len(rows), num_parts))
         return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
 
     def _new_images(self, count: int) -> Tensor:
-        """uint8 (count, H, W, 3), of memory that an earlier batch had and nobody holds any more, if there is any.
+        """Returns uint8 (count, H, W, 3) in memory of an earlier batch that is no longer referenced, if there is any.
 
-        Fresh memory costs a page fault for every 4 KiB, up to a tenth of the time of decoding. (Torch keeps pinned
-        memory itself.)
+        New memory costs a page fault per 4 KiB, up to a tenth of the decoding time. (Torch caches pinned memory itself.)
         """
         shape = (count, *self.image_size, 3)
         if self.pin:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         free = self._free[count]
         memory = free.pop() if free else np.empty(shape, np.uint8)
-        # The tensor and all that shares its storage hold this view; when the last of them goes, so does the view.
+        # The tensor and everything that shares its storage reference this view: it is finalized with the last of them.
         view = memory[:]
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
@@ -180,9 +146,9 @@ class Loader:
     def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
         for part in parts:
             while not part.done():
-                if self.is_unwanted():
+                if self.is_stop_wanted():
                     raise Interrupted
-                wait([part], _ASK_SECONDS)
+                wait([part], _STOP_CHECK_SECONDS)
             part.result()
         if len(self.bad) > self.max_bad:
             row, reason = next(iter(self.bad.items()))
@@ -197,7 +163,7 @@ class Loader:
 def train_requests(
     order: SampleOrder, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows, epochs) of every micro-batch of one rank, from batch `first_step` to before `last_step`."""
+    """Yield (rows, epochs) of each micro-batch of one rank, for the batches from `first_step` up to, not with, `last_step`."""
     for step in range(first_step, last_step):
         rows, epochs = order.slice(step, rank, world_size)
         for start in range(0, len(rows), micro_batch):
@@ -205,9 +171,9 @@ def train_requests(
 
 
 def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows, zeros) of one rank's share of a split: the same number of batches on every rank.
+    """Yield (rows, zeros) for one rank's share of a split; the number of batches is the same on all ranks.
 
-    Ranks whose share ends early repeat the last row; the caller drops repetitions by row.
+    A rank whose share is shorter repeats the last row; the caller removes the duplicates by row number.
     """
     share = -(-num_samples // world_size)
     num_batches = -(-share // batch)
@@ -216,24 +182,39 @@ def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> I
         yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
 
 
-def train_view(config: AugmentConfig, seed: int) -> View:
-    """The augmented view of a sample in an epoch."""
-    return View(
-        lambda height, width, epoch, row: augment.train_region(height, width, config, seed, epoch, row),
-        lambda image, out, epoch, row: augment.train_view_of_region(image, out, config, seed, epoch, row),
-    )
+def train_view(config: AugmentConfig, seed: int, by_region: bool = True) -> View:
+    """Returns the augmented view of a sample in an epoch.
+
+    by_region: decode only the part of a JPEG that the view shows, where possible. The pixels are the same.
+    """
+
+    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        def choose(height: int, width: int) -> Region:
+            return augment.train_region(height, width, config, seed, epoch, row)
+
+        augment.write_train_view_of_region(decode(data, choose, by_region), out, config, seed, epoch, row)
+
+    return view
 
 
 def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]) -> View:
-    """The same view, of images that are decoded once. kept: see RememberingView; of this config and image size alone."""
-    view = train_view(config, seed)
-    prepare = partial(augment.same_in_all_epochs, view=(image_size, image_size), config=config)
-    return RememberingView(view.region, view.write, prepare, kept)
+    """`train_view` for a small split that is read hundreds of times: each image is decoded once and cached.
+
+    kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
+    """
+
+    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+        image = kept.get(row)
+        if image is None:
+            image = kept[row] = augment.epoch_invariant_part(decode(data), (image_size, image_size), config)
+        augment.write_train_view(image, out, config, seed, epoch, row)
+
+    return view
 
 
 def eval_view(config: AugmentConfig) -> View:
-    """The evaluation view of a sample."""
-    return View(None, lambda image, out, epoch, row: augment.eval_view(image, out, config))
+    """Returns the evaluation view, the same for every epoch and row."""
+    return lambda data, out, epoch, row: augment.write_eval_view(decode(data), out, config)
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

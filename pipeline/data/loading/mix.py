@@ -1,9 +1,9 @@
 """Mixup (Zhang et al. 2018, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899), on the device.
 
-Positions 2i and 2i + 1 of the global batch are partners, and one draw from (seed, step) holds for the whole of it. So any
-number of ranks and micro-batches makes the same images and targets, bit for bit: every micro-batch begins at an even
-position and holds both of each pair (`make_plan` refuses an odd one). Big_vision draws one share a step too, but rolls
-the batch of each device by one, which depends on how many devices there are.
+Positions 2i and 2i + 1 of the global batch are partners, and one draw from (seed, step) applies to the whole batch. Any number
+of ranks and micro-batches therefore gives the same images and targets, bit for bit: each micro-batch starts at an even
+position and contains both samples of a pair (`make_plan` refuses odd sizes). big_vision also draws once per step, but rolls the
+batch of each device by one, so its result depends on the number of devices.
 
 Shapes: B batch, H, W image height and width, K classes.
 """
@@ -24,9 +24,9 @@ from pipeline.settings.run import AugmentConfig
 
 @dataclass(frozen=True)
 class Mixing:
-    """Of one step. own: share of a sample's own image and labels, in [0, 1]; the rest is its partner's.
+    """How one step mixes pairs. own: weight of a sample's own image and labels, in [0, 1]; the partner has the rest.
 
-    box: CutMix's (top, left, bottom, right), in pixels, whose content the partners swap; None is Mixup.
+    box: CutMix's (top, left, bottom, right) in pixels, which partners swap; None for Mixup.
     """
 
     own: float
@@ -34,15 +34,15 @@ class Mixing:
 
 
 def draw_mixing(config: AugmentConfig, image_size: ImageSize | int, seed: int, step: int) -> Mixing | None:
-    """How step `step` mixes; None where neither is asked for. With both, each step takes one, p = 0.5 (as timm).
+    """Draw the mixing of a step; None if neither is enabled. If both are, each step uses one, p = 0.5 (as timm).
 
-    image_size: of the images; a number is the side of squares.
+    image_size: size of the images; a number is the side of a square.
     """
     if not config.mixup and not config.cutmix:
         return None
     if not config.cutmix or (config.mixup and random_numbers.uniform(seed, Purpose.MIX_CHOICE, step) < 0.5):
         share = _beta(config.mixup, seed, Purpose.MIXUP, step)
-        return Mixing(max(share, 1 - share), None)  # As big_vision: the larger share is a sample's own.
+        return Mixing(max(share, 1 - share), None)  # As big_vision: a sample's own weight is the larger one.
     height, width = ImageSize.parse(image_size)
     share = math.sqrt(1 - _beta(config.cutmix, seed, Purpose.CUTMIX, step))
     centers = random_numbers.uniform(seed, Purpose.CUTMIX_CENTER, step, np.arange(2))
@@ -52,14 +52,14 @@ def draw_mixing(config: AugmentConfig, image_size: ImageSize | int, seed: int, s
         for center, side in zip(centers, (height, width), strict=True)
     ]
     top, left, bottom, right = box
-    # Of what is left of the box inside the image, as in the authors' code.
+    # The weight follows from the part of the box inside the image, as in the authors' code.
     return Mixing(1 - (bottom - top) * (right - left) / (height * width), (top, left, bottom, right))
 
 
 def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, Tensor]:
-    """Mixed images (B, 3, H, W), and each sample's own share, float32 (B,), for `mix_pairs` of its targets.
+    """Returns mixed images (B, 3, H, W), and each sample's own weight, float32 (B,), for `mix_pairs` of the targets.
 
-    valid: bool (B,); a pair with a sample that could not be read is left as it is: its share is 1.
+    valid: bool (B,); a pair with an unreadable sample is not mixed: its weight is 1.
     """
     whole = (valid & _partner(valid)).float()
     own = 1 - whole * (1 - mixing.own)
@@ -72,20 +72,20 @@ def mix_images(images: Tensor, valid: Tensor, mixing: Mixing) -> tuple[Tensor, T
 
 
 def mix_pairs(values: Tensor, own: Tensor) -> Tensor:
-    """own x values + (1 - own) x the partner's, for `values` (B, ...) and shares (B,)."""
+    """Returns own * values + (1 - own) * values of the partner, for values (B, ...) and own (B,)."""
     own = own.reshape(-1, *[1] * (values.ndim - 1))
     return _partner(values).mul_(1 - own).add_(own * values)
 
 
 def _partner(values: Tensor) -> Tensor:
-    """Rows 0 and 1, 2 and 3, ... of (B, ...) swapped."""
+    """Swap rows 0 and 1, 2 and 3, ... of (B, ...)."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def _beta(alpha: float, *parts: int) -> float:
-    """A draw from Beta(alpha, alpha), alpha at most 1, by Johnk's method (1964).
+    """Draw from Beta(alpha, alpha), alpha at most 1, by Johnk's method (1964).
 
-    In logarithms, because u ** (1 / alpha) underflows when alpha is small.
+    In logarithms, because u ** (1 / alpha) underflows for small alpha.
     """
     for attempt in count():
         u, v = (1 - random_numbers.uniform(*parts, 2 * attempt + np.arange(2))).tolist()

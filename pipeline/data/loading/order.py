@@ -1,16 +1,18 @@
-"""Which sample stands at which position of training: a pure function of (seed, epoch, position).
+"""The order of samples in training: a pure function of (seed, epoch, position).
 
-An epoch is a permutation of its shards, concatenated and cut into a fixed number of equal *streams*, each shuffled in
-windows. A round of `global_batch` positions takes `global_batch / streams` samples of every stream, stream by stream. So
+In each epoch the shards are permuted, concatenated and cut into a fixed number of equal *streams*, and each stream is shuffled
+in windows. A round of `global_batch` positions takes `global_batch / streams` samples from every stream, one stream after
+another. So
 
-- the order knows nothing of ranks: any world size that divides the batch gets contiguous slices of the same batches;
-- a slice touches few streams, so a rank reads few shards at a time;
-- every sample comes exactly once an epoch; a batch that straddles two epochs takes the rest of one, then the next;
-- nothing but the number of samples seen is needed to resume.
+- the order does not depend on ranks: any world size that divides the batch reads contiguous slices of the same batches;
+- a slice covers few streams, so a rank reads few shards at a time;
+- every sample occurs exactly once per epoch; a batch across two epochs takes the rest of one, then the start of the next;
+- resuming needs only the number of samples seen.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import getitem
 
 import numpy as np
 
@@ -19,11 +21,11 @@ from pipeline.random_numbers import Purpose
 
 
 class SampleOrder:
-    """Positions 0, 1, 2, ... of training -> rows of a split, over all epochs.
+    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs.
 
-    shard_sizes: int64 (shards,), samples in each shard; rows count through the shards in this order.
-    global_batch: samples of one optimizer step; divisible by `streams`.
-    window: samples of a stream that are shuffled together.
+    shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
+    global_batch: samples per optimizer step; divisible by `streams`.
+    window: number of consecutive samples of a stream that are shuffled together.
     """
 
     def __init__(self, shard_sizes: np.ndarray, seed: int, global_batch: int, streams: int, window: int) -> None:
@@ -38,18 +40,19 @@ class SampleOrder:
         self.full_rounds = self.num_samples // global_batch
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
-        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
+        # A batch spans at most two epochs, and usually two windows per stream (more if it is larger than the windows).
+        self._shards_of_epoch = lru_cache(2)(self._shuffle_shards)
+        self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and epochs, int64 (global_batch / world_size,), of one rank's part of batch `step` (from 0)."""
+        """(rows, epochs), int64 (global_batch / world_size,) each, of one rank's part of batch `step` (from 0)."""
         assert self.global_batch % world_size == 0, (self.global_batch, world_size)
         share = self.global_batch // world_size
         first = step * self.global_batch + rank * share
         return self.rows(np.arange(first, first + share))
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and epochs, int64, of the samples at these positions (counted from the start of training)."""
+        """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training."""
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
         rows = np.empty_like(within)
         for epoch in np.unique(epochs):
@@ -58,7 +61,7 @@ class SampleOrder:
         return rows, epochs
 
     def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Where these rows stand in an epoch, int64, counted from the start of training: the inverse of `rows`."""
+        """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`."""
         rows = np.asarray(rows, dtype=np.int64)
         shard = np.searchsorted(self.shard_starts, rows, side="right") - 1
         shards, ends = self._shards_of_epoch(epoch)
@@ -67,7 +70,7 @@ class SampleOrder:
         place = ends[turn[shard]] - self.shard_starts[shard + 1] + rows
 
         stream = np.searchsorted(self.bounds, place, side="right") - 1
-        index = self._by_window(epoch, stream, place - self.bounds[stream], _places_in) - self.bounds[stream]
+        index = self._by_window(epoch, stream, place - self.bounds[stream], _find) - self.bounds[stream]
 
         full = self.full_rounds * self.per_round
         round_number, in_round = np.divmod(index, self.per_round)
@@ -76,7 +79,7 @@ class SampleOrder:
         return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
 
     def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> np.ndarray:
-        # Whole rounds interleave the streams; what is left of each stream follows, stream by stream.
+        # Full rounds interleave the streams; the rest of each stream follows, one stream after another.
         in_rounds = self.full_rounds * self.global_batch
         round_number, in_round = np.divmod(position, self.global_batch)
         tail = np.maximum(position - in_rounds, 0)
@@ -86,7 +89,7 @@ class SampleOrder:
         in_tail = self.full_rounds * self.per_round + tail - self.leftover_starts[tail_stream]
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
-        place = self._by_window(epoch, stream, index, _values_at)
+        place = self._by_window(epoch, stream, index, getitem)
         shards, ends = self._shards_of_epoch(epoch)
         turn = np.searchsorted(ends, place, side="right")
         shard = shards[turn]
@@ -95,11 +98,11 @@ class SampleOrder:
     def _by_window(
         self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """bounds[stream] + index, after `move(order of its window, places in it)` within each window."""
+        """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each window."""
         window, at = np.divmod(index, self.window)
         place = self.bounds[stream] + index - at
         moved = np.empty_like(at)
-        # Samples grouped by window; a batch of many streams meets thousands of windows.
+        # Group samples by window; a batch of many streams spans thousands of windows.
         code = stream * (self.num_samples + 1) + window
         by_code = np.argsort(code, kind="stable")
         starts = np.flatnonzero(np.diff(code[by_code], prepend=-1))
@@ -108,47 +111,37 @@ class SampleOrder:
             moved[chosen] = move(self._window_order(epoch, s, w), at[chosen])
         return place + moved
 
-    def _window_order(self, epoch: int, stream: int, window: int) -> np.ndarray:
-        """Of the places in a window, in the order in which they are taken."""
-        key = (epoch, stream, window)
-        if key not in self._windows:
-            first = int(self.bounds[stream]) + window * self.window
-            length = min(self.window, int(self.bounds[stream + 1]) - first)
-            order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
-            # A batch meets two windows of a stream at most, or many when it is larger than they are.
-            self._windows[key] = order.astype(np.min_scalar_type(self.window))
-            if len(self._windows) > 2 * len(self.bounds):
-                self._windows.popitem(last=False)
-        return self._windows[key]
+    def _shuffle_window(self, epoch: int, stream: int, window: int) -> np.ndarray:
+        """Places within a window, in shuffled order."""
+        first = int(self.bounds[stream]) + window * self.window
+        length = min(self.window, int(self.bounds[stream + 1]) - first)
+        order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
+        return order.astype(np.min_scalar_type(self.window))
 
-    def _shards_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's order of shards, and where each ends in the concatenation."""
-        if epoch not in self._epochs:
-            shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
-            self._epochs[epoch] = shards, np.cumsum(self.shard_sizes[shards])
-            if len(self._epochs) > 2:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
+    def _shuffle_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(shards in the epoch's order, end of each in the concatenation)."""
+        shards = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
+        return shards, np.cumsum(self.shard_sizes[shards])
 
 
-def batch_of_step(step: int, left_out: Sequence[tuple[int, int]]) -> int:
-    """The batch that optimizer step `step` (from 0) takes: its own number, and on by what was left out until then.
+def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
+    """The number of the batch that optimizer step `step` (from 0) uses: its own number plus the batches skipped until then.
 
-    left_out: (step, number of batches left out before it), for each time that a run went back and skipped data.
+    skipped_batches: (step, number of batches skipped before it) for each rollback of the run.
     """
-    return step + sum(batches for at, batches in left_out if at <= step)
+    return step + sum(batches for at, batches in skipped_batches if at <= step)
 
 
-def leave_out(left_out: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
-    """`left_out` of a run that goes back from step `done` to step `at`, and on with the batches that would come next."""
-    before = [entry for entry in left_out if entry[0] <= at]
-    return [*before, (at, batch_of_step(done, left_out) - batch_of_step(at, before))]
+def skip_batches(skipped_batches: Sequence[tuple[int, int]], at: int, done: int) -> list[tuple[int, int]]:
+    """`skipped_batches` after a rollback from step `done` to step `at` that continues with the next unused batch."""
+    before = [entry for entry in skipped_batches if entry[0] <= at]
+    return [*before, (at, batch_of_step(done, skipped_batches) - batch_of_step(at, before))]
 
 
-def step_of_batch(batch: int, left_out: Sequence[tuple[int, int]]) -> int | None:
-    """The inverse: the step that takes a batch, None when it was left out."""
+def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int | None:
+    """The step that uses a batch, None if it was skipped: the inverse of `batch_of_step`."""
     shift = 0
-    for at, batches in sorted(left_out):
+    for at, batches in sorted(skipped_batches):
         if batch < at + shift:
             break
         if batch < at + shift + batches:
@@ -157,13 +150,6 @@ def step_of_batch(batch: int, left_out: Sequence[tuple[int, int]]) -> int | None
     return batch - shift
 
 
-def _values_at(order: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What stands at these places of a permutation."""
-    return order[places]
-
-
-def _places_in(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Where these values stand in a permutation."""
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
-    return inverse[values]
+def _find(order: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Places of these values in a permutation: the inverse of `getitem`."""
+    return np.argsort(order)[values]

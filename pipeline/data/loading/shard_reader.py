@@ -1,4 +1,4 @@
-"""Reading samples by offset from the shards of a split: local files, or objects in a bucket, cached or in ranges."""
+"""Reads samples by offset from the shards of a split: local files, or objects of a bucket, cached or by range requests."""
 
 import contextlib
 import os
@@ -19,38 +19,37 @@ from pipeline.data.storage.content import content_hash
 
 Request = TypeVar("Request", bound=tuple)
 
-# Ranks read a handful of shards at a time; the limit keeps long runs below the usual 1,024 open files.
+# Ranks read few shards at a time; the limit keeps long runs below the usual limit of 1,024 open files.
 _MAX_OPEN_SHARDS = 256
-# How often the cache is told that a shard is still read; well below ShardCache.in_use_seconds.
+# Interval of marking a cached shard as in use; well below ShardCache.in_use_seconds.
 _SECONDS_BETWEEN_TOUCHES = 10.0
-# When the cache has no room for a shard, its samples are read from the bucket for so long before it is asked again.
+# When the cache has no room for a shard, it is read from the bucket for this long before the cache is tried again.
 _SECONDS_WITHOUT_CACHE = 30.0
-# How much of its share of the cache a rank may fill with the shards of its next samples, by how many downloads at a
-# time, and how many samples it may look at to find them.
+# Prefetching of shards into the cache: fraction of the rank's share of the cache, concurrent downloads, and the largest
+# number of rows to look ahead.
 _SHARE_AHEAD, _DOWNLOADS_AHEAD, _MAX_ROWS_AHEAD = 0.5, 2, 2**17
-# A few at a time, so that the first batch need not wait until all of them were looked at.
+# Requests examined per batch that is yielded, so that the first batch does not wait for the whole look-ahead.
 _REQUESTS_AT_ONCE = 8
 
 
 class ShardReader:
-    """Reads the encoded bytes of samples of one split; safe to call from many threads."""
+    """Reads the encoded bytes of samples of one split. Thread-safe."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
         self.cache = split.storage.cache
         self._opened: OrderedDict[int, _File | _Ranges] = OrderedDict()
-        # What is wrong with shards that were found missing or changed: asking again for each sample would cost hours.
+        # Errors of shards that were found missing or changed: retrying for each of their samples would take hours.
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
         self._ahead: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._downloaders: list[threading.Thread] = []
 
     def read(self, row: int) -> bytes:
-        """The image file of sample `row`.
+        """Returns the image file of sample `row`.
 
-        Raises OSError when its shard is missing, shorter than the manifest says or (in a bucket) another one, and when the
-        image's bytes are not those that the manifest has the hash of; StorageError when the bucket or the cache cannot be
-        used at all.
+        Raises OSError when its shard is missing, truncated or (in a bucket) was replaced, and when the bytes do not match the
+        hash in the manifest; StorageError when the bucket or the cache is not usable at all.
         """
         shard = int(self.split.shard_of(np.asarray(row)))
         data = self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
@@ -60,12 +59,13 @@ class ShardReader:
         return data
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """The same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""
+        """Yield the same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""
         if self.cache is None or not isinstance(self._path(0), BucketPath):
             yield from requests
             return
         self._start_downloaders(self.cache)
-        limit = _SHARE_AHEAD * self.cache.max_bytes / _ranks_on_node()
+        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_node
         coming = iter(requests)
         waiting: deque[tuple[Request, np.ndarray]] = deque()
         uses: Counter[int] = Counter()
@@ -110,7 +110,7 @@ class ShardReader:
             if opened is not None and time.monotonic() < opened.until:
                 self._opened.move_to_end(shard)
                 return opened
-        # Two threads may open the same one; whoever reads an object that was dropped here still holds it.
+        # Two threads may open the same shard; a thread that still reads a dropped object keeps a reference to it.
         opened = self._open(shard)
         with self._lock:
             self._opened[shard] = opened
@@ -143,28 +143,27 @@ class ShardReader:
         return self.split.shard_sha256[shard].as_py()
 
     def _start_downloaders(self, cache: ShardCache) -> None:
-        def work() -> None:
-            while (shard := self._ahead.get()) is not None:
-                # Whatever is wrong, whoever reads the shard will meet it and say it.
-                with contextlib.suppress(Exception):
-                    self._fetch(cache, shard)
-
-        # Daemons, so that a download does not hold up the end of a process that failed.
+        # Daemon threads, so that a download does not delay the exit of a failed process.
         for _ in range(_DOWNLOADS_AHEAD - len(self._downloaders)):
-            self._downloaders.append(threading.Thread(target=work, name="shards ahead", daemon=True))
-            self._downloaders[-1].start()
+            thread = threading.Thread(target=self._download, args=[cache], name="shards ahead", daemon=True)
+            self._downloaders.append(thread)
+            thread.start()
 
-    def _fetch(self, cache: ShardCache, shard: int) -> None:
-        path, sha256 = self._path(shard), self._sha256(shard)
-        assert isinstance(path, BucketPath)
-        if shard not in self._bad and not cache.has(sha256):
-            file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)
-            if file is not None:
-                os.close(file)
+    def _download(self, cache: ShardCache) -> None:
+        """Download the shards of the queue into the cache, until None is read."""
+        while (shard := self._ahead.get()) is not None:
+            # The thread that reads the shard meets the same error and reports it.
+            with contextlib.suppress(Exception):
+                path, sha256 = self._path(shard), self._sha256(shard)
+                assert isinstance(path, BucketPath)
+                if shard not in self._bad and not cache.has(sha256):
+                    file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)
+                    if file is not None:
+                        os.close(file)
 
 
 class _File:
-    """An open local file; closed when the last thread that reads it lets it go."""
+    """An open local file, closed when the last reference to it is gone."""
 
     until = float("inf")
 
@@ -185,12 +184,12 @@ class _File:
         return data
 
     def is_evicted(self) -> bool:
-        """Whether the cache has given it up: open, it still takes the disk's space."""
+        """Whether the cache has deleted the file, which uses disk space as long as it is open."""
         return self._cached and os.fstat(self._file).st_nlink == 0
 
 
 class _Ranges:
-    """A shard in a bucket, read in ranges. until: when to look again for a better way."""
+    """A shard in a bucket, read by range requests. until: time at which the cache is tried again."""
 
     def __init__(self, path: BucketPath, size: int, until: float) -> None:
         reader = ObjectReader(path)
@@ -200,7 +199,3 @@ class _Ranges:
 
     def is_evicted(self) -> bool:
         return False
-
-
-def _ranks_on_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

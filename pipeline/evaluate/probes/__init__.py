@@ -1,4 +1,4 @@
 """Few-shot linear and nearest-neighbour accuracy of features.
 
-Part of evaluate/. Called during training, by `launch/evaluate.py`, and by cells of the VTAB sweep.
+May import what evaluate/ may. Called by train/ during a run, by evaluate/report.py, and by transfer/ for VTAB.
 """

@@ -1,4 +1,4 @@
-"""Features of chosen images of a split, exact on any number of ranks. Shapes: B batch, D features, n images."""
+"""Features of selected images of a split, exact on any number of ranks. Shapes: B batch, D features, n images."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pipeline.evaluate.split_reader import SplitReader
 
 @dataclass(frozen=True)
 class Features:
-    """Of n images: values float32 (n, D); readable bool (n,), False where values mean nothing; problems: row -> why."""
+    """Features of n images. values: float32 (n, D). readable: bool (n,), False where values are invalid. problems: row -> reason."""
 
     values: np.ndarray
     readable: np.ndarray
@@ -21,10 +21,10 @@ class Features:
 
 @torch.no_grad()
 def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
-    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over chosen samples of a split. The same on every rank.
+    """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
 
-    rows: int64 (n,), n > 0, the samples, in the order wanted. The batches are the same on any number of ranks, which take
-    turns, so that the values are too, to the last bit. Raises Stopped on every rank when the ranks agree to stop.
+    Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so that
+    values are equal bit for bit on any number of ranks. Raises Stopped on all ranks when they agree to stop.
     """
     values, readable, ranks, batch = [], [], reader.ranks, reader.batch
     with reader.open(requests(rows, batch, ranks.rank, ranks.world_size)) as (batches, problems):
@@ -43,9 +43,10 @@ def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.
 def requests(
     rows: np.ndarray, batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows, zeros) of one rank's batches, every world_size-th: what a Loader is asked for.
+    """Yield (rows, zeros) for a Loader: every world_size-th batch, beginning with number `rank`.
 
-    As many on every rank, since a forward pass is collective at ZeRO stage 3: where there is none left, the last again.
+    All ranks get the same number of batches, because a forward pass is collective at ZeRO stage 3: ranks without a batch left
+    repeat the last one.
     """
     last = -(-len(rows) // batch) - 1
     for first in range(0, last + 1, world_size):

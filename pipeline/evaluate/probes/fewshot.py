@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Almost unregularised bias: a constant column so large that its weight is small.
+# Value of the constant column. It is so large that its weight is small, hence hardly regularised.
 _BIAS = 100.0
 
 
 def choose_shots(labels: np.ndarray, num_classes: int, shots: int, seed: int) -> np.ndarray:
-    """int64 indices of `shots` samples of each class, fewer where a class has fewer. Smaller sets lie in larger ones.
+    """int64 indices of `shots` samples per class, or all of a smaller class. Smaller sets are subsets of larger ones.
 
-    labels: int64 (n,), negative for samples of no class. One generator per seed shuffles the classes in order, whatever
-    `shots` is, exactly as big_vision does.
+    labels: int64 (n,), negative for samples without a class. As in big_vision, one generator per seed shuffles class after
+    class, whatever `shots` is.
     """
     generator = np.random.default_rng(seed)
-    # Every class's samples, ascending, in one pass: a search for each of 21,843 classes would take minutes.
+    # Samples of all classes, ascending, in one pass: a search per class would take minutes for 21,843 classes.
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(num_classes + 1))
     chosen = [generator.permutation(order[starts[c] : starts[c + 1]])[:shots] for c in range(num_classes)]
@@ -27,10 +27,10 @@ def choose_shots(labels: np.ndarray, num_classes: int, shots: int, seed: int) ->
 
 @dataclass(frozen=True)
 class Ridge:
-    """Ridge regression of {-1, +1} targets on whitened features, for every strength at once.
+    """Ridge regression of {-1, +1} targets on whitened features, fitted once for all strengths.
 
-    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as weights;
-    values: (R,), its eigenvalues. targets: (R, K), along them. All float64.
+    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as weights.
+    values: (R,), its eigenvalues. targets: (R, K), projected on the eigenvectors. All float64.
     """
 
     mean: np.ndarray
@@ -40,19 +40,18 @@ class Ridge:
     targets: np.ndarray
 
     def scores(self, features: np.ndarray, l2: float) -> np.ndarray:
-        """float (m, D) -> float64 (m, K), which the targets of `fit` are like. l2 > 0: the strength, of the bias, too."""
+        """Predicted targets: float (m, D) -> float64 (m, K). l2 > 0: the strength, which also applies to the bias."""
         return ((_whiten(features, self.mean, self.std) @ self.directions) / (self.values + l2)) @ self.targets
 
     def classify(self, features: np.ndarray, l2: float) -> np.ndarray:
-        """float (m, D) -> int64 (m,): the class of the highest score."""
+        """float (m, D) -> int64 (m,), the class with the highest score."""
         return self.scores(features, l2).argmax(1)
 
 
 def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Ridge:
-    """The regression on float (n, D) features of classes `labels`, int64 (n,), 0 to K - 1. float64 throughout.
+    """Fit features, float (n, D), to `labels`, int64 (n,), 0 to K - 1, in float64.
 
-    With X the features, whitened by their own mean and deviation beside a column of 100: (X'X + l2)^-1 X'Y, or
-    X'(XX' + l2)^-1 Y where n < D + 1.
+    With X the whitened features and a column of 100, and Y the targets: (X'X + l2)^-1 X'Y, or X'(XX' + l2)^-1 Y if n < D + 1.
     """
     wide = features.astype(np.float64)
     mean, std = wide.mean(0), wide.std(0)
@@ -60,7 +59,7 @@ def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Ridge:
     n, d = x.shape
     if n >= d:
         values, vectors = np.linalg.eigh(x.T @ x)
-        # X'Y without Y, which is (n, K): 19 GB for 5 shots of 21,843 classes.
+        # X'Y without building Y, (n, K), which takes 19 GB for 5 shots of 21,843 classes.
         sums = np.zeros((num_classes, d))
         np.add.at(sums, labels, x)
         return Ridge(mean, std, vectors, values, vectors.T @ (2 * sums.T - x.sum(0)[:, None]))

@@ -1,4 +1,4 @@
-"""Few-shot linear and kNN accuracy of features that were extracted once; exact on any number of ranks.
+"""Few-shot linear and kNN accuracy of extracted features, exact on any number of ranks.
 
 Shapes: m test samples, M labels of each, D features, K classes.
 """
@@ -28,25 +28,26 @@ from pipeline.evaluate.split_reader import SplitReader
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import ProbeConfig, RunConfig
 
-# Test samples at a time: their scores for 21,843 classes take 180 MB.
+# Test samples per chunk: their scores for 21,843 classes take 180 MB.
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which training samples are needed. rows: int64, ascending, all of them; labels: int64, the class of each.
+class ProbeSamples:
+    """The training samples that a probe needs. rows: int64, ascending. labels: int64, the class of each row.
 
-    shots: (shots, seed) -> places in rows. neighbours: places in rows; none without kNN.
+    shots: (shots, seed) -> indices into rows. neighbours: indices into rows; empty without kNN.
     """
 
     rows: np.ndarray
     labels: np.ndarray
     shots: dict[tuple[int, int], np.ndarray]
     neighbours: np.ndarray
+    num_classes: int
 
 
-def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
-    """What a probe needs of a training split; a sample of several labels counts under its first."""
+def choose_samples(config: ProbeConfig, train: Split, num_classes: int) -> ProbeSamples:
+    """Choose the samples of a training split that a probe needs. The class of a sample is its first label."""
     labels = label_table(train)[:, 0]
     wanted = sorted(set(config.shots) - {0})
     shots = {
@@ -62,24 +63,18 @@ def choose(config: ProbeConfig, train: Split, num_classes: int) -> Choice:
             neighbours = neighbours[np.sort(chosen)]
     rows = np.unique(np.concatenate([neighbours, *shots.values()]))
     places = {key: np.searchsorted(rows, chosen) for key, chosen in shots.items()}
-    return Choice(rows, labels[rows], places, np.searchsorted(rows, neighbours))
+    return ProbeSamples(rows, labels[rows], places, np.searchsorted(rows, neighbours), num_classes)
 
 
 def probe(
-    config: ProbeConfig,
-    choice: Choice,
-    train: Features,
-    test: Features,
-    test_labels: np.ndarray,
-    num_classes: int,
-    ranks: Ranks,
+    config: ProbeConfig, choice: ProbeSamples, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks
 ) -> dict[str, Any]:
-    """{"fewshot": a row for each number of shots and strength, "knn": {...} or absent}. The same on every rank.
+    """Returns {"fewshot": one row per number of shots and strength, "knn": {...}, absent if disabled}.
 
-    train: of choice.rows. test: (m, D); test_labels: int64 (m, M), any of them is right, -1 never is. Ranks take turns at
-    the test samples. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, of n - 1; None of one),
-    top1_of_seeds, and fewest, the shots of the smallest class. What is unreadable, or no number, is wrong in the test, and
-    left out of what is learnt from; a score is NaN when nothing is left to learn from.
+    Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
+    (m, M); any of them is correct, -1 never is. A row has shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, n - 1;
+    None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class. Unreadable images and non-finite
+    features count as wrong in the test and are not used for training; a score is NaN if no training sample is left.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
     seen = test.readable & np.isfinite(test.values).all(1)
@@ -102,9 +97,9 @@ def probe(
             if not len(places):
                 of_seeds.append([float("nan")] * len(config.l2))
                 continue
-            ridge = fewshot.fit(train.values[places], choice.labels[places], num_classes)
+            ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
             of_seeds.append([top1(partial(ridge.classify, l2=l2)) for l2 in config.l2])
-        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=num_classes).min())
+        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=choice.num_classes).min())
         for l2, column in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
             found["fewshot"].append(
                 {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
@@ -117,7 +112,9 @@ def probe(
 
         def nearest(part: np.ndarray) -> np.ndarray:
             tested = torch.from_numpy(part).to(ranks.device)
-            votes = knn_predict(features, their_labels, tested, num_classes, config.neighbours, config.temperature)
+            votes = knn_predict(
+                features, their_labels, tested, choice.num_classes, config.neighbours, config.temperature
+            )
             return votes.argmax(1).cpu().numpy()
 
         found["knn"] = {
@@ -127,8 +124,8 @@ def probe(
     return found
 
 
-def named(scores: dict[str, Any], prefix: str) -> dict[str, float]:
-    """The scores of a probe as metrics: <prefix>_5shot, _5shot_std, _20nn; of several strengths _5shot_l2_1024."""
+def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024."""
     several = len({row["l2"] for row in scores["fewshot"]}) > 1
     metrics: dict[str, float] = {}
     for row in scores["fewshot"]:
@@ -143,17 +140,16 @@ def named(scores: dict[str, Any], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunProbe:
-    """The probe that a run makes on its way. name: of its metrics. train, test: what it learns from, and is tested on."""
+    """The probe of a run in training. name: prefix of its metrics. train, test: the splits it is fitted to and tested on."""
 
     config: RunConfig
     name: str
     train: Split
     test: Split
-    choice: Choice
-    num_classes: int
+    choice: ProbeSamples
 
     def scores(self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest) -> dict[str, Any]:
-        """What `probe` says of `features` (uint8 (B, S, S, 3) -> (B, D)). Collective; raises Stopped on every rank."""
+        """Scores of `features` (uint8 (B, H, W, 3) -> (B, D)), as `probe` returns them. Collective; raises Stopped on all ranks."""
         config = self.config
         train, test = (
             SplitReader(
@@ -168,21 +164,21 @@ class RunProbe:
             for split in (self.train, self.test)
         )
         learnt, tested = extract(features, train, self.choice.rows), extract(features, test, np.arange(len(self.test)))
-        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), self.num_classes, ranks)
+        return probe(config.probe, self.choice, learnt, tested, label_table(self.test), ranks)
 
 
 def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
-    """None for a run without one. Raises UserError for data that cannot be probed on."""
+    """Open the probe of a run, None if it has none. own: the run's data set. Raises UserError for data without samples."""
     settings = config.probe
     if not settings.every.amount:
         return None
     dataset = open_dataset(settings.data, Storage.of(config.data)) if settings.data else own
-    exclude = config.data.exclude if dataset is own else "all"  # Another set has other lists.
+    exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
-    choice = choose(settings, train, dataset.num_classes)
+    choice = choose_samples(settings, train, dataset.num_classes)
     if not len(choice.rows) or not len(test):
         empty = train if not len(choice.rows) else test
         raise UserError(f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class.")
     path = to_path(settings.data)
     name = (path.resolve() if isinstance(path, Path) else path).name if settings.data else settings.split
-    return RunProbe(config, name, train, test, choice, dataset.num_classes)
+    return RunProbe(config, name, train, test, choice)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from pipeline import random_numbers
 from pipeline.data.loading import augment
-from pipeline.data.loading.augment import eval_view, inception_crop, train_view
+from pipeline.data.loading.augment import inception_crop, write_eval_view, write_train_view
 from pipeline.settings.run import AugmentConfig
 
 
@@ -24,13 +24,13 @@ def view(
     image: np.ndarray, size: int = 32, seed: int = 0, epoch: int = 0, sample: int = 0, **config: object
 ) -> np.ndarray:
     out = np.full((size, size, 3), 77, np.uint8)
-    train_view(image, out, AugmentConfig(**config), seed, epoch, sample)
+    write_train_view(image, out, AugmentConfig(**config), seed, epoch, sample)
     return out
 
 
 def evaluated(image: np.ndarray, size: int, **config: object) -> np.ndarray:
     out = np.full((size, size, 3), 77, np.uint8)
-    eval_view(image, out, AugmentConfig(**config))
+    write_eval_view(image, out, AugmentConfig(**config))
     return out
 
 
@@ -286,7 +286,7 @@ def test_evaluation_of_small_images_interpolates(image: np.ndarray) -> None:
 def test_views_that_are_not_square(image: np.ndarray) -> None:
     def look(of: np.ndarray, height: int, width: int, **config: object) -> np.ndarray:
         out = np.full((height, width, 3), 77, np.uint8)
-        eval_view(of, out, AugmentConfig(**config))
+        write_eval_view(of, out, AugmentConfig(**config))
         return out
 
     # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is made 52 x 70; then the middle.
@@ -303,7 +303,7 @@ def test_views_that_are_not_square(image: np.ndarray) -> None:
     large = cv2.resize(image, (70, 30), interpolation=cv2.INTER_LINEAR)
     out, places = np.empty((24, 56, 3), np.uint8), set()
     for sample in range(60):
-        train_view(image, out, AugmentConfig(crop="resize_crop", resize_to=30, flip=False), 0, 0, sample)
+        write_train_view(image, out, AugmentConfig(crop="resize_crop", resize_to=30, flip=False), 0, 0, sample)
         windows = [
             (top, left)
             for top in range(7)
@@ -318,7 +318,7 @@ def test_views_that_are_not_square(image: np.ndarray) -> None:
         views = []
         for _ in range(2):
             out[:] = 77
-            train_view(image, out, AugmentConfig(crop=crop, **everything), 0, 0, 3)
+            write_train_view(image, out, AugmentConfig(crop=crop, **everything), 0, 0, 3)
             views.append(out.copy())
         assert np.array_equal(*views)
         assert (views[0] == 77).all(axis=2).mean() < 0.1

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageEnhance
 
 from pipeline import random_numbers
-from pipeline.data.loading.augment import train_view
+from pipeline.data.loading.augment import write_train_view
 from pipeline.data.loading.distort import color_jitter, distort, erased_box
 from pipeline.settings.run import AugmentConfig
 
@@ -77,8 +77,8 @@ def test_each_draws_for_itself(image: np.ndarray) -> None:
 def test_a_view_is_flipped_before_it_is_distorted(image: np.ndarray) -> None:
     for sample in range(10):
         plain, found = np.empty((2, 64, 64, 3), np.uint8)
-        train_view(image, plain, AugmentConfig(crop="none"), 0, 0, sample)
-        train_view(image, found, AugmentConfig(crop="none", **ALL), 0, 0, sample)
+        write_train_view(image, plain, AugmentConfig(crop="none"), 0, 0, sample)
+        write_train_view(image, found, AugmentConfig(crop="none", **ALL), 0, 0, sample)
         assert np.array_equal(found, distorted(plain, sample=sample, **ALL))
 
 

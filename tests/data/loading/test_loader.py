@@ -14,7 +14,7 @@ import torch
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
-from pipeline.data.loading.loader import Batch, Loader, View, eval_view, normalise, train_view
+from pipeline.data.loading.loader import Batch, Loader, eval_view, normalise, train_view
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
@@ -80,7 +80,9 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
         assert batch.valid.all()
         for place, row in enumerate(rows):
             expected = np.empty((24, 24, 3), np.uint8)
-            augment.train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
+            augment.write_train_view(
+                decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row)
+            )
             assert np.array_equal(batch.images[place].numpy(), expected)
             assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
     assert not loader.bad
@@ -232,11 +234,10 @@ def test_a_small_split_may_have_one_bad_sample(dataset: Dataset) -> None:
 
 
 def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
-    def broken(image: np.ndarray, out: np.ndarray, epoch: int, row: int) -> None:
+    def broken(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
         raise TypeError("ours")
 
-    view = View(None, broken)
-    with Loader(dataset.split("train"), view, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
+    with Loader(dataset.split("train"), broken, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
         list(loader.batches(requests()))
 
 

@@ -216,7 +216,7 @@ def test_strengths_are_big_visions() -> None:
 
 def test_pixels_keep_their_share_at_other_sizes() -> None:
     image = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)  # a quarter of 224
-    assert np.array_equal(OPERATIONS["TranslateX"](image, 1.0, np.zeros(2)), ra.translate_x(image, 25))
+    assert np.array_equal(OPERATIONS["TranslateX"](image, 1.0, np.zeros(2)), ra.translate(image, x=25))
     assert np.array_equal(OPERATIONS["Cutout"](image, 1.0, np.array([0.5, 0.5])), ra.cutout(image, 10, 28, 28))
 
 

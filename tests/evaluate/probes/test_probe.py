@@ -14,7 +14,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.distributed import Ranks
 from pipeline.evaluate import report
 from pipeline.evaluate.probes.features import Features, requests
-from pipeline.evaluate.probes.probe import choose, named, probe
+from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
 from pipeline.settings import schema
 from pipeline.settings.run import ProbeConfig
 from pipeline.settings.weights import ScoreConfig
@@ -80,7 +80,7 @@ def test_ranks_take_turns_at_the_same_batches(n: int, world_size: int) -> None:
 def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
     config = ProbeConfig(shots=[2, 0], shots_seeds=2, neighbours=3, neighbour_images=0)
     train = open_dataset(data).split("train")
-    choice = choose(config, train, 4)
+    choice = choose_samples(config, train, 4)
     assert choice.rows.tolist() == list(range(150))
     assert {key: len(places) for key, places in choice.shots.items()} == {(2, 0): 8, (2, 1): 8}
     values = np.eye(4, dtype=np.float32)[choice.labels] + 0.01
@@ -89,19 +89,19 @@ def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
     readable = np.ones(150, bool)
     test = Features(np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]], np.array([True] * 4 + [False]), {4: "cut"})
     labels = np.array([[0, 2], [1, -1], [3, 2], [3, -1], [0, -1]])
-    whole = probe(config, choice, Features(values, readable, {}), test, labels, 4, ALONE)
+    whole = probe(config, choice, Features(values, readable, {}), test, labels, ALONE)
     assert whole["fewshot"][0] == {
         "shots": 2, "l2": 1024.0, "top1": 0.8, "std": 0.0, "top1_of_seeds": [0.8, 0.8], "fewest": 2
     }  # fmt: skip
     assert whole["knn"] == {"top1": 0.8, "neighbours": 3, "temperature": 0.07, "images": 150}
-    part = probe(config, choice, Features(broken, readable, {}), test, labels, 4, ALONE)
+    part = probe(config, choice, Features(broken, readable, {}), test, labels, ALONE)
     assert part["fewshot"][0]["top1"] == part["knn"]["top1"] == 0.6
     assert part["knn"]["images"] == int((choice.labels != 3).sum())
-    nothing = probe(config, choice, Features(values * np.nan, readable, {}), test, labels, 4, ALONE)
+    nothing = probe(config, choice, Features(values * np.nan, readable, {}), test, labels, ALONE)
     assert np.isnan(nothing["fewshot"][0]["top1"])
     assert np.isnan(nothing["knn"]["top1"])
-    assert list(named(whole, "x")) == ["x_2shot", "x_2shot_std", "x_3nn"]
+    assert list(probe_metrics(whole, "x")) == ["x_2shot", "x_2shot_std", "x_3nn"]
     once = ProbeConfig(shots=[2], shots_seeds=1, neighbours=0)
-    alone = probe(once, choose(once, train, 4), Features(values, readable, {}), test, labels, 4, ALONE)
+    alone = probe(once, choose_samples(once, train, 4), Features(values, readable, {}), test, labels, ALONE)
     assert alone["fewshot"][0]["std"] is None
-    assert list(named(alone, "x")) == ["x_2shot"]
+    assert list(probe_metrics(alone, "x")) == ["x_2shot"]
