@@ -11,11 +11,10 @@ the data set's folder is not to be written, it goes into a cache folder, and whe
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from pipeline import json_record
 from pipeline.data.storage.content import HASH_BYTES
 from pipeline.data.storage.proof import cache_home, proven_xxh128
 from pipeline.errors import UserError
+from pipeline.locks import FileLock
 
 INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
@@ -193,7 +193,7 @@ def _build_once(folder: Path, read: Read) -> Index:
     """Make the index, whole or not at all; whoever comes while it is made waits, and maps it. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    with _locked(folder.with_name(f".{folder.name}.lock")):
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
         if index := _whole(folder):
             return index
         # Under the lock, so these are of a process that was killed, or damaged.
@@ -259,11 +259,3 @@ def _fixed(column: pa.ChunkedArray) -> np.ndarray:
     column = column.fill_null(_NO_HASH).combine_chunks()
     data = np.frombuffer(column.buffers()[1], COLUMNS["hashes"])
     return data[column.offset : column.offset + len(column)]
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Alone among all processes that name this file, until the block ends or the process does."""
-    with open(file, "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -6,18 +6,17 @@ holds a lock on that file (flock), which ends with the process: the next one tak
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.data.storage.bucket import BucketPath, ObjectReader
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
+from pipeline.locks import FileLock
 from pipeline.settings.run import DataConfig
 
 _ATTEMPTS = 2
@@ -67,15 +66,15 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            with _locked(coming) as file:
-                # Whoever held the lock before may have finished, or its file was swept away while we waited.
-                if ready.exists() or not _is_at(file, coming):
+            with FileLock(coming) as lock:
+                # While we waited, another process may have finished the download, or evicted the unfinished file.
+                if ready.exists() or not lock.is_current():
                     continue
                 try:
-                    if not self._make_room(file, size):
+                    if not self._make_room(lock.file, size):
                         coming.unlink()
                         return None
-                    self._download(path, file, size, sha256)
+                    self._download(path, lock.file, size, sha256)
                     os.rename(coming, ready)
                 except BaseException:
                     coming.unlink(missing_ok=True)
@@ -89,7 +88,7 @@ class ShardCache:
         """Evict until `size` more bytes fit, and take them for `file`. One process at a time."""
         if size > self.max_bytes:
             return False
-        with _locked(self.folder / "lock"):
+        with FileLock(self.folder / "lock"):
             used, ready = 0, []
             for entry in os.scandir(self.folder):
                 with contextlib.suppress(FileNotFoundError):  # It was renamed or evicted meanwhile.
@@ -97,7 +96,7 @@ class ShardCache:
                     if entry.name.endswith(_READY):
                         ready.append((stat.st_mtime, stat.st_size, entry.path))
                     elif entry.name.endswith(_COMING) and (
-                        os.path.samestat(stat, os.fstat(file)) or _remove_abandoned(entry.path)
+                        os.path.samestat(stat, os.fstat(file)) or _remove_abandoned(Path(entry.path))
                     ):
                         continue
                     used += stat.st_size
@@ -141,36 +140,15 @@ def _fetch(path: BucketPath, file: int, size: int) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """A file held under an exclusive lock, which ends with the block or with the process."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _remove_abandoned(path: Path) -> bool:
+    """Remove a partial download whose process has ended; returns whether it was one."""
+    lock = FileLock(path, create=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+        if is_abandoned := lock.acquire(wait=False):
+            path.unlink()
+        return is_abandoned
     finally:
-        os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is (still) the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_abandoned(path: str) -> bool:
-    """Remove a half-downloaded shard whose process is gone; whether it was one."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
+        lock.close()
 
 
 @dataclass(frozen=True)

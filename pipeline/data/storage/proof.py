@@ -6,7 +6,6 @@ on a disk without being written does not show here: `launch/verify.py` reads eve
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ import xxhash
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath, version
 from pipeline.errors import UserError
+from pipeline.locks import FileLock
 
 # A file that was written so recently may be written again within the resolution of its times.
 _SETTLED_SECONDS = 2.0
@@ -111,8 +111,7 @@ def _alone(file: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(file, "wb"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.enter_context(FileLock(file))
             can_write = True
         except OSError:
             can_write = False
