@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipeline.data.dataset.manifest import Dataset, open_parquet
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
@@ -27,7 +27,7 @@ _FINGERPRINT, _CHECKSUM = b"fingerprint", b"checksum"
 def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
     """Write (or replace) the list `name` of a data set; samples: EXCLUDED. An empty list is one too: nothing was found."""
     folder = dataset.path / FOLDER
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     path = folder / f"{name}.parquet"
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():

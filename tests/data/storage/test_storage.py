@@ -18,8 +18,8 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage import bucket
-from pipeline.data.storage.bucket import name_inside, to_path, walk_files
+from pipeline.data.storage import object_store
+from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
@@ -52,7 +52,7 @@ def test_locations() -> None:
     assert name_inside(path / "c.tar", to_path("s3://bucket/a")) == "b/c.tar"
     assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
     assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
-    for wrong, said in (("hdfs://a/b", "hdfs:// is not known"), ("s3://", "names no bucket"),
+    for wrong, said in (("hdfs://a/b", "hdfs:// is not supported"), ("s3://", "names no bucket"),
                         ("s3://a/b?regoin=x", "unknown option 'regoin'")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             to_path(wrong)
@@ -83,8 +83,8 @@ def test_objects_are_files(s3: Server) -> None:
     (folder / "empty").unlink()
     (folder / "empty").unlink(missing_ok=True)
     assert "empty" not in folder.sizes()
-    folder.remove_tree()
-    folder.remove_tree()
+    remove_tree(folder)
+    remove_tree(folder)
     assert list(walk_files(folder)) == []
 
 
@@ -307,10 +307,10 @@ def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
 def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "127.0.0.1,.internal")
-    assert bucket._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
-    assert bucket._proxy("minio.example:9000") == "http://proxy.example:3128"
-    assert bucket._proxy("https://minio.internal") is None
-    assert bucket._proxy("http://minio.example") is None
+    assert object_store._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
+    assert object_store._proxy("minio.example:9000") == "http://proxy.example:3128"
+    assert object_store._proxy("https://minio.internal") is None
+    assert object_store._proxy("http://minio.example") is None
 
 
 def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:
