@@ -24,8 +24,9 @@ from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from pipeline import ray_tasks
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, open_parquet
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import DedupConfig

@@ -37,7 +37,6 @@ from pipeline.data.dataset.manifest import (
     Dataset,
     Shard,
     open_dataset,
-    open_parquet,
     write_dataset,
 )
 from pipeline.data.loading.decode import check_end, inspect
@@ -53,6 +52,7 @@ from pipeline.data.storage.bucket import (
     version,
 )
 from pipeline.data.storage.content import content_hash
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.settings.data import IndexConfig
 
@@ -266,7 +266,7 @@ def _highest_label(part: AnyPath) -> int:
 def _refuse_others(finished: Dataset, results: list[Done]) -> None:
     """A finished manifest is one of these very tars."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
-    known = {shard.name: shard for shard in finished.shards(prove=False)}
+    known = {shard.name: shard for shard in finished.shards(verify=False)}
     for name in sorted(found.keys() | known.keys()):
         if found.get(name) != known.get(name):
             what = "is new" if name not in known else "is gone" if name not in found else "has changed"

@@ -29,8 +29,9 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable
 from pipeline import json_record, ray_tasks
-from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, write_dataset
+from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError

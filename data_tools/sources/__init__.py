@@ -26,8 +26,9 @@ from data_tools.sources.layouts import (
 )
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.data.dataset.manifest import INFO, open_parquet
+from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
