@@ -22,13 +22,11 @@ class FileLock:
         self.file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
 
     def acquire(self, wait: bool = True) -> bool:
-        """Take the lock; False when another process has it and `wait` is False. Raises OSError, as without locks."""
+        """Take the lock; False when another process has it and `wait` is False. Raises OSError where the file system has no locks."""
         lock = fcntl.lockf if self._by_record else fcntl.flock
         try:
             lock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except (BlockingIOError, PermissionError):  # EACCES, too, means a record lock of another process.
-            if wait:
-                raise
+        except (BlockingIOError, PermissionError):  # For a record lock, EACCES has the same meaning.
             return False
         return True
 

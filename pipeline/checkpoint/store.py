@@ -31,7 +31,7 @@ from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import sync_folder, write_text
 from pipeline.settings.run import RunConfig
 
 FORMAT = 1
@@ -122,11 +122,11 @@ class Checkpoints:
             for file in path.iterdir():
                 if file.name not in checksums and file.name != CHECKSUMS:
                     file.unlink()
-            _flush(path)
+            sync_folder(path)
             if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
                 self.remove(final)
             os.rename(path, final)
-            _flush(self.folder)
+            sync_folder(self.folder)
         self.point_at(final)
         return final
 
@@ -367,11 +367,3 @@ def step_name(step: int) -> str:
 def step_of(path: AnyPath) -> int:
     """Of a checkpoint."""
     return int(path.name.removeprefix("step-"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from pipeline import json_record
-from pipeline.data.storage.checksum_cache import cache_home, xxh128_of
+from pipeline.data.storage.checksum_cache import cache_home, checksum_of
 from pipeline.data.storage.content import HASH_BYTES
 from pipeline.errors import UserError
 from pipeline.locks import FileLock
@@ -84,9 +84,6 @@ class Info:
     max_label: int
     xxh128: dict[str, str]
     check: str
-
-    def expected_check(self) -> str:
-        return _check(dataclasses.asdict(self))
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
@@ -157,7 +154,7 @@ def _map(folder: Path, remember: bool = True) -> Index | None:
         if json_record.read(folder / _INFO, _Format).format != _FORMAT:  # Other formats have other fields.
             return None
         info = json_record.read(folder / _INFO, Info)
-        if info.check != info.expected_check():
+        if info.check != _check(dataclasses.asdict(info)):
             raise _DamagedError(f"{_INFO} is not what was written")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
     except FileNotFoundError:
@@ -171,7 +168,7 @@ def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
     dtype, length = np.dtype(COLUMNS[file.name]), info.lengths[file.name]
     if file.stat().st_size != length * dtype.itemsize:
         raise _DamagedError(f"{file} is truncated")
-    if xxh128_of(file, info.xxh128[file.name], remember) != info.xxh128[file.name]:
+    if checksum_of(file, info.xxh128[file.name], xxhash.xxh3_128, remember) != info.xxh128[file.name]:
         raise _DamagedError(f"{file} is not what was written")
     # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
     return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)

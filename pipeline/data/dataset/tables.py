@@ -22,7 +22,7 @@ from pipeline import json_record
 from pipeline.data.dataset.split import SampleTable
 from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.data.storage.cache import Storage
-from pipeline.data.storage.checksum_cache import sha256_of
+from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 
@@ -181,7 +181,7 @@ class ManifestTables:
         """Compare the checksum of a table with dataset.json, if that has one. Raises UserError."""
         expected, path = self.info["files"].get(name), self.path / name
         with reading(path):
-            if expected is not None and sha256_of(path, expected) != expected:
+            if expected is not None and checksum_of(path, expected) != expected:
                 raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
 
     def _row_groups(self, file: pq.ParquetFile, split: str) -> range:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import xxhash
-
 from pipeline import files, json_record
 from pipeline.data.storage.bucket import AnyPath, version
 from pipeline.errors import UserError
@@ -40,17 +38,11 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit-pipeline"
 
 
-def sha256_of(path: AnyPath, expected: str, remember: bool = True) -> str:
-    """Hex SHA-256 of a file, which is read unless it is remembered to be `expected`. Raises FileNotFoundError."""
-    return _checksum(path, expected, remember, hashlib.sha256)
+def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha256, remember: bool = True) -> str:
+    """Hex checksum of a file. Reads the file, unless its checksum is remembered to be `expected`.
 
-
-def xxh128_of(path: AnyPath, expected: str, remember: bool = True) -> str:
-    """Hex XXH3-128 of a file, which is read unless it is remembered to be `expected`. Raises FileNotFoundError."""
-    return _checksum(path, expected, remember, xxhash.xxh3_128)
-
-
-def _checksum(path: AnyPath, expected: str, remember: bool, algorithm: Callable) -> str:
+    algorithm: a constructor like those of hashlib. remember: False reads the file always. Raises FileNotFoundError.
+    """
     if not remember:
         return _digest(path, algorithm)
     absolute = str(path.absolute() if isinstance(path, Path) else path)

@@ -60,7 +60,7 @@ class Store:
 
     def version(self, key: str) -> str:
         """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
-        with self.open(key) as file:
+        with self.request(key, lambda: self._connection().open_input_file(key)) as file:
             metadata = file.metadata()
         return (metadata.get("ETag") or metadata.get("generation", b"")).decode()
 
@@ -68,10 +68,6 @@ class Store:
         """The content of a folder, from one listing; empty for a missing folder."""
         selector = fs.FileSelector(key, recursive=recursive, allow_not_found=True)
         return self.request(key, lambda: self._connection().get_file_info(selector))
-
-    def open(self, key: str) -> pa.NativeFile:
-        """The object for reading, without retries of its reads."""
-        return self.request(key, lambda: self._connection().open_input_file(key))
 
     def upload(self, local: str, key: str) -> None:
         """Store a local file as an object, which appears once all of it has arrived.
