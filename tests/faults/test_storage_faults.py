@@ -1,4 +1,4 @@
-"""What networks, servers and people do to a bucket: what passes is waited for and counted, the rest is said in one line."""
+"""Faults of networks and servers, and changes of a bucket: passing errors are retried and counted, others end in one line."""
 
 import os
 import re
@@ -28,7 +28,7 @@ Open = Callable[..., Dataset]
 
 @pytest.fixture
 def remote(s3: Server, dataset: Path, tmp_path: Path) -> Open:
-    """Opens the tiny data set in the bucket; with a cache, unless told otherwise."""
+    """Opens the tiny data set in the bucket, by default with a cache."""
     copy_folder(dataset, f"{s3[1]}/tiny")
     s3[0].reset()
 
@@ -159,12 +159,12 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
     elif with_cache:
         assert re.search(r"train-000001.tar is not the shard in the manifest \(sha256 \w+, not \w+\)", reason)
     if with_cache or change != "replaced":
-        # It is not asked for again with each of its samples.
+        # Not each of its samples causes requests.
         assert sum("train-000001.tar" in request for request in s3[0].requests) <= 16
 
 
 def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
-    """Known by its new size, and not asked for again and again."""
+    """The reader takes the new size, without endless retries."""
     path = bucket_path(f"{s3[1]}/file")
     put(path, b"0123456789")
     reader = path.reader()
@@ -196,7 +196,7 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server) -> None:
 
 def test_a_file_that_memory_cannot_map_is_not_the_buckets_fault(s3: Server) -> None:
     target = bucket_path(f"{s3[1]}/large")
-    # Larger than any process's address space; a tmpfs takes it, for it is a hole.
+    # Larger than any process's address space; a sparse file, so that a tmpfs can hold it.
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         os.truncate(file.name, 1 << 47)
         with pytest.raises(OSError, match="Cannot allocate memory"):
@@ -229,7 +229,7 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """What goes to a bucket, or comes whole, lies there on its way. A real small file system; needs root to mount it."""
+    """Uploads and whole downloads pass through this folder. A real small file system; needs root to mount it."""
     path = bucket_path(f"{s3[1]}/file")
     put(path, bytes(100_000))
     folder = tmp_path / "small"

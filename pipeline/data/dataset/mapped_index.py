@@ -92,7 +92,8 @@ def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
     for place in places:
         folder = place / name
         try:
-            return _map_valid(folder) or _build_once(folder, read)
+            index = _map_valid(folder)
+            return _build_once(folder, read) if index is None else index
         except OSError as error:  # Read-only, full, or without locks: try the next folder.
             reasons.append(f"{place}: {error.strerror or error}")
     parts: dict[str, list[np.ndarray]] = {column: [np.empty(0, dtype)] for column, dtype in COLUMNS.items()}
@@ -118,7 +119,7 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
     derived = {column: digest.hexdigest() for column, digest in digests.items()}
     if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
-        return "it does not follow from samples.parquet"
+        return "it does not match samples.parquet"
     return None
 
 
@@ -155,7 +156,7 @@ def _map(folder: Path, remember: bool = True) -> Index | None:
             return None
         info = json_record.read(folder / _INFO, Info)
         if info.check != _check(dataclasses.asdict(info)):
-            raise _DamagedError(f"{_INFO} is not what was written")
+            raise _DamagedError(f"{_INFO} does not match its checksum")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
     except FileNotFoundError:
         return None
@@ -169,7 +170,7 @@ def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
     if file.stat().st_size != length * dtype.itemsize:
         raise _DamagedError(f"{file} is truncated")
     if checksum_of(file, info.xxh128[file.name], xxhash.xxh3_128, remember) != info.xxh128[file.name]:
-        raise _DamagedError(f"{file} is not what was written")
+        raise _DamagedError(f"{file} does not match its checksum")
     # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
     return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)
 
@@ -179,7 +180,7 @@ def _build_once(folder: Path, read: Read) -> Index:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if index := _map_valid(folder):
+        if (index := _map_valid(folder)) is not None:
             return index
         # This process has the lock, so these are damaged, or a killed process left them.
         shutil.rmtree(temporary, ignore_errors=True)

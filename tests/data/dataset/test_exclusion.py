@@ -76,7 +76,7 @@ def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists:
 
 
 def _unsigned(table: pa.Table) -> dict[bytes, bytes]:
-    """Metadata of a list as someone else writes it."""
+    """Metadata of a list from another writer, without a checksum."""
     return {b"fingerprint": table.schema.metadata[b"fingerprint"]}
 
 
@@ -96,7 +96,7 @@ def test_which_lists_are_honoured_is_a_choice(dataset: Dataset) -> None:
 
 
 def test_what_is_left_out_has_a_name_of_its_own(dataset: Dataset) -> None:
-    """The same samples by other lists are the same; one sample more or another one is not."""
+    """The text depends on the excluded samples, not on the lists that exclude them."""
     write_list(dataset, "a", listed([1, 2]))
     first = dataset.split("train").excluded
     write_list(dataset, "b", listed([2]))

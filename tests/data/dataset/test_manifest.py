@@ -1,4 +1,4 @@
-"""The manifest: what is written is read again, fast and only as far as it is needed; damage is told in one line."""
+"""The manifest: it reads back as written, fast and only as far as needed; damage is reported in one line."""
 
 import json
 import subprocess

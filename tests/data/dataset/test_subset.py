@@ -1,4 +1,4 @@
-"""A limit takes a random part of what the lists leave; smaller parts lie in larger ones; another seed takes another."""
+"""A limit keeps a random part of the samples that are not excluded; smaller parts are inside larger ones; the seed decides."""
 
 from collections.abc import Callable
 from itertools import pairwise

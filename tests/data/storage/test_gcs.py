@@ -1,4 +1,4 @@
-"""Google's API, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set's whole way."""
+"""Google Cloud Storage, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set from start to end."""
 
 import os
 import shutil
@@ -43,13 +43,13 @@ def test_objects_are_files(gcs: str) -> None:
     put(folder / "a.gz", b"another thing")
     assert before
     assert version(folder / "a.gz") != before
-    # Who has opened it never gets bytes of another version.
+    # A reader never returns bytes of another version than the one it opened.
     with pytest.raises(FileNotFoundError, match=r"set/a\.gz"):
         reader.read_at(3, 5)
     (folder / "a.gz").unlink()
     (folder / "a.gz").unlink(missing_ok=True)
     remove_tree(folder)
-    remove_tree(folder)  # What is not there is not waited for.
+    remove_tree(folder)  # A missing folder causes no retries.
     assert list(walk_files(folder)) == []
     assert folder.retry.retries == 0
     with pytest.raises(StorageError, match="no such bucket"):

@@ -1,4 +1,4 @@
-"""A storage that does not answer is named while a command waits for it."""
+"""A command that waits for an object store prints what it waits for; failed requests are retried for a limited time."""
 
 import time
 

@@ -37,7 +37,7 @@ def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float
 
 
 def downloads(s3: S3) -> list[str]:
-    """Names of the shards that were asked for, once for each request."""
+    """Names of the requested shards, one for each request."""
     return [request.rpartition("/")[2] for request in s3.requests if request.startswith("GET") and ".tar" in request]
 
 
@@ -148,7 +148,7 @@ def start_reading(*arguments: object) -> subprocess.Popen[str]:
 def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path: Path) -> None:
     copy_folder(dataset, f"{s3[1]}/tiny")
     processes = [start_reading(f"{s3[1]}/tiny", tmp_path, 10**9, 60) for _ in range(2)]
-    s3[0].fail(slow, ".tar")  # Each waits for the other's downloads.
+    s3[0].fail(slow, ".tar")  # Each process waits for the other's downloads.
     for process in processes:
         print(file=process.stdin, flush=True)
     counts = [int(process.communicate(timeout=60)[0]) for process in processes]
@@ -183,7 +183,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     copy_folder(dataset, f"{url}/tiny")
     split = cached(f"{url}/tiny", tmp_path)
     sizes = split.shard_bytes.tolist()
-    # What a rank that was killed left of another data set's shard makes room first.
+    # The partial download of a killed rank is removed first.
     (tmp_path / f"{'0' * 64}.part").write_bytes(bytes(10**7))
     split = cached(f"{url}/tiny", tmp_path, sizes[0] + sizes[1], in_use_seconds=0)
     cache = split.storage.cache
@@ -201,7 +201,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
         fetch(shard)
     assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
     assert (cache.downloads, cache.evictions) == (3, 1)
-    # Evicted under a reader, a shard stays readable until the reader lets it go.
+    # An evicted shard stays readable until its reader closes it.
     reader = ShardReader(split)
     first = reader.read(0)
     fetch(1)
@@ -243,7 +243,7 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     size = int(open_dataset(dataset).split("train").shard_bytes.max())
     reader = ShardReader(
         cached(f"{s3[1]}/tiny", tmp_path, max_bytes=2 * size)
-    )  # of which half may be filled: one shard
+    )  # Half of it, one shard, may be filled ahead.
     asked = []
 
     def requests():
@@ -254,7 +254,7 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     passed = reader.ahead(requests())
     for seen in range(1, 16):
         next(passed)
-        # All of this shard, and the first request of the next.
+        # The requests of this shard, and the first of the next.
         assert len(asked) - seen <= 5
     reader.close()
 
@@ -272,7 +272,7 @@ next(requests)
 time.sleep(0.2)
 print("over", time.time())
 """
-    server.fail(stall, "train-000001.tar")  # It would take longer than the test may.
+    server.fail(stall, "train-000001.tar")  # The download would take longer than the time limit of the test.
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert time.time() - float(done.stdout.split()[1]) < 20, "not at the pace of the download"
@@ -291,7 +291,7 @@ def test_a_forked_process_reads_on(s3: Server) -> None:
 
 
 def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
-    """A machine that is in no cloud, where the address that gives out credentials does not answer."""
+    """On a machine outside of any cloud, the metadata service does not answer."""
     put(bucket_path(f"{s3[1]}/file"), b"content")
     code = f"from pipeline.data.storage.bucket import to_path; print(to_path({f'{s3[1]}/file'!r}).read_text())"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -329,7 +329,7 @@ def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, da
     assert not [path for path, _ in bucket_path(url).walk() if "/index/" in str(path)]
     with pytest.raises(UserError, match=r"train-000000.tar is missing"):
         remote.split("train", "none")
-    # Of a shard that is read in part too: who downloads it compares its checksum.
+    # Also a shard of which some samples are excluded: its readers compare its size or checksum.
     put(bucket_path(f"{url}/train-000001.tar"), b"cut")
     with pytest.raises(UserError, match=r"train-000001.tar has 3 bytes"):
         remote.split("train")
