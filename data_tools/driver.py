@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
+from pipeline.locks import FileLock
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -31,43 +31,40 @@ def only_driver(folder: AnyPath) -> Iterator[None]:
     is_new = not local.exists()
     name = LOCK_FILE if local == folder else f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
     try:
-        file = _take(local / name, folder)
+        lock = _take(local / name, folder)
         try:
             yield
         finally:
             (local / name).unlink(missing_ok=True)
-            os.close(file)
+            lock.close()
     finally:
         if is_new:
             with contextlib.suppress(OSError):
                 local.rmdir()
 
 
-def _take(place: Path, folder: AnyPath) -> int:
-    """The lock file, open and locked; it says who has it. Makes its folder."""
+def _take(place: Path, folder: AnyPath) -> FileLock:
+    """Lock the file `place`, and write into it who holds it. Makes its folder."""
     while True:
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = FileLock(place)
         except FileNotFoundError:
-            continue  # Whoever made the folder has just removed it, empty.
+            continue  # Another job has just removed the empty folder.
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            first = os.read(file, 1000).decode() or "another process"
-            os.close(file)
-            raise UserError(f"{folder} is being written by {first}. Wait until that ends, or stop it.") from None
+            if not lock.acquire(wait=False):
+                first = lock.read_owner() or "another process"
+                lock.close()
+                raise UserError(f"{folder} is being written by {first}. Wait until that ends, or stop it.")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             print(f"note: {folder} has no locks ({error.strerror}): start no second job on it", file=sys.stderr)
-        # Whoever had it may have removed the file between our opening and our locking it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(place)):
-                break
-        os.close(file)
+        # Its previous owner may have removed the file after we opened it and before we locked it.
+        if lock.is_current():
+            break
+        lock.close()
     command = os.path.basename(sys.argv[0]) or "python"
-    us = f"{command} on {socket.gethostname()} (process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')})"
-    os.ftruncate(file, 0)
-    os.pwrite(file, us.encode(), 0)
-    return file
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
+    return lock

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.data.storage.whole import replacing
 
 PROGRESS_FILE = "progress.json"
@@ -137,7 +137,7 @@ class Reading:
     """
 
     def __init__(self, path: AnyPath, done: str) -> None:
-        self._name, self._size, self._bytes = f"{done} {path.name}", path.stat().st_size, 0
+        self._name, self._size, self._bytes = f"{done} {path.name}", file_size(path), 0
         self._file = path.open("rb")
         self._start = self._shown = time.monotonic()
         self._bar = (

@@ -1,7 +1,7 @@
-"""Files of which a reader sees the old content or the new, never a part. Standard library only.
+"""Atomic replacement of local files: a reader sees the old content or the new, never a part. Standard library only.
 
-What is written goes into a hidden file of the same folder, which then takes the name. A process that is killed in between
-leaves that hidden file behind, and nothing else.
+The new content is written to a hidden file in the same folder, which is then renamed. A killed process leaves that hidden file
+behind, and nothing else.
 """
 
 import os
@@ -13,9 +13,9 @@ from typing import BinaryIO
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a small file that only one process writes; what a killed process left of it is overwritten.
+    """Replace a small file that only one process writes; it overwrites the hidden file that a killed process left.
 
-    durable: the text is on the disk before the file has its name, also if the power fails.
+    durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
     with _replacing(path, path.with_name(f".{path.name}.tmp"), 0o666, durable) as file:
         file.write(text.encode())
@@ -23,10 +23,10 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and leaves nothing behind when it does not.
+    """A file that replaces `path` when the block ends, and is removed when the block raises.
 
-    Several processes may write the same path (a task and its retry, a killed run's last worker): each has a hidden file of
-    its own, so their bytes cannot mix. mode: permissions of a new file, before the umask.
+    Several processes may write the same path (a task and its retry): each has a hidden file of its own, so their bytes
+    cannot mix. mode: permissions of a new file, before the umask.
     """
     with _replacing(path, path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"), mode, durable=True) as file:
         yield file
@@ -34,7 +34,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk: the rename itself."""
+    """Flush the names in a folder, and thus a rename, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,7 +53,7 @@ def _replacing(path: Path, hidden: Path, mode: int, durable: bool) -> Iterator[B
         os.replace(hidden, path)
     except BaseException as error:
         hidden.unlink(missing_ok=True)
-        # A failed write() does not know its file, and "no space left" is of little use without.
+        # The error of a failed write() has no file name, and "no space left" is of little use without one.
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise

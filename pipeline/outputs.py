@@ -22,7 +22,7 @@ from pipeline.json_record import quoted
 # file: its folder must exist. folder: made if it does not exist. new: a file or a folder made with all folders above it.
 Output = Literal["file", "folder", "new"]
 
-# The longest name of a file until it is whole: see `replacing` in data/manifest.py.
+# The longest name of a file until it is whole: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
     errno.EACCES: "permission denied",

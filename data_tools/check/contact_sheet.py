@@ -10,8 +10,9 @@ from PIL import Image, ImageDraw, ImageFont
 from data_tools.sources import Reader
 from data_tools.sources.listing import printable
 from pipeline import random_numbers
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_parquet
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.loading.decode import decode
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.random_numbers import Purpose
 

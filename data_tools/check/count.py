@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_parquet
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 
 _BATCH = 2**18

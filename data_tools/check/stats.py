@@ -17,7 +17,7 @@ from data_tools.progress import data_size, duration
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
-from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.outputs import try_output
@@ -59,7 +59,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
     }
     if config.sheet:
         contents[SHEET] = draw_sheet(dataset, config.sheet, _total_classes(counts))
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for name, content in contents.items():
         with replacing(out / name) as file:
             file.write(content)

@@ -24,8 +24,9 @@ from data_tools.driver import only_driver
 from data_tools.progress import Progress, data_size, duration
 from pipeline import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset, open_parquet
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
@@ -99,7 +100,7 @@ def _read_tables(dataset: Dataset) -> _Tables:
         findings.append(("manifest", "", "", -1, "", detail, False))
 
     try:
-        shards = dataset.shards(prove=False)
+        shards = dataset.shards(verify=False)
     except (pa.ArrowException, OSError, TypeError) as error:
         raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_way_out(dataset)}") from None
     for name, sha256 in dataset.info["files"].items():
@@ -121,7 +122,7 @@ def _check_indexes(dataset: Dataset, say: Any) -> None:
     for split in dataset.splits:
         name = dataset.index_name(split)
         for place in dataset.index_places():
-            wrong = mapped_index.damage(place, name, dataset.table(split, prove=False).read)
+            wrong = mapped_index.damage(place, name, dataset.table(split, verify=False).read)
             if wrong is None:
                 continue
             say(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")

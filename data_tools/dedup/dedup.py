@@ -24,8 +24,9 @@ from data_tools.driver import only_driver
 from data_tools.progress import Progress, duration
 from pipeline import ray_tasks
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, open_parquet
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import DedupConfig
@@ -61,7 +62,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
-    (searched.dataset.path / FOLDER / THUMBNAILS).mkdir(exist_ok=True)
+    make_folder(searched.dataset.path / FOLDER / THUMBNAILS)
     _read_images([searched, *tests], config)
     states = [_states(part) for part in (searched, *tests)]
     _check_readable([searched, *tests], states, config.max_bad_share)
@@ -175,7 +176,7 @@ def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs
     names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
     choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
     folder = searched.dataset.path / FOLDER / SEARCH / choice
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
     there = {str(path) for path in folder.iterdir()}
     missing = [job for job in every if job.out not in there]

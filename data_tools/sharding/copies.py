@@ -18,7 +18,7 @@ from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
 from pipeline import ray_tasks
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
@@ -74,7 +74,7 @@ def hash_samples(job: HashJob) -> bytes:
     """The hashes of some samples, one after another; from the file of an earlier run if there is one. Ray's task."""
     path = to_path(job.path)
     num_samples = len(job.rows["path"])
-    if not job.again and path.exists() and path.stat().st_size == num_samples * _HASH_BYTES:
+    if not job.again and path.exists() and file_size(path) == num_samples * _HASH_BYTES:
         return path.read_bytes()
     hashes = []
     with Reader() as reader:
@@ -98,7 +98,7 @@ def _hash_all(
     listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str]
 ) -> np.ndarray:
     """(rows, 2) uint64."""
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
 
     def jobs() -> Iterator[HashJob]:

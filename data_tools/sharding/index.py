@@ -37,12 +37,22 @@ from pipeline.data.dataset.manifest import (
     Dataset,
     Shard,
     open_dataset,
-    open_parquet,
     write_dataset,
 )
 from pipeline.data.loading.decode import check_end, inspect
-from pipeline.data.storage.bucket import AnyPath, BucketPath, fetched, remove_tree, to_path, version
+from pipeline.data.storage.bucket import (
+    AnyPath,
+    BucketPath,
+    fetched,
+    file_size,
+    make_folder,
+    remove_if_empty,
+    remove_tree,
+    to_path,
+    version,
+)
 from pipeline.data.storage.content import content_hash
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.settings.data import IndexConfig
 
@@ -106,7 +116,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     if finished:
         # Whether the tars are still those of the manifest, only they themselves can tell.
         remove_tree(out / PARTS)
-    (out / PARTS).mkdir(exist_ok=True)
+    make_folder(out / PARTS)
     try:
         results = _run_jobs(jobs, out, config)
         if finished:
@@ -116,8 +126,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             dataset = _finish(out, jobs, results, names, source)
         remove_tree(out / PARTS)
     finally:
-        with contextlib.suppress(OSError):
-            (out / PARTS).rmdir()  # Nothing was found that could be gone on with.
+        remove_if_empty(out / PARTS)  # Nothing was found that could be gone on with.
     _say_done(dataset, results, time.monotonic() - started, verified=finished is not None)
     return dataset
 
@@ -130,7 +139,7 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
         raise UserError(
             f"out = {out} is in a bucket, but {tar} is not: who reads the manifest there would not find it."
         )
-    if isinstance(out, BucketPath) and tar.bucket == out.bucket and tar.query == out.query:
+    if isinstance(out, BucketPath) and tar.store == out.store:
         return posixpath.relpath(tar.key, out.key)
     return str(tar)
 
@@ -139,7 +148,7 @@ def index_tar(job: IndexJob) -> Done:
     """Read a tar and write its part file, unless that is there and of this very tar. Raises UserError for a damaged tar."""
     path, part = to_path(job.path), to_path(job.part)
     try:
-        num_bytes = path.stat().st_size
+        num_bytes = file_size(path)
         seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
         raise UserError(f"A worker does not see {path}: the tars must be on storage that all nodes share.") from None
@@ -257,7 +266,7 @@ def _highest_label(part: AnyPath) -> int:
 def _refuse_others(finished: Dataset, results: list[Done]) -> None:
     """A finished manifest is one of these very tars."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
-    known = {shard.name: shard for shard in finished.shards(prove=False)}
+    known = {shard.name: shard for shard in finished.shards(verify=False)}
     for name in sorted(found.keys() | known.keys()):
         if found.get(name) != known.get(name):
             what = "is new" if name not in known else "is gone" if name not in found else "has changed"

@@ -29,8 +29,9 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable
 from pipeline import json_record, ray_tasks
-from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, open_parquet, write_dataset
-from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, remove_tree
+from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
@@ -102,7 +103,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
 
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_whole() else {}
-        (out / PARTS).mkdir(exist_ok=True)
+        make_folder(out / PARTS)
         with replacing(out / PARTS / PLAN) as file:
             file.write(json.dumps(identity).encode())
         if not (out / SOURCE_TABLE).exists():

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
-from pipeline.data.dataset.manifest import open_parquet
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 
 SOURCE_TABLE = "source.parquet"

@@ -17,10 +17,11 @@ from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.reader import raise_if_lost
 from pipeline import json_record
-from pipeline.data.dataset.manifest import ROWS, Shard, open_parquet
+from pipeline.data.dataset.manifest import ROWS, Shard
 from pipeline.data.loading.decode import check_end, decode, inspect
-from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
 from pipeline.data.storage.content import content_hash
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
@@ -299,16 +300,16 @@ def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
 
 def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     path = out / shard.name
-    if not path.is_file() or path.stat().st_size != shard.bytes:
+    if not path.is_file() or file_size(path) != shard.bytes:
         return False
     # Nobody changes an object in place: one with the ETag of the upload is that upload, and need not be read.
     return (bool(etag) and _etag(path) == etag) or _measure(path) == (shard.bytes, shard.sha256)
 
 
 def _etag(path: AnyPath) -> str:
-    return path.version() if isinstance(path, BucketPath) else ""
+    return version(path) if isinstance(path, BucketPath) else ""
 
 
 def _measure(path: AnyPath) -> tuple[int, str]:
     with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return file_size(path), hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

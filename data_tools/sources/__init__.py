@@ -26,8 +26,9 @@ from data_tools.sources.layouts import (
 )
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.data.dataset.manifest import INFO, open_parquet
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.dataset.manifest import INFO
+from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -119,7 +120,7 @@ def _look(source: AnyPath, config: ShardConfig) -> str:
     if webdataset.is_shard(source):
         return "webdataset"
     with source.open("rb") as file:
-        members = itertools.islice(archive.tar_members(file, 0, source.stat().st_size), _MEMBERS_TO_LOOK_AT)
+        members = itertools.islice(archive.tar_members(file, 0, file_size(source)), _MEMBERS_TO_LOOK_AT)
         names = [member.name for member in members]
     if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
         return "cifar"

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.vtab.readers.original import Pool
-from pipeline.data.dataset.manifest import open_parquet
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.parquet import open_parquet
 
 KEYS_FILE = "keys.parquet"
 # pool: a split of tensorflow_datasets. key: as it is hashed there (in shards it is `split.shard_key` of it).

@@ -119,7 +119,7 @@ def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes
     found, hashes = {}, {}
     if split in dataset.splits:
         column = dataset.rows_schema.names[-1]
-        for table in dataset.table(split, prove=False).read(["key", "labels", column]):
+        for table in dataset.table(split, verify=False).read(["key", "labels", column]):
             for row in table.to_pylist():
                 found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
                 hashes[row["key"]] = row[column]

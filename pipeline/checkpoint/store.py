@@ -28,9 +28,10 @@ from typing import Any
 from pipeline import json_record
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
-from pipeline.data.storage.bucket import AnyPath, BucketPath, Retry, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
+from pipeline.data.storage.retry import Retry
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import sync_folder, write_text
 from pipeline.settings.run import RunConfig
 
 FORMAT = 1
@@ -121,11 +122,11 @@ class Checkpoints:
             for file in path.iterdir():
                 if file.name not in checksums and file.name != CHECKSUMS:
                     file.unlink()
-            _flush(path)
+            sync_folder(path)
             if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
                 self.remove(final)
             os.rename(path, final)
-            _flush(self.folder)
+            sync_folder(self.folder)
         self.point_at(final)
         return final
 
@@ -195,7 +196,7 @@ class Checkpoints:
         """Remove a checkpoint so that a kill in the middle leaves no half of one."""
         if isinstance(path, BucketPath):
             (path / CHECKSUMS).unlink(missing_ok=True)
-            path.remove_tree()
+            remove_tree(path)
             return
         hidden = path.with_name(f"{_REMOVING}{path.name}")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -259,7 +260,9 @@ class Checkpoints:
 def checkpoint_folder(config: RunConfig) -> AnyPath:
     """Where the checkpoints of a run are."""
     if config.checkpoint.folder:
-        folder = to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes)) / config.name
+        folder = (
+            to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes, "data.retry_minutes")) / config.name
+        )
     else:
         folder = Path(config.out).expanduser() / config.name / "checkpoints"
     return folder.absolute() if isinstance(folder, Path) else folder
@@ -364,11 +367,3 @@ def step_name(step: int) -> str:
 def step_of(path: AnyPath) -> int:
     """Of a checkpoint."""
     return int(path.name.removeprefix("step-"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

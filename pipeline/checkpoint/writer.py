@@ -39,7 +39,8 @@ from pipeline.checkpoint.store import (
     write_whole,
 )
 from pipeline.committed import Checksum
-from pipeline.data.storage.bucket import AnyPath, BucketPath, Retry, StorageError, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 
 # A writer that says nothing for so long is gone, with its host: its rank's part will not come.
@@ -128,7 +129,7 @@ class Reply:
 
 def save(job: Job, memory: int) -> None:
     """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
-    checkpoints = Checkpoints(to_path(job.folder, Retry(job.retry)))
+    checkpoints = Checkpoints(to_path(job.folder, Retry(job.retry, "data.retry_minutes")))
     path: AnyPath | None = None
     committed = False
     try:
@@ -281,7 +282,7 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
 
 def mark_best(best: Best) -> None:
     """As Checkpoints.keep_if_best."""
-    checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry)))
+    checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry, "data.retry_minutes")))
     checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
 
 

@@ -7,7 +7,6 @@ stop             made by a person or a supervisor: the run commits, removes it a
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import Literal
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.locks import FileLock
 
 # "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
 RESUME = 75
@@ -55,7 +55,7 @@ class RunFolder:
         self.path, self.rank = path, rank
         self.ours = False
         self.is_owner = self.is_locked = False
-        self._file: int | None = None
+        self._lock: FileLock | None = None
 
     def lock(self) -> UserError | None:
         """Take the folder until this process ends, or say who has it.
@@ -65,28 +65,25 @@ class RunFolder:
         with `flock`). Where there are none at all, the run owns the folder without (`is_locked` stays False).
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        # Opened once and not closed: closing any descriptor of the file would drop the lock.
-        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        # Opened once and not closed: closing any descriptor of the file would release the lock.
+        lock = FileLock(self.path / "lock", by_record=True)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.acquire(wait=False):
+                who = lock.read_owner() or _NOBODY
+                lock.close()
+                return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
             self.is_locked = True
-        except (BlockingIOError, PermissionError):
-            who = os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
-            os.close(file)
-            return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         except OSError:
-            pass  # No locks here.
-        self._file, self.is_owner = file, True
-        who = f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        os.ftruncate(file, 0)
-        os.pwrite(file, who.encode(), 0)
+            pass  # This file system has no locks.
+        self._lock, self.is_owner = lock, True
+        lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         shutil.rmtree(self.path / "failures", ignore_errors=True)
         return None
 
     def unlock(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file, self.is_owner, self.is_locked = None, False, False
+        if self._lock is not None:
+            self._lock.close()
+        self._lock, self.is_owner, self.is_locked = None, False, False
 
     def say_status(self, status: Status) -> None:
         """Replace status.json; only by the run that has the folder, on its rank 0."""
@@ -118,18 +115,15 @@ class RunFolder:
 def holder(path: Path) -> str | None:
     """Who has the run folder, None when nobody does. Not for the process that has it: the lock would be lost."""
     try:
-        file = os.open(path / "lock", os.O_RDWR)
+        lock = FileLock(path / "lock", create=False, by_record=True)
     except FileNotFoundError:
         return None
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
+        return None if lock.acquire(wait=False) else lock.read_owner() or _NOBODY
     except OSError:
         return None
     finally:
-        os.close(file)
-    return None
+        lock.close()
 
 
 def read_status(path: Path) -> Status | None:

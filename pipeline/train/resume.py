@@ -124,7 +124,7 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
         "ranks": plan.world_size,
         "excluded": split.excluded,
         "evaluation_excluded": evaluation.excluded,
-        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.left_out_by.items()},
+        **{f"left_out.{s.name}.{name}": n for s in (split, evaluation) for name, n in s.excluded_by.items()},
     }
 
 

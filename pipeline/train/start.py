@@ -45,7 +45,8 @@ def prepare(config: RunConfig) -> Prepared:
     from pipeline.data.storage.cache import Storage  # Late, as all here: Stop hears signals meanwhile.
 
     world_size = check_environment()
-    dataset = open_dataset(config.data.path, Storage.of(config.data))
+    storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
+    dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     plan = make_plan(config, len(split), world_size)
     run_probe = None

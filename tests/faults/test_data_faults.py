@@ -212,7 +212,7 @@ def test_an_index_that_is_not_what_training_should_read(
     else:
         overwrite(folder / "labels", 8, b"\x03")
     assert kinds(check(copy.path)) == {"manifest": 1}
-    said = "it does not follow from samples.parquet" if forged else "labels is not what was written"
+    said = "it does not match samples.parquet" if forged else "labels does not match its checksum"
     assert f"{said}); it was removed, and is made again" in capfd.readouterr().out
     assert check(copy.path)["is_whole"]
     assert open_dataset(copy.path).split("train").label_values.tolist() == expected

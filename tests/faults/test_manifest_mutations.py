@@ -26,7 +26,7 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
-from pipeline.data.storage import proof
+from pipeline.data.storage import checksum_cache
 from pipeline.errors import UserError
 
 COUNT, FLIPS = 60, 200
@@ -190,12 +190,12 @@ def test_a_list_of_samples_to_leave_out(tmp_path: Path) -> None:
     rows = {"split": ["train"] * 3, "row": [1, 2, 5], "key": ["class/1", "class/2", "class/5"], "reason": ["x"] * 3}
     path = write_list(dataset, "bad", pa.table(rows, EXCLUDED))
     data = path.read_bytes()
-    expected = dataset.split("train").left_out.tolist()
+    expected = dataset.split("train").excluded_rows.tolist()
     generator = np.random.default_rng(0)
     for _ in range(FLIPS):
         flip(path, generator)
         try:
-            found = dataset.split("train").left_out.tolist()
+            found = dataset.split("train").excluded_rows.tolist()
         except UserError as error:
             check_line(error, path)
         else:
@@ -205,24 +205,24 @@ def test_a_list_of_samples_to_leave_out(tmp_path: Path) -> None:
 
 def test_a_file_is_read_once_and_again_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
-    digest = proof._digest
-    monkeypatch.setattr(proof, "_digest", lambda path, kind: reads.append(path) or digest(path, kind))
+    digest = checksum_cache._digest
+    monkeypatch.setattr(checksum_cache, "_digest", lambda path, kind: reads.append(path) or digest(path, kind))
     path = tmp_path / "file"
     path.write_bytes(b"a")
     expected = hashlib.sha256(b"a").hexdigest()
     for _ in range(2):  # Just written: it could be written again within the resolution of its time.
-        assert proof.proven_sha256(path, expected) == expected
+        assert checksum_cache.checksum_of(path, expected) == expected
     assert len(reads) == 2
     os.utime(path, ns=(10**18, 10**18))
     for _ in range(3):
-        assert proof.proven_sha256(path, expected) == expected
+        assert checksum_cache.checksum_of(path, expected) == expected
     assert len(reads) == 3
-    assert proof.proven_sha256(path, expected, remember=False) == expected
+    assert checksum_cache.checksum_of(path, expected, remember=False) == expected
     assert len(reads) == 4
     path.write_bytes(b"b")
     os.utime(path, ns=(10**18, 10**18))  # The same size and time: what is left is when the inode changed.
-    assert proof.proven_sha256(path, expected) != expected
-    assert proof.proven_sha256(path, expected) != expected
+    assert checksum_cache.checksum_of(path, expected) != expected
+    assert checksum_cache.checksum_of(path, expected) != expected
     assert len(reads) == 6
 
 
@@ -234,12 +234,12 @@ def test_a_cache_folder_that_cannot_be_written_or_holds_nonsense(
     for file in [path / SAMPLES_FILE, path / SHARDS_FILE, *path.glob("index/*/*")]:
         os.utime(file, ns=(10**18, 10**18))
     expected = content(path)
-    records = list(proof.cache_home().glob("proven/*.json"))
+    records = list(checksum_cache.cache_home().glob("proven/*.json"))
     assert len(records) == 7
     for record in records:
         record.write_text("{")
     assert content(path) == expected
-    shutil.rmtree(proof.cache_home())
+    shutil.rmtree(checksum_cache.cache_home())
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert content(path) == expected

@@ -1,4 +1,4 @@
-"""What networks, servers and people do to a bucket: what passes is waited for and counted, the rest is said in one line."""
+"""Faults of networks and servers, and changes of a bucket: passing errors are retried and counted, others end in one line."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from pipeline.command import mistakes_in_one_line
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage import bucket
-from pipeline.data.storage.bucket import ObjectReader, fetched
+from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
@@ -28,13 +28,13 @@ Open = Callable[..., Dataset]
 
 @pytest.fixture
 def remote(s3: Server, dataset: Path, tmp_path: Path) -> Open:
-    """Opens the tiny data set in the bucket; with a cache, unless told otherwise."""
+    """Opens the tiny data set in the bucket, by default with a cache."""
     copy_folder(dataset, f"{s3[1]}/tiny")
     s3[0].reset()
 
-    def open_it(with_cache: bool = True, seconds: float = 20) -> Dataset:
+    def open_it(with_cache: bool = True, seconds: float = 20, **options: Any) -> Dataset:
         cache = ShardCache(tmp_path / "cache", 10**9) if with_cache else None
-        return open_dataset(f"{s3[1]}/tiny", Storage(Retry(seconds), cache))
+        return open_dataset(f"{s3[1]}/tiny", Storage(Retry(seconds, **options), cache))
 
     return open_it
 
@@ -55,23 +55,18 @@ def test_what_passes_is_tried_again_and_counted(with_cache: bool, s3: Server, re
     assert split.storage.retry.retries == 4
 
 
-def test_a_connection_that_stands_still_is_given_up(
-    s3: Server, remote: Open, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bucket, "STALL_SECONDS", 1.0)
-    bucket._connect.cache_clear()
-    split = remote().split("train")
+def test_a_connection_that_stands_still_is_given_up(s3: Server, remote: Open, dataset: Path) -> None:
+    split = remote(stall_seconds=1.0).split("train")
     s3[0].fail(stall, ".tar", times=1)
     assert ShardReader(split).read(0) == images(dataset)[0]
     assert split.storage.retry.retries == 1
-    bucket._connect.cache_clear()
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_an_outage_stops_the_run_with_one_line(
     with_cache: bool, s3: Server, remote: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split = remote(with_cache, seconds=0.5).split("train")
+    split = remote(with_cache, seconds=0.5, setting="data.retry_minutes").split("train")
     s3[0].fail(answer(503, "SlowDown"))
     loader = Loader(split, eval_view(AugmentConfig()), 16, 2, 2, max_bad_share=1.0)
     with pytest.raises(SystemExit) as stopped, mistakes_in_one_line(), loader:
@@ -80,7 +75,8 @@ def test_an_outage_stops_the_run_with_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert re.search(
-        r"s3://\w+/tiny/train-00000\d.tar is out of reach for 0.00833 minutes .*503.*Check the network", said
+        r"s3://\w+/tiny/train-00000\d.tar was unreachable for 0.00833 minutes \(data.retry_minutes\): .*503.*Check the network",
+        said,
     )
     assert not loader.bad
     assert split.storage.retry.retries > 0
@@ -161,17 +157,17 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
     elif change == "cut":
         assert re.search(r"train-000001.tar has \d+ bytes, but \d+ in the manifest: it was replaced or damaged", reason)
     elif with_cache:
-        assert re.search(r"train-000001.tar is not the shard that the manifest knows \(sha256 \w+, not \w+\)", reason)
+        assert re.search(r"train-000001.tar is not the shard in the manifest \(sha256 \w+, not \w+\)", reason)
     if with_cache or change != "replaced":
-        # It is not asked for again with each of its samples.
+        # Not each of its samples causes requests.
         assert sum("train-000001.tar" in request for request in s3[0].requests) <= 16
 
 
 def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
-    """Known by its new size, and not asked for again and again."""
+    """The reader takes the new size, without endless retries."""
     path = bucket_path(f"{s3[1]}/file")
     put(path, b"0123456789")
-    reader = ObjectReader(path)
+    reader = path.reader()
     assert reader.read_at(8, 2) == b"89"
     put(path, b"0123")
     with pytest.raises(OSError, match="file ends before byte 10"):
@@ -180,30 +176,27 @@ def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
     assert reader.read_at(2, 2) == b"23"
 
 
-def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_ATTEMPTS_A_PART", 1)
-    bucket._connect.cache_clear()
-    path = bucket_path(f"{s3[1]}/file", seconds=0.3)
+def test_an_upload_that_fails_leaves_the_old_object(s3: Server) -> None:
+    path = bucket_path(f"{s3[1]}/file", seconds=0.3, upload_attempts=1)
     put(path, b"old")
     large = np.random.default_rng(0).bytes(21_000_000)  # three parts
     for part in ("partNumber=1", "partNumber=2", "?uploads", "POST"):
         s3[0].reset()
         s3[0].fail(answer(503, "SlowDown"), part)
-        with pytest.raises(StorageError, match="out of reach"):
+        with pytest.raises(StorageError, match="unreachable"):
             put(path, large)
         assert path.read_bytes() == b"old", part
     s3[0].reset()
     s3[0].fail(answer(503, "SlowDown"), "partNumber=2", times=1)
-    again = bucket_path(f"{s3[1]}/file", seconds=20)
+    again = bucket_path(f"{s3[1]}/file", seconds=20, upload_attempts=1)
     put(again, large)
     assert again.read_bytes() == large
     assert again.retry.retries == 1
-    bucket._connect.cache_clear()
 
 
 def test_a_file_that_memory_cannot_map_is_not_the_buckets_fault(s3: Server) -> None:
     target = bucket_path(f"{s3[1]}/large")
-    # Larger than any process's address space; a tmpfs takes it, for it is a hole.
+    # Larger than any process's address space; a sparse file, so that a tmpfs can hold it.
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         os.truncate(file.name, 1 << 47)
         with pytest.raises(OSError, match="Cannot allocate memory"):
@@ -222,7 +215,7 @@ def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: 
         pytest.skip("mounting a file system needs root")
     try:
         cache = ShardCache(folder, 10**9)
-        with pytest.raises(StorageError, match=r"data.cache = .*small cannot hold shards \(No space left"):
+        with pytest.raises(StorageError, match=r"data.cache = .*small cannot store shards \(No space left"):
             cache.open(bucket_path(split.shard_paths[0]), int(split.shard_bytes[0]), split.shard_sha256[0].as_py())
         assert not list(folder.glob("*.part"))
     finally:
@@ -231,12 +224,12 @@ def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: 
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data.cache = .*file/cache cannot be made"):
+    with pytest.raises(UserError, match=r"data.cache = .*file/cache cannot be created"):
         ShardCache(tmp_path / "file" / "cache", 10**9)
 
 
 def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """What goes to a bucket, or comes whole, lies there on its way. A real small file system; needs root to mount it."""
+    """Uploads and whole downloads pass through this folder. A real small file system; needs root to mount it."""
     path = bucket_path(f"{s3[1]}/file")
     put(path, bytes(100_000))
     folder = tmp_path / "small"
@@ -251,6 +244,6 @@ def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatc
                 work()
             assert f"No space left for {folder} (TMPDIR)" in capsys.readouterr().err
         assert not list(folder.iterdir())
-        assert path.stat().st_size == 100_000
+        assert file_size(path) == 100_000
     finally:
         subprocess.run(["umount", str(folder)], check=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER
 from pipeline.data.storage.bucket import BucketPath, to_path
@@ -205,7 +206,7 @@ def copy_folder(folder: Path, url: str) -> None:
             put(bucket_path(f"{url}/{name}"), path.read_bytes())
 
 
-def bucket_path(url: str, seconds: float = 5.0) -> BucketPath:
-    path = to_path(url, Retry(seconds))
+def bucket_path(url: str, seconds: float = 5.0, **options: Any) -> BucketPath:
+    path = to_path(url, Retry(seconds, **options))
     assert isinstance(path, BucketPath)
     return path

@@ -77,8 +77,8 @@ def run(said: str, data: Dataset) -> Path:
 
 
 def test_a_run_says_and_keeps_what_it_leaves_out(said: str, run: Path, data: Dataset) -> None:
-    assert said.count("left out of train: 4 of 150 samples (copies_train 4, copies_val 0)") == 1
-    assert said.count("left out of val: 2 of 37 samples (copies_train 0, copies_val 2)") == 2, "of both runs"
+    assert said.count("excluded from train: 4 of 150 samples (copies_train 4, copies_val 0)") == 1
+    assert said.count("excluded from val: 2 of 37 samples (copies_train 0, copies_val 2)") == 2, "of both runs"
     assert "epochs of 146)" in said
     assert "on 35 images" in said
     identity = read_state(run / "checkpoints" / "step-00000008").identity
@@ -99,7 +99,7 @@ def test_a_run_is_not_continued_on_other_samples(said: str, run: Path, data: Dat
 
 
 def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data: Dataset) -> None:
-    assert "left out of train: 90 of 150 samples (copies_train 4, copies_val 0, data.limit 86)" in said
+    assert "excluded from train: 90 of 150 samples (copies_train 4, copies_val 0, data.limit 86)" in said
     assert "epochs of 60)" in said
     limited = run.parent / "limited"
     keys = [row["key"] for step in range(1, 5) for row in ask(limited, f"step={step}")]
@@ -206,7 +206,7 @@ def test_a_run_that_has_not_begun_is_planned(overrides: list[str], run: Path, tm
     [
         (["step=9"], "step = 9, but .* has 8 steps"),
         (["step=1", "ranks=7"], "ranks = 7 does not divide the batch of .*, 24"),
-        (["sample=train00040"], "sample 'train00040' of split 'train' is left out"),
+        (["sample=train00040"], "sample 'train00040' of split 'train' is excluded"),
         (["step=1", "data=nowhere"], "nowhere: no such data set"),
         (["step=1", "sample=x"], "set step=... to list"),
     ],

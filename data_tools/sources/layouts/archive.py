@@ -5,7 +5,6 @@ plain tar.
 """
 
 import bz2
-import contextlib
 import errno
 import gzip
 import hashlib
@@ -21,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 from data_tools.progress import Reading
 from data_tools.sources.listing import Collector
-from pipeline.data.storage.bucket import AnyPath, version
+from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
@@ -81,9 +80,9 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
     """Where what is unpacked of a file belongs: another place when the file changes."""
-    staging.mkdir(parents=True, exist_ok=True)
+    make_folder(staging)
     place = source.resolve() if isinstance(source, Path) else source
-    identity = f"{place}\n{source.stat().st_size}\n{version(source)}"
+    identity = f"{place}\n{file_size(source)}\n{version(source)}"
     return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
 
 
@@ -92,15 +91,14 @@ def remove_unpacked(staging: AnyPath) -> None:
     for path in staging.glob("*"):
         if path.suffix != LIST:
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        staging.rmdir()
+    remove_if_empty(staging)
 
 
 def walk_tar(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
     container = collector.add_container(source)
     with source.open("rb") as file:
-        for member in tar_members(file, 0, source.stat().st_size):
+        for member in tar_members(file, 0, file_size(source)):
             if member.is_folder:
                 collector.folder(member.name)
             else:
@@ -110,7 +108,7 @@ def walk_tar(source: AnyPath, collector: Collector) -> None:
 def walk_zip(source: AnyPath, collector: Collector) -> None:
     """Tell the collector every folder and file of a zip."""
     members = zip_members(source)
-    container, num_bytes = collector.add_container(source), source.stat().st_size
+    container, num_bytes = collector.add_container(source), file_size(source)
     for member in members:
         if member.is_dir():
             collector.folder(member.filename)

@@ -18,7 +18,7 @@ from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.listing import Collector, printable
 from data_tools.sources.reader import PIXELS
-from pipeline.data.storage.bucket import AnyPath, walk_files
+from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -88,7 +88,7 @@ def _files(source: AnyPath) -> Iterator[_File]:
             yield _File(path.name, path, 0, size)
         return
     with source.open("rb") as file:
-        for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
+        for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
             if fault:
                 raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A file of CIFAR holds thousands of images.
             if not is_folder:

@@ -14,7 +14,7 @@ from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
 from pipeline import json_record
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -64,7 +64,7 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
         )
     with path.open("rb") as file:
         members = []
-        for name, is_folder, offset, size, fault in tar_members(file, 0, path.stat().st_size):
+        for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(path)):
             if fault or not is_utf8(name):
                 collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
             elif not is_folder:

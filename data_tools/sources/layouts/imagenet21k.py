@@ -17,7 +17,7 @@ from typing import NamedTuple
 from data_tools.sources.layouts.archive import LIST, staged_path, tar_members
 from data_tools.sources.listing import Collector, printable
 from pipeline import json_record
-from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, walk_files
+from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
@@ -43,7 +43,7 @@ _Members = list[tuple[str, int, int, str]]
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar is itself a tar."""
     with source.open("rb") as file:
-        for member in tar_members(file, 0, source.stat().st_size):
+        for member in tar_members(file, 0, file_size(source)):
             if not member.is_folder:
                 return member.name.endswith(".tar")
     return False
@@ -73,7 +73,7 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
-            for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
+            for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
                 if fault and name.endswith(".tar"):
                     raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A whole class is more than one odd item.
                 if not is_folder and name.endswith(".tar"):

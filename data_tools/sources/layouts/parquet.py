@@ -18,8 +18,8 @@ from data_tools.sources.layouts.archive import staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
 from pipeline import json_record
-from pipeline.data.dataset.manifest import open_parquet
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import printable
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.errors import UserError
 
 SPLITS = {"train": "train", "val": "val"}
@@ -82,7 +82,7 @@ def _read_annotations(source: AnyPath) -> tuple[str, bytes]:
                     raise UserError(f"{source} is damaged ({member.filename}: {error}). Fetch it again.") from None
     else:
         with source.open("rb") as file:
-            for tar_member in archive.tar_members(file, 0, source.stat().st_size):
+            for tar_member in archive.tar_members(file, 0, file_size(source)):
                 if _is_annotations(tar_member.name, tar_member.size) and not tar_member.fault:
                     file.seek(tar_member.offset)
                     return _before(tar_member.name), file.read(tar_member.size)

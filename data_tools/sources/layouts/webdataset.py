@@ -15,7 +15,7 @@ from data_tools.sources.split_files import split_files
 from pipeline import json_record
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -74,14 +74,14 @@ def known_class_names(source: AnyPath, label_names: str) -> list[str]:
 def is_shard(path: AnyPath) -> bool:
     """Whether a tar holds labels among its first members."""
     with path.open("rb") as file:
-        members = itertools.islice(tar_members(file, 0, path.stat().st_size), _MEMBERS_TO_LOOK_AT)
+        members = itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT)
         return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
 def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
     try:
-        members = tar_members(file, 0, path.stat().st_size)
+        members = tar_members(file, 0, file_size(path))
         yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
     except tarfile.TarError as error:
         raise UserError(f"{path} is damaged ({error}). Copy it again, or leave it out.") from None

@@ -4,18 +4,15 @@ A file is records one after another: length (u64), masked CRC-32C of the length,
 all little-endian. An Example is a protocol buffer: a map from names to lists of bytes, of floats or of int64s.
 """
 
-import functools
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
+from google_crc32c import value as crc32c
 
 from pipeline.errors import UserError
 
-_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reflected.
-_BLOCK = 1024
-_BLOCKS_AT_ONCE = 64
 _MASK_DELTA = 0xA282EAD8
 # Protocol buffers: how a field is stored.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -91,7 +88,7 @@ def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[
         file.seek(position)
         header = file.read(min(12, end - position))
         length = int.from_bytes(header[:8], "little")
-        if len(header) < 12 or struct.unpack("<I", header[8:])[0] != _masked(_crc32c_of_few(header[:8])):
+        if len(header) < 12 or struct.unpack("<I", header[8:])[0] != _masked(crc32c(header[:8])):
             raise UserError(
                 f"{where} is damaged: at byte {position - start:,} no record begins. Make or fetch it again."
             )
@@ -102,67 +99,6 @@ def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[
             raise UserError(f"{where} is damaged: the record at byte {position - start:,} has another checksum.")
         yield position + 12, data
         position += length + 16
-
-
-def crc32c(data: bytes) -> int:
-    """CRC-32C of bytes.
-
-    A CRC is linear: that of a block is the XOR of what each byte, at its distance from the end, adds to it. So NumPy
-    looks up all bytes of many blocks at once, and only joining the blocks is a loop.
-    """
-    if len(data) < 4:
-        return _crc32c_of_few(data)
-    tables = _tables()
-    # Zeros in front change nothing once the register, all ones at first, is put into the first four bytes.
-    padding = -len(data) % _BLOCK
-    content = np.zeros(padding + len(data), np.uint8)
-    content[padding:] = np.frombuffer(data, np.uint8)
-    content[padding : padding + 4] ^= 0xFF
-    blocks = content.reshape(-1, _BLOCK)
-    places = np.arange(0, _BLOCK * 256, 256, dtype=np.intp)
-    by_byte = [_table_of(place) for place in range(4)]
-    register = 0
-    for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        added = np.bitwise_xor.reduce(
-            tables.take(places + blocks[first : first + _BLOCKS_AT_ONCE], mode="clip"), axis=1
-        )
-        for value in added.tolist():
-            # The register so far stands, in the same way, in the block's first four bytes.
-            register = (
-                value
-                ^ by_byte[0][register & 0xFF]
-                ^ by_byte[1][(register >> 8) & 0xFF]
-                ^ by_byte[2][(register >> 16) & 0xFF]
-                ^ by_byte[3][register >> 24]
-            )
-    return register ^ 0xFFFFFFFF
-
-
-@functools.cache
-def _tables() -> np.ndarray:
-    """(_BLOCK * 256,) uint32: what a byte adds to the CRC of a block, by its place in the block and its value."""
-    last = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        last = np.where(last & 1, (last >> 1) ^ np.uint32(_POLYNOMIAL), last >> 1).astype(np.uint32)
-    tables = np.empty((_BLOCK, 256), np.uint32)
-    tables[-1] = last
-    for place in range(_BLOCK - 2, -1, -1):
-        after = tables[place + 1]
-        tables[place] = last[after & 0xFF] ^ (after >> 8)
-    return tables.ravel()
-
-
-@functools.cache
-def _table_of(place: int) -> list[int]:
-    """The table of one place of a block; the last one is that of the common byte-wise algorithm."""
-    return _tables().reshape(_BLOCK, 256)[place].tolist()
-
-
-def _crc32c_of_few(data: bytes) -> int:
-    table, register = _table_of(_BLOCK - 1), 0xFFFFFFFF
-    for byte in data:
-        register = table[(register ^ byte) & 0xFF] ^ (register >> 8)
-    return register ^ 0xFFFFFFFF
 
 
 def _masked(crc: int) -> int:

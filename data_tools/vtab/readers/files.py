@@ -13,7 +13,7 @@ from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import printable
 from data_tools.vtab.datasets import DataSet, File
-from pipeline.data.storage.bucket import AnyPath, name_inside, version, walk_files
+from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
@@ -132,7 +132,7 @@ class Files:
             return
         plain = self._plain_tar(path)
         with plain.open("rb") as file:
-            for member in archive.tar_members(file, 0, plain.stat().st_size):
+            for member in archive.tar_members(file, 0, file_size(plain)):
                 if member.fault:
                     raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
                 if not member.is_folder:
@@ -168,7 +168,7 @@ def sources_of(dataset: DataSet) -> str:
 
 
 def _check(path: AnyPath, file: File) -> None:
-    size = path.stat().st_size
+    size = file_size(path)
     if file.size and size != file.size:
         raise UserError(f"{path} has {size:,} bytes, but {file.size:,} were published. Fetch it again: {file.url}")
     if file.sha256 and _sha256(path, size, version(path)) != file.sha256:

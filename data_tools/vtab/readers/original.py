@@ -7,7 +7,7 @@ import numpy as np
 
 from data_tools.sources.images import png
 from data_tools.vtab.readers.files import Place
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.whole import replacing
 
 # Rows in ascending order -> pixels of each, uint8 (H, W) or (H, W, 3).
@@ -44,7 +44,7 @@ def places_of(pool: Pool, rows: np.ndarray, staged: AnyPath) -> dict[int, Place]
     if isinstance(pool.images, list):
         return {row: pool.images[row] for row in rows.tolist()}
     rows = np.unique(rows)
-    staged.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(staged.parent)
     places, offset = {}, 0
     with replacing(staged) as file:
         for row, pixels in zip(rows.tolist(), pool.images(rows), strict=True):

@@ -19,7 +19,7 @@ from data_tools.vtab.readers.files import Files, MissingError, Place, sources_of
 from data_tools.vtab.readers.original import Original, Pool
 from data_tools.vtab.split import hashed_order
 from pipeline import json_record
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
@@ -55,7 +55,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
     for pool in dataset.counts:
         content = _Content(_KEYS[dataset.name], names, _LABELS[task.name])
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
-            found = content.add(path, 0, path.stat().st_size, path.name)
+            found = content.add(path, 0, file_size(path), path.name)
             if found != expected:
                 raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
         if None in content.keys:

@@ -1,7 +1,7 @@
-"""Samples that a data set has but training leaves out: damaged ones, copies of test images. The shards stay as they are.
+"""Samples that are in a data set but excluded when a split is opened: damaged ones, copies of test images, a random part.
 
-Whoever judges samples (verify, dedup, a person) writes one list, `exclude/<name>.parquet` in the data set's folder, and
-whoever opens a split leaves them out. A list belongs to the bytes it was made for, by the data set's fingerprint.
+A job that judges samples (verify, dedup), or a person, writes a list, `exclude/<name>.parquet` in the data set's folder. The
+shards stay as they are. A list is valid for the data it was made for, by the data set's fingerprint.
 """
 
 import json
@@ -12,90 +12,103 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from pipeline.data.dataset.manifest import Dataset, open_parquet
-from pipeline.data.storage.bucket import AnyPath
+from pipeline import random_numbers
+from pipeline.data.dataset.tables import ManifestTables
+from pipeline.data.storage.bucket import AnyPath, make_folder
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.random_numbers import Purpose
+from pipeline.settings.quantities import Limit
 
 FOLDER = "exclude"
-# row: of the sample in its split, as the manifest has it: `dataset.table(split)`. reason: one line for people.
+# row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
-# Of a list's file. The checksum is missing in lists of earlier versions and of other writers.
+# Metadata of a list's file. The checksum is missing in lists of earlier versions and of other writers.
 _FINGERPRINT, _CHECKSUM = b"fingerprint", b"checksum"
 
 
-def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
-    """Write (or replace) the list `name` of a data set; samples: EXCLUDED. An empty list is one too: nothing was found."""
+def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath:
+    """Write or replace the list `name` of a data set; samples: EXCLUDED. An empty list says that none were found."""
     folder = dataset.path / FOLDER
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     path = folder / f"{name}.parquet"
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
-        of_split = table.filter(pc.equal(table["split"], split))
-        keys = dataset.table(split, prove=False).keys(of_split["row"].to_numpy())
-        assert keys == of_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
+        in_split = table.filter(pc.equal(table["split"], split))
+        keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
+        assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
     with replacing(path) as file:
-        about = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
-        pq.write_table(table.replace_schema_metadata(about), file)
+        metadata = {_FINGERPRINT: dataset.fingerprint.encode(), _CHECKSUM: _checksum(table)}
+        pq.write_table(table.replace_schema_metadata(metadata), file)
     return path
 
 
-def read_lists(dataset: Dataset, choice: str = "all") -> dict[str, pa.Table]:
+def read_lists(dataset: ManifestTables, choice: str = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
-    choice: "all" there are, "none", or names with commas between. Raises UserError for a name that has no list, a list of
-    other data and a damaged one.
+    choice: "all", "none", or names with commas between. Raises UserError for a list that is missing, damaged or made for
+    other data.
     """
     there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
     found = {path.stem: path for path in sorted(there, key=str)}
-    chosen = (
-        list(found)
-        if choice == "all"
-        else []
-        if choice == "none"
-        else sorted({name.strip() for name in choice.split(",")})
-    )
+    chosen = {"all": list(found), "none": []}.get(choice, sorted({name.strip() for name in choice.split(",")}))
     for name in chosen:
         if name not in found:
             known = f"It has: {', '.join(found)}." if found else "It has none."
-            raise UserError(f"{dataset.path} has no list {name!r} of samples to leave out. {known}")
+            raise UserError(f"{dataset.path} has no list {name!r} of excluded samples. {known}")
     return {name: _read(dataset, found[name]) for name in chosen}
 
 
-def excluded_rows(dataset: Dataset, split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
-    """Rows of a split, as the manifest has them, that the chosen lists leave out: int64, ascending, each once.
+def excluded_rows(dataset: ManifestTables, split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
+    """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
-    And how many of them each list has: a sample may stand in several. Raises UserError as `read_lists` does, and for a
-    row that the split does not have.
+    The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as `read_lists`
+    does, and for a row that the split does not have.
     """
     rows = {
         name: np.unique(table.filter(pc.equal(table["split"], split))["row"].to_numpy())
         for name, table in read_lists(dataset, choice).items()
     }
-    for name, of_list in rows.items():
-        if len(of_list) and not 0 <= of_list[0] <= of_list[-1] < dataset.info["samples"][split]:
+    num_samples = dataset.info["samples"][split]
+    for name, in_list in rows.items():
+        if len(in_list) and not 0 <= in_list[0] <= in_list[-1] < num_samples:
             raise UserError(
-                f"{dataset.path / FOLDER / name}.parquet names rows from {of_list[0]} to {of_list[-1]} of split {split!r}, "
-                f"which has {dataset.info['samples'][split]:,} samples. Remove it, and make it again."
+                f"{dataset.path / FOLDER / name}.parquet has rows from {in_list[0]} to {in_list[-1]} of split {split!r}, "
+                f"which has {num_samples:,} samples. Remove it, and make it again."
             )
     together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
-    return together, {name: len(of_list) for name, of_list in rows.items()}
+    return together, {name: len(in_list) for name, in_list in rows.items()}
 
 
-def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
+def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: int) -> np.ndarray:
+    """Rows to exclude besides `excluded` so that `limit` samples are left: int64, ascending.
+
+    The seed puts the samples in a random order, of which the first are kept; so a smaller subset is inside a larger one.
+    Raises UserError for a limit of no sample, or of more than there are.
+    """
+    rows = np.delete(np.arange(num_rows), excluded)
+    count = limit.count(len(rows))
+    if not 0 < count <= len(rows):
+        raise UserError(f"data.limit = {limit} is {count:,} samples, and the split has {len(rows):,}.")
+    places = random_numbers.bits(seed, Purpose.SUBSET, rows)
+    last = np.partition(places, count - 1)[count - 1]
+    return rows[places > last]
+
+
+def _read(dataset: ManifestTables, path: AnyPath) -> pa.Table:
+    damaged = UserError(f"{path} is damaged. Remove it, and make it again.")
     try:
         table = open_parquet(path).read()
         made_for = table.schema.metadata[_FINGERPRINT].decode()
         checksum = table.schema.metadata.get(_CHECKSUM)
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
-        is_whole = not table["row"].null_count and not table["split"].null_count
-        is_whole = is_whole and checksum in (None, _checksum(table))
+        if table["row"].null_count or table["split"].null_count or checksum not in (None, _checksum(table)):
+            raise damaged
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged. Remove it, and make it again.") from None
-    if not is_whole:
-        raise UserError(f"{path} is damaged. Remove it, and make it again.")
+        raise damaged from None
     if made_for != dataset.fingerprint:
         raise UserError(
             f"{path} was made for data {made_for}, but {dataset.path} is now {dataset.fingerprint}. Make it again, "
@@ -105,7 +118,7 @@ def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
 
 
 def _checksum(table: pa.Table) -> bytes:
-    """Of which samples a list names (EXCLUDED): hex, XXH3-128 of rows and splits."""
+    """Hex XXH3-128 of the rows and splits of a list (EXCLUDED)."""
     splits = table["split"].combine_chunks().dictionary_encode()
     digest = xxhash.xxh3_128(table["row"].to_numpy().astype("<i8").tobytes())
     digest.update(splits.indices.to_numpy(zero_copy_only=False).astype("<i4").tobytes())

@@ -1,23 +1,22 @@
-"""What training reads of a split's samples, as memory-mapped columns: opening them costs nothing, however many there are.
+"""The columns of a split that training reads, memory-mapped: opening them takes no time, whatever their length.
 
     index/<split>-<hash of samples.parquet>/             in the data set's folder
         offsets, sizes, label_starts, labels, hashes     plain little-endian arrays (COLUMNS)
-        index.json                                       lengths and checksums of them, and a checksum of itself (Info)
+        index.json                                       their lengths and checksums, and its own checksum (Info)
 
-All of it follows from samples.parquet, and is made of it when it is not there or does not fit its checksums, once for all
-processes that ask. Where
-the data set's folder is not to be written, it goes into a cache folder, and where that fails, into memory.
+The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums. It goes
+into a cache folder when the data set's folder cannot be written, and is kept in memory when that fails, too.
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +24,10 @@ import pyarrow.compute as pc
 import xxhash
 
 from pipeline import json_record
+from pipeline.data.storage.checksum_cache import cache_home, checksum_of
 from pipeline.data.storage.content import HASH_BYTES
-from pipeline.data.storage.proof import cache_home, proven_xxh128
 from pipeline.errors import UserError
+from pipeline.locks import FileLock
 
 INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
@@ -36,7 +36,7 @@ _HASHES = "xxh128"
 _PARQUET_COLUMNS = ["offset", "size", "labels", _HASHES]
 _NO_HASH = bytes(HASH_BYTES)
 
-# Reads these columns of a split's rows in samples.parquet, part by part; without `xxh128` where the file has none.
+# Reads these columns of a split's rows in samples.parquet, part by part; without `xxh128` if the file lacks it.
 Read = Callable[[list[str]], Iterable[pa.Table]]
 
 
@@ -44,11 +44,11 @@ Read = Callable[[list[str]], Iterable[pa.Table]]
 class Index:
     """Columns of n samples, in the order of the manifest.
 
-    offsets, sizes: (n,) int64, where the image's bytes are inside its tar. labels: int32, of all samples, one after
-    another; sample i has those from label_starts[i] up to label_starts[i + 1] ((n + 1,) int64). max_labels: the most
-    that one sample has. note: a line for people when the index could be kept nowhere, else empty.
-    max_label: the largest of the labels, -1 when there are none. hashes: (n,) V16, XXH3-128 of each image's bytes, zeros
-    where the manifest has none; empty where it has none at all.
+    offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
+    sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
+    number of labels of a sample. note: a line to print when the index could not be stored, else empty. max_label: the
+    largest label, -1 without labels. hashes: (n,) V16, XXH3-128 of each image's bytes, zeros where the manifest has
+    none; empty when it has no hashes at all.
     """
 
     offsets: np.ndarray
@@ -64,7 +64,7 @@ class Index:
         return len(self.offsets)
 
     def hash_of(self, row: int) -> bytes | None:
-        """XXH3-128 of the bytes of an image; None where the manifest has none."""
+        """XXH3-128 of the bytes of an image; None if the manifest has none."""
         digest = self.hashes[row].tobytes() if len(self.hashes) else _NO_HASH
         return None if digest == _NO_HASH else digest
 
@@ -76,7 +76,7 @@ class _Format:
 
 @dataclass(frozen=True)
 class Info:
-    """What index.json says. lengths: of each column. xxh128: hex, of each column's file. check: of all else in here."""
+    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields."""
 
     format: str
     lengths: dict[str, int]
@@ -85,30 +85,29 @@ class Info:
     xxh128: dict[str, str]
     check: str
 
-    def expected_check(self) -> str:
-        return _check({**dataclasses.asdict(self)})
-
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> Index:
-    """Map the index `name` from the first of these folders that has it or can be given it; else keep it in memory."""
+    """Map the index `name` from the first of these folders that has it or can store it; else keep it in memory."""
     reasons = []
     for place in places:
         folder = place / name
         try:
-            return _whole(folder) or _build_once(folder, read)
-        except OSError as error:  # Read-only, full, or a file system without locks: the next may be better.
+            index = _map_valid(folder)
+            return _build_once(folder, read) if index is None else index
+        except OSError as error:  # Read-only, full, or without locks: try the next folder.
             reasons.append(f"{place}: {error.strerror or error}")
-    columns: dict[str, list[np.ndarray]] = {column: [np.empty(0, dtype)] for column, dtype in COLUMNS.items()}
-    largest = _derive(read, lambda column, values: columns[column].append(values))
-    note = f"the index of {name} is in this process's memory, because it cannot be kept ({'; '.join(reasons)})"
-    return _of({column: np.concatenate(parts) for column, parts in columns.items()}, *largest, note)
+    parts: dict[str, list[np.ndarray]] = {column: [np.empty(0, dtype)] for column, dtype in COLUMNS.items()}
+    max_labels, max_label = _derive(read, lambda column, values: parts[column].append(values))
+    note = f"the index of {name} is in this process's memory, because it cannot be stored ({'; '.join(reasons)})"
+    columns: dict[str, Any] = {column: np.concatenate(values) for column, values in parts.items()}
+    return Index(**columns, max_labels=max_labels, max_label=max_label, note=note)
 
 
 def damage(place: Path, name: str, read: Read) -> str | None:
-    """What is wrong with the index `name` in this folder, None when it is whole or not there; everything is read for it.
+    """What is wrong with the index `name` in this folder; None when it is correct or missing. Reads everything.
 
-    Its files are compared with their checksums, and those with what follows from samples.parquet. An index of an earlier
-    format is not looked at: nobody uses it.
+    Its files are compared with their checksums, and those with the columns derived from samples.parquet. An index of an
+    earlier format is ignored, since it is never used.
     """
     try:
         if _map(place / name, remember=False) is None:
@@ -120,30 +119,17 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
     derived = {column: digest.hexdigest() for column, digest in digests.items()}
     if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
-        return "it does not follow from samples.parquet"
+        return "it does not match samples.parquet"
     return None
 
 
 def cache_folder() -> Path:
-    """Where indexes go that cannot stand beside their data."""
+    """The folder for indexes that cannot be stored with their data."""
     return cache_home() / "index"
 
 
 class _DamagedError(ValueError):
-    """An index that is there and is not what it was written as."""
-
-
-def _of(columns: dict[str, np.ndarray], max_labels: int, max_label: int, note: str = "") -> Index:
-    return Index(
-        columns["offsets"],
-        columns["sizes"],
-        columns["label_starts"],
-        columns["labels"],
-        max_labels=max_labels,
-        note=note,
-        max_label=max_label,
-        hashes=columns["hashes"],
-    )
+    """An index that exists but is not as it was written."""
 
 
 def _check(info: dict) -> str:
@@ -152,8 +138,8 @@ def _check(info: dict) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _whole(folder: Path) -> Index | None:
-    """The index in this folder, or None when there is no whole one: then it is made again."""
+def _map_valid(folder: Path) -> Index | None:
+    """The index in this folder; None when it is missing or damaged, so that it has to be made again."""
     try:
         return _map(folder)
     except _DamagedError:
@@ -161,42 +147,42 @@ def _whole(folder: Path) -> Index | None:
 
 
 def _map(folder: Path, remember: bool = True) -> Index | None:
-    """The index in this folder; None when there is none of this format. Raises _DamagedError.
+    """The index in this folder; None when it is missing or of another format. Raises _DamagedError.
 
-    remember: trust the checksums of files that were compared before and have not been written since.
+    remember: skip files that were verified before and have not been written since.
     """
     try:
         if json_record.read(folder / _INFO, _Format).format != _FORMAT:  # Other formats have other fields.
             return None
         info = json_record.read(folder / _INFO, Info)
-        if info.check != info.expected_check():
-            raise _DamagedError(f"{_INFO} is not what was written")
-        columns = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
+        if info.check != _check(dataclasses.asdict(info)):
+            raise _DamagedError(f"{_INFO} does not match its checksum")
+        columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
     except FileNotFoundError:
         return None
     except UserError as error:
         raise _DamagedError(str(error)) from None
-    return _of(columns, info.max_labels, info.max_label)
+    return Index(**columns, max_labels=info.max_labels, max_label=info.max_label)
 
 
 def _map_column(file: Path, info: Info, remember: bool) -> np.ndarray:
     dtype, length = np.dtype(COLUMNS[file.name]), info.lengths[file.name]
     if file.stat().st_size != length * dtype.itemsize:
-        raise _DamagedError(f"{file} is cut")
-    if proven_xxh128(file, info.xxh128[file.name], remember) != info.xxh128[file.name]:
-        raise _DamagedError(f"{file} is not what was written")
+        raise _DamagedError(f"{file} is truncated")
+    if checksum_of(file, info.xxh128[file.name], xxhash.xxh3_128, remember) != info.xxh128[file.name]:
+        raise _DamagedError(f"{file} does not match its checksum")
     # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
     return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)
 
 
 def _build_once(folder: Path, read: Read) -> Index:
-    """Make the index, whole or not at all; whoever comes while it is made waits, and maps it. Raises OSError."""
+    """Make and map the index; other processes wait, and map it. A failure leaves nothing behind. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    with _locked(folder.with_name(f".{folder.name}.lock")):
-        if index := _whole(folder):
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if (index := _map_valid(folder)) is not None:
             return index
-        # Under the lock, so these are of a process that was killed, or damaged.
+        # This process has the lock, so these are damaged, or a killed process left them.
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -205,7 +191,7 @@ def _build_once(folder: Path, read: Read) -> Index:
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    index = _whole(folder)
+    index = _map_valid(folder)
     if index is None:
         raise OSError(f"{folder} does not hold what was just written to it")
     return index
@@ -236,7 +222,7 @@ def _bytes(values: np.ndarray) -> memoryview:
 
 
 def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int, int]:
-    """Hand over every column of the index, part by part; returns (max_labels, max_label)."""
+    """Call append(column, values) for every column of the index, part by part; returns (max_labels, max_label)."""
     append("label_starts", np.zeros(1, COLUMNS["label_starts"]))
     num_labels = max_labels = 0
     max_label = -1
@@ -245,8 +231,8 @@ def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int,
         ends = num_labels + np.cumsum(counts)
         num_labels, max_labels = int(ends[-1]) if len(ends) else num_labels, max(max_labels, int(counts.max(initial=0)))
         values = {"offsets": table["offset"], "sizes": table["size"], "labels": pc.list_flatten(table["labels"])}
-        for column, of_part in values.items():
-            append(column, of_part.to_numpy().astype(COLUMNS[column], copy=False))
+        for column, part in values.items():
+            append(column, part.to_numpy().astype(COLUMNS[column], copy=False))
         max_label = max(max_label, values["labels"].to_numpy().max(initial=-1))
         append("label_starts", ends.astype(COLUMNS["label_starts"], copy=False))
         if _HASHES in table.column_names:
@@ -255,15 +241,7 @@ def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int,
 
 
 def _fixed(column: pa.ChunkedArray) -> np.ndarray:
-    """(n,) V16 of a column of 16 bytes each; zeros for null."""
+    """(n,) V16 of a column of 16 bytes each, with zeros for null."""
     column = column.fill_null(_NO_HASH).combine_chunks()
     data = np.frombuffer(column.buffers()[1], COLUMNS["hashes"])
     return data[column.offset : column.offset + len(column)]
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Alone among all processes that name this file, until the block ends or the process does."""
-    with open(file, "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,4 +1,4 @@
-"""One split of an open data set: where each sample is and what its labels are, without the samples that are left out."""
+"""One split of an open data set: the place and the labels of each sample that is not excluded."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,13 @@ NOTHING_EXCLUDED = "none"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """The rows of one split in samples.parquet, read from disk when asked for (errors, tools, tests; not the loop)."""
+    """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for training."""
 
     file: pq.ParquetFile
     groups: range
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
-        """These columns of all rows, a row group at a time."""
+        """These columns of all rows, one row group at a time."""
         for group in self.groups:
             yield self.file.read_row_group(group, columns=columns)
 
@@ -41,7 +41,7 @@ class SampleTable:
         return keys.tolist()
 
     def find(self, key: str) -> list[int]:
-        """The rows of this key. Looks through all keys: seconds for ten million."""
+        """The rows with this key. Reads all keys, which takes seconds for ten million."""
         tables = zip(self._starts, self.read(["key"]), strict=False)
         found = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
         return np.concatenate([np.empty(0, np.int64), *found]).tolist()
@@ -54,12 +54,12 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of one split that are not left out: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
+    """The samples of one split that are not excluded: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
 
     shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
-    shard_bytes: (S,) int64, of each tar. shard_sha256: S of them, hex. storage: how they are reached.
-    index: of all samples that the manifest has, left out or not. left_out: int64, ascending, their rows in the manifest.
-    left_out_by: list -> how many of them it names. table: all rows, as the manifest has them.
+    shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
+    index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
+    excluded_by: name of a list -> how many samples it excludes.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Split:
     shard_sha256: pa.ChunkedArray
     storage: Storage
     index: Index
-    left_out: np.ndarray
-    left_out_by: dict[str, int]
+    excluded_rows: np.ndarray
+    excluded_by: dict[str, int]
     table: SampleTable
 
     def __len__(self) -> int:
@@ -79,31 +79,33 @@ class Split:
 
     @property
     def max_labels(self) -> int:
-        """The largest number of labels that one sample has, left out or not."""
+        """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
 
     @property
     def excluded(self) -> str:
-        """Which samples are left out, in short: the same text for the same samples, whatever lists name them."""
-        if not len(self.left_out):
+        """A short text that identifies the excluded samples, whatever lists exclude them."""
+        if not len(self.excluded_rows):
             return NOTHING_EXCLUDED
-        digest = hashlib.sha256(self.left_out.astype("<i8").tobytes()).hexdigest()
-        return f"{len(self.left_out):,} samples ({digest[:8]})"
+        digest = hashlib.sha256(self.excluded_rows.astype("<i8").tobytes()).hexdigest()
+        return f"{len(self.excluded_rows):,} samples ({digest[:8]})"
 
     def notes(self) -> list[str]:
-        """What a person should be told of how this split was opened: lines, often none."""
+        """Lines to print about how this split was opened; often none."""
         lines = [self.index.note] if self.index.note else []
-        if self.left_out_by:
-            lists = ", ".join(f"{name} {count:,}" for name, count in self.left_out_by.items())
-            lines.append(f"left out of {self.name}: {len(self.left_out):,} of {len(self.index):,} samples ({lists})")
+        if self.excluded_by:
+            lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
+            lines.append(
+                f"excluded from {self.name}: {len(self.excluded_rows):,} of {len(self.index):,} samples ({lists})"
+            )
         return lines
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
-        """Rows of the manifest, int64: of samples by their rows here, from which those left out are missing."""
+        """Rows in the manifest, int64, of samples by their rows in this split."""
         return rows + np.searchsorted(self._kept_before, rows, side="right")
 
     def row_of(self, key: str) -> int:
-        """The row of a key. Raises UserError when the split has no such sample or several, or leaves it out."""
+        """The row of a key. Raises UserError when the split has no such sample or several, or excludes it."""
         rows = self.table.find(key)
         if not rows:
             raise UserError(f"split {self.name!r} has no sample {key!r}.")
@@ -113,21 +115,21 @@ class Split:
                 "write the tars anew with launch/shard.py, which gives each sample a key of its own."
             )
         row = rows[0]
-        before = int(np.searchsorted(self.left_out, row))
-        if before < len(self.left_out) and self.left_out[before] == row:
+        before = int(np.searchsorted(self.excluded_rows, row))
+        if before < len(self.excluded_rows) and self.excluded_rows[before] == row:
             raise UserError(
-                f"sample {key!r} of split {self.name!r} is left out, by a list of excluded samples or by data.limit."
+                f"sample {key!r} of split {self.name!r} is excluded, by a list of excluded samples or by data.limit."
             )
         return row - before
 
     @property
-    def offsets(self) -> "np.ndarray | Kept":
-        """(n,) int64, where the image's bytes begin inside its tar; indexed by rows."""
+    def offsets(self) -> "np.ndarray | FilteredColumn":
+        """(n,) int64, the offset of the image's bytes inside its tar; indexed by rows."""
         return self._kept(self.index.offsets)
 
     @property
-    def sizes(self) -> "np.ndarray | Kept":
-        """(n,) int64, how many bytes the image has; indexed by rows."""
+    def sizes(self) -> "np.ndarray | FilteredColumn":
+        """(n,) int64, the size of the image in bytes; indexed by rows."""
         return self._kept(self.index.sizes)
 
     def labels_of(self, row: int) -> np.ndarray:
@@ -141,48 +143,48 @@ class Split:
 
     @cached_property
     def label_offsets(self) -> np.ndarray:
-        """(n + 1,) int64: sample i has the labels from label_values[label_offsets[i]] up to the next one's."""
-        if not len(self.left_out):
+        """(n + 1,) int64: sample i has label_values[label_offsets[i] : label_offsets[i + 1]]."""
+        if not len(self.excluded_rows):
             return self.index.label_starts
-        counts = np.delete(np.diff(self.index.label_starts), self.left_out)
+        counts = np.delete(np.diff(self.index.label_starts), self.excluded_rows)
         return np.concatenate([[0], np.cumsum(counts)])
 
     @cached_property
     def label_values(self) -> np.ndarray:
-        """int32, the labels of all samples, one after another. For work on whole splits; batches ask labels_of."""
-        if not len(self.left_out):
+        """int32, the labels of all samples, one after another. For work on whole splits; batches use labels_of."""
+        if not len(self.excluded_rows):
             return self.index.labels
-        stays = np.ones(len(self.index), bool)
-        stays[self.left_out] = False
-        return self.index.labels[np.repeat(stays, np.diff(self.index.label_starts))]
+        is_kept = np.ones(len(self.index), bool)
+        is_kept[self.excluded_rows] = False
+        return self.index.labels[np.repeat(is_kept, np.diff(self.index.label_starts))]
 
     def only(self, rows: np.ndarray) -> "Split":
-        """A split of these rows alone, int64, ascending; what is left out besides is in no list."""
+        """A split of these rows alone, int64, ascending. excluded_by does not count the others."""
         kept = np.bincount(self.shard_of(rows), minlength=len(self.shard_paths))
-        left_out = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
+        excluded_rows = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
         starts = np.concatenate([[0], np.cumsum(kept)])
-        return replace(self, shard_sizes=kept, shard_starts=starts, left_out=left_out)
+        return replace(self, shard_sizes=kept, shard_starts=starts, excluded_rows=excluded_rows)
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""
         return np.searchsorted(self.shard_starts, rows, side="right") - 1
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Keys of samples, read from disk when asked for (errors, tables, tests; not the training loop)."""
+        """Keys of samples, read from disk at each call."""
         return self.table.keys(self.manifest_rows(np.asarray(rows, np.int64)))
 
     @cached_property
     def _kept_before(self) -> np.ndarray:
-        """How many samples that stay come before each one left out."""
-        return self.left_out - np.arange(len(self.left_out))
+        """How many samples that are kept come before each excluded one."""
+        return self.excluded_rows - np.arange(len(self.excluded_rows))
 
-    def _kept(self, column: np.ndarray) -> "np.ndarray | Kept":
-        return Kept(column, self.manifest_rows) if len(self.left_out) else column
+    def _kept(self, column: np.ndarray) -> "np.ndarray | FilteredColumn":
+        return FilteredColumn(column, self.manifest_rows) if len(self.excluded_rows) else column
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A column of the index without what is left out: column[rows], for an int or an array of them. Copies nothing."""
+class FilteredColumn:
+    """A column of the index without the excluded samples, indexed by an int or an array. Copies nothing."""
 
     column: np.ndarray
     manifest_rows: Callable[[np.ndarray | int], np.ndarray]

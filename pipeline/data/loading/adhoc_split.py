@@ -153,7 +153,7 @@ def _as_split(images: list[_Image]) -> Split:
         shard_sha256=pa.chunked_array([[""] * len(firsts)]),
         storage=Storage(),
         index=index,
-        left_out=np.empty(0, np.int64),
-        left_out_by={},
+        excluded_rows=np.empty(0, np.int64),
+        excluded_by={},
         table=SampleTable(table, range(table.num_row_groups)),
     )

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.storage.bucket import BucketPath, ObjectReader, to_path
+from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
 
@@ -192,7 +192,7 @@ class _Ranges:
     """A shard in a bucket, read by range requests. until: time at which the cache is tried again."""
 
     def __init__(self, path: BucketPath, size: int, until: float) -> None:
-        reader = ObjectReader(path)
+        reader = path.reader()
         if reader.size() != size:
             raise OSError(f"{path} has {reader.size()} bytes, but {size} in the manifest: it was replaced or damaged.")
         self.read_at, self.until = reader.read_at, until

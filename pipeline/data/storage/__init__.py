@@ -1,4 +1,4 @@
-"""Bytes by offset from disks and buckets: object store, retries, cache of whole shards.
+"""Files on disks and in buckets: object store, retries, shard cache, remembered checksums, atomic replacement.
 
-Imports the ground floor and settings. Called by the other rooms of `data/`, by checkpoints, and by the jobs on data.
+Imports the ground floor only. Called by the other rooms of `data/`, by checkpoints, and by the jobs on data.
 """

@@ -1,34 +1,32 @@
 """Whole shards of a bucket on a local disk, within a byte limit, shared by the ranks of a node.
 
-A shard is a file named by its checksum, so it is the same for every data set, rank and run, and one that changed in the
-bucket is another file. It is downloaded under another name and renamed once its checksum is right. Whoever downloads
-holds a lock on that file (flock), which ends with the process: the next one takes over, and nothing is left to clean up.
+The file of a shard is named by its SHA-256, so it serves every data set, rank and run, and a shard that changed in the bucket
+is another file. A shard is downloaded to a file `.part`, which is locked by the downloading process and renamed once its
+checksum is right. When that process is killed, the lock ends with it and the next process takes over.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.data.storage.bucket import BucketPath, ObjectReader
+from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
-from pipeline.settings.run import DataConfig
+from pipeline.locks import FileLock
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
 
 
 class ShardCache:
-    """A folder of shards. max_bytes: of all that is in it; the least recently read go first.
+    """A folder of shards. max_bytes: limit for everything in it; the least recently read shards are evicted first.
 
-    in_use_seconds: a shard read within this time is not evicted. When all are in use, there is no room, and the caller
-    reads ranges from the bucket instead: better than to download shards again and again.
+    in_use_seconds: a shard read within this time is not evicted. When all shards are in use, there is no room, and the
+    caller reads byte ranges from the bucket instead, which is better than to download shards again and again.
     downloads, evictions: of this process.
     """
 
@@ -40,23 +38,23 @@ class ShardCache:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"data.cache = {folder} cannot be made ({error.strerror}). Choose another folder."
+                f"data.cache = {folder} cannot be created ({error.strerror}). Choose another folder."
             ) from None
 
     def open(self, path: BucketPath, size: int, sha256: str) -> int | None:
-        """A file descriptor (the caller's) of the shard at `path`, downloaded if need be; None when there is no room.
+        """A file descriptor of the shard at `path`, downloaded if needed; None without room. The caller closes it.
 
-        What is open stays readable when it is evicted. Raises OSError when the object is not there, or is not the one
-        that the manifest knows by `size` and `sha256` (hex), twice in a row; StorageError when the folder fails.
+        An open file stays readable when it is evicted. Raises OSError when the object is missing, or twice in a row
+        differs from `size` and `sha256` (hex), which the manifest has; StorageError when the folder fails.
         """
         try:
             return self._open(path, size, sha256)
         except OSError as error:
-            # Errors of the object have no number, or name it. All others are of this disk, and no sample's fault.
+            # Errors of the object have no number, or its name. All others are of this disk, and no fault of a sample.
             if error.errno is None or error.filename == str(path):
                 raise
             raise StorageError(
-                f"data.cache = {self.folder} cannot hold shards ({error.strerror}). Choose another folder, or a smaller "
+                f"data.cache = {self.folder} cannot store shards ({error.strerror}). Choose another folder, or a smaller "
                 "data.cache_gb."
             ) from None
 
@@ -67,37 +65,37 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            with _locked(coming) as file:
-                # Whoever held the lock before may have finished, or its file was swept away while we waited.
-                if ready.exists() or not _is_at(file, coming):
+            with FileLock(coming) as lock:
+                # While we waited, another process may have finished the download, or removed the partial file.
+                if ready.exists() or not lock.is_current():
                     continue
                 try:
-                    if not self._make_room(file, size):
+                    if not self._make_room(lock.file, size):
                         coming.unlink()
                         return None
-                    self._download(path, file, size, sha256)
+                    self._download(path, lock.file, size, sha256)
                     os.rename(coming, ready)
                 except BaseException:
                     coming.unlink(missing_ok=True)
                     raise
 
     def has(self, sha256: str) -> bool:
-        """Whether a shard is there already."""
+        """Whether the cache has this shard."""
         return (self.folder / f"{sha256}{_READY}").exists()
 
     def _make_room(self, file: int, size: int) -> bool:
-        """Evict until `size` more bytes fit, and take them for `file`. One process at a time."""
+        """Evict shards until `size` more bytes fit, and allocate them to `file`; returns whether they fit."""
         if size > self.max_bytes:
             return False
-        with _locked(self.folder / "lock"):
+        with FileLock(self.folder / "lock"):  # One process at a time.
             used, ready = 0, []
             for entry in os.scandir(self.folder):
-                with contextlib.suppress(FileNotFoundError):  # It was renamed or evicted meanwhile.
+                with contextlib.suppress(FileNotFoundError):  # Renamed or evicted since scandir saw it.
                     stat = entry.stat()
                     if entry.name.endswith(_READY):
                         ready.append((stat.st_mtime, stat.st_size, entry.path))
                     elif entry.name.endswith(_COMING) and (
-                        os.path.samestat(stat, os.fstat(file)) or _remove_abandoned(entry.path)
+                        os.path.samestat(stat, os.fstat(file)) or _remove_abandoned(Path(entry.path))
                     ):
                         continue
                     used += stat.st_size
@@ -111,77 +109,52 @@ class ShardCache:
                     self.evictions += 1
             if used + size > self.max_bytes:
                 return False
-            # Others see these bytes as taken; and a full disk is met here, not in the middle.
+            # Other processes count these bytes as used; and a full disk fails here, not in the middle of the download.
             os.ftruncate(file, 0)
             os.posix_fallocate(file, 0, max(size, 1))
             return True
 
     def _download(self, path: BucketPath, file: int, size: int, sha256: str) -> None:
+        """Write the shard to `file`. Raises OSError when it differs from the manifest."""
         for _ in range(_ATTEMPTS):
-            found = _fetch(path, file, size)
+            reader = path.reader()
+            if (there := reader.size()) != size:
+                raise OSError(f"{path} has {there} bytes, but {size} in the manifest: it was replaced or damaged.")
+            reader.copy_to(file)
+            os.ftruncate(file, size)
+            with open(os.dup(file), "rb") as content:
+                content.seek(0)
+                found = hashlib.file_digest(content, "sha256").hexdigest()
             if found == sha256:
                 with self._lock:
                     self.downloads += 1
                 return
         raise OSError(
-            f"{path} is not the shard that the manifest knows (sha256 {found[:12]}, not {sha256[:12]}): it was replaced "
-            "or damaged. Copy it again, or run the same launch/shard.py again to re-make it."
+            f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "
+            "Copy it again, or run the same launch/shard.py again to re-make it."
         )
 
 
-def _fetch(path: BucketPath, file: int, size: int) -> str:
-    """Write the object into a file; hex sha256 of what came. Raises OSError when it has another size."""
-    reader = ObjectReader(path)
-    if (there := reader.size()) != size:
-        raise OSError(f"{path} has {there} bytes, but {size} in the manifest: it was replaced or damaged.")
-    reader.copy_to(file)
-    os.ftruncate(file, size)
-    with open(os.dup(file), "rb") as content:
-        content.seek(0)
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """A file held under an exclusive lock, which ends with the block or with the process."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _remove_abandoned(path: Path) -> bool:
+    """Remove a partial download whose process has ended; returns whether it was one."""
+    lock = FileLock(path, create=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+        if is_abandoned := lock.acquire(wait=False):
+            path.unlink()
+        return is_abandoned
     finally:
-        os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is (still) the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_abandoned(path: str) -> bool:
-    """Remove a half-downloaded shard whose process is gone; whether it was one."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
+        lock.close()
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How the files of a data set are reached; shared by all its readers."""
+    """How the files of a data set are read; shared by all its readers."""
 
     retry: Retry = field(default_factory=Retry)
     cache: ShardCache | None = None
 
     @classmethod
-    def of(cls, config: DataConfig) -> "Storage":
-        """As the settings of a run say. Makes the cache's folder."""
-        cache = ShardCache(Path(config.cache).expanduser(), int(config.cache_gb * 1e9)) if config.cache else None
-        return cls(Retry(config.retry_minutes * 60), cache)
+    def create(cls, retry_minutes: float, cache: str, cache_gb: float) -> "Storage":
+        """From the settings data.retry_minutes, data.cache (a folder, created here; "" for none) and data.cache_gb."""
+        retry = Retry(retry_minutes * 60, "data.retry_minutes")
+        return cls(retry, ShardCache(Path(cache).expanduser(), int(cache_gb * 1e9)) if cache else None)

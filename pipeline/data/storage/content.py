@@ -1,4 +1,4 @@
-"""What tells images apart by their bytes."""
+"""The hash that identifies an image by its bytes."""
 
 import xxhash
 
@@ -6,8 +6,8 @@ HASH_BYTES = 16
 
 
 def content_hash(data: bytes) -> bytes:
-    """16 bytes, XXH3-128 of an image file: the manifest's column `xxh128`.
+    """XXH3-128 of an image file: the manifest's column `xxh128`.
 
-    For equal files and damage, not against forgery: it takes a twentieth of the time of SHA-256, which the shards have.
+    It finds equal files and damage, but not forgery; it takes a twentieth of the time of SHA-256, which protects the shards.
     """
     return xxhash.xxh3_128_digest(data)

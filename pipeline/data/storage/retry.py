@@ -1,4 +1,4 @@
-"""Requests that fail: which are made again, for how long, and which no waiting mends."""
+"""Which failed requests to an object store are retried, and for how long."""
 
 import random
 import re
@@ -15,10 +15,8 @@ from pipeline.process import rank
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-# A storage that has not answered yet is named after so long. The client's own retries make one request take half a minute.
-_SECONDS_TO_SAY = 2.0
-# What pyarrow's messages say of errors that waiting does not mend -> what to tell, and the way out.
-_HOPELESS = {
+# What pyarrow's messages of permanent errors contain -> the cause and the remedy.
+_PERMANENT = {
     r"NO_SUCH_BUCKET|bucket does not exist|^Bucket .* not found": "no such bucket. Check its name (and the endpoint)",
     r"INVALID_ACCESS_KEY|InvalidAccessKeyId|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|"
     r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401|Could not create a OAuth2 access token": "there are no "
@@ -33,47 +31,59 @@ _HOPELESS = {
 
 
 class StorageError(OneRankError):
-    """A bucket that cannot be used: out of reach, or not for us. No fault of one file, so no budget covers it."""
+    """A bucket cannot be reached or may not be used. It is no fault of a sample, so it does not count as a bad one."""
 
 
 @dataclass
 class Retry:
-    """How long a request is tried again, and how often that happened. Shared by all paths of a data set."""
+    """How long requests to an object store may take and are retried. Shared by all paths of a data set.
+
+    seconds: how long a request is retried. setting: the setting that gave `seconds`, named in messages. stall_seconds: a
+    connection that transfers nothing for so long is closed, and the request retried. upload_attempts: of each part, by
+    the client library, before the whole upload is retried (a shard of 1 GiB has 100 parts). notice_seconds: if the first
+    request takes longer, it is printed what is waited for. retries: the number of retries so far.
+    """
 
     seconds: float = 600.0
+    setting: str = ""
+    stall_seconds: float = 20.0
+    upload_attempts: int = 5
+    notice_seconds: float = 2.0
     retries: int = 0
     has_answered: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple:
-        return Retry, (self.seconds,)
+        return Retry, (self.seconds, self.setting, self.stall_seconds, self.upload_attempts, self.notice_seconds)
 
-    def trying(self, path: object, action: Callable[[], T]) -> T:
-        """action(), again and again while it fails for a passing reason.
+    def call(self, url: str, action: Callable[[], T]) -> T:
+        """Returns action(), which is repeated while it fails for a passing reason.
 
-        Raises StorageError when it is hopeless or has taken too long, FileNotFoundError for an object that is not there.
+        Raises StorageError for a permanent failure and after `seconds`, and FileNotFoundError for a missing object.
         """
         if self.has_answered:
-            return self._trying(path, action)
-        # Only before the first answer: later on a run has its own lines that count retries.
-        notice = threading.Timer(_SECONDS_TO_SAY, self._say_waiting, [path])
+            return self._call(url, action)
+        # Only before the first answer: later on, a run's log lines have the number of retries.
+        notice = threading.Timer(self.notice_seconds, self._print_notice, [url])
         notice.daemon = True
         notice.start()
         try:
-            return self._trying(path, action)
+            return self._call(url, action)
         finally:
             notice.cancel()
 
-    def _say_waiting(self, path: object) -> None:
+    def _print_notice(self, url: str) -> None:
         if rank() == 0:
             print(
-                f"waiting for {path}: no answer yet; its requests are repeated for at most {self.seconds / 60:.3g} minutes "
-                "(data.retry_minutes)",
+                f"waiting for {url}: no answer yet; requests are retried for at most {self._limit()}",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _trying(self, path: object, action: Callable[[], T]) -> T:
+    def _limit(self) -> str:
+        return f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
+
+    def _call(self, url: str, action: Callable[[], T]) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
         while True:
             try:
@@ -87,24 +97,21 @@ class Retry:
                 raise
             except OSError as error:
                 reason = " ".join(str(error).split())
-                for pattern, advice in _HOPELESS.items():
+                # The end of pyarrow's message says what happened; the rest names the object again.
+                short = reason.rpartition("AWS Error ")[2].rstrip(". ")
+                for pattern, advice in _PERMANENT.items():
                     if re.search(pattern, reason):
-                        raise StorageError(f"{path}: {advice}. ({_last(reason)})") from None
+                        raise StorageError(f"{url}: {advice}. ({short})") from None
                 now = time.monotonic()
                 deadline = deadline or now + self.seconds
                 if now >= deadline:
                     raise StorageError(
-                        f"{path} is out of reach for {self.seconds / 60:.3g} minutes (data.retry_minutes): "
-                        f"{_last(reason)}. Check the network and the endpoint; the same command goes on."
+                        f"{url} was unreachable for {self._limit()}: {short}. Check the network and the endpoint; "
+                        "the same command continues."
                     ) from None
             with self._lock:
                 self.retries += 1
-            # Random, so that a thousand ranks that met the same outage do not return at the same moment. It decides
-            # nothing but the pause.
+            # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
+            # depends on this random number.
             time.sleep(min(pause * random.uniform(0.5, 1), max(deadline - now, 0)))
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _last(reason: str) -> str:
-    """The end of pyarrow's message, which says what happened; the rest names the object again."""
-    return reason.rpartition("AWS Error ")[2].rstrip(". ")

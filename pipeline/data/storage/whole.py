@@ -1,4 +1,4 @@
-"""Files and objects of which a reader sees the old content or the new, never a part."""
+"""Atomic replacement of files and objects: a reader sees the old content or the new, never a part."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath
 
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and leaves nothing behind when it does not.
+    """A file that replaces `path` when the block ends, and is removed when the block raises.
 
-    Of a folder as `pipeline.files.replacing`; for a bucket it is a temporary file of this machine, which is then uploaded.
+    Locally this is `pipeline.files.replacing`; for a bucket, a temporary local file is uploaded at the end.
     """
     with path.replacing() if isinstance(path, BucketPath) else files.replacing(path) as file:
         yield file

@@ -172,7 +172,11 @@ def open_run_probe(config: RunConfig, own: Dataset) -> RunProbe | None:
     settings = config.probe
     if not settings.every.amount:
         return None
-    dataset = open_dataset(settings.data, Storage.of(config.data)) if settings.data else own
+    dataset = (
+        open_dataset(settings.data, Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb))
+        if settings.data
+        else own
+    )
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     train, test = (dataset.split(name, exclude) for name in (settings.train_split, settings.split))
     choice = choose_samples(settings, train, dataset.num_classes)

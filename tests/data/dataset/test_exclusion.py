@@ -1,4 +1,4 @@
-"""Samples left out: never addressed, whatever is asked of the split; lists that do not fit are refused in one line."""
+"""Excluded samples are never addressed, by any method of the split; unusable lists are refused in one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists:
     for number, rows in enumerate(lists):
         write_list(dataset, f"list{number}", listed(list(rows)))
     if len(together) == COUNT:
-        with pytest.raises(UserError, match=r"every sample .* is left out"):
+        with pytest.raises(UserError, match=r"every sample .* is excluded"):
             dataset.split("train")
         return
     split = dataset.split("train")
@@ -71,12 +71,12 @@ def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists:
     assert [int(split.sizes[row]) for row in rows] == split.sizes[rows].tolist() == [len(str(row)) for row in kept]
     order = SampleOrder(split.shard_sizes, 0, 4, 2, 5)
     assert sorted(order.rows(np.arange(len(split)))[0].tolist()) == rows.tolist()
-    assert split.left_out_by == {f"list{number}": len(rows) for number, rows in enumerate(lists)}
+    assert split.excluded_by == {f"list{number}": len(rows) for number, rows in enumerate(lists)}
     assert (split.excluded == "none") == (not together)
 
 
 def _unsigned(table: pa.Table) -> dict[bytes, bytes]:
-    """Metadata of a list as someone else writes it."""
+    """Metadata of a list from another writer, without a checksum."""
     return {b"fingerprint": table.schema.metadata[b"fingerprint"]}
 
 
@@ -85,18 +85,18 @@ def test_which_lists_are_honoured_is_a_choice(dataset: Dataset) -> None:
     write_list(dataset, "test_copies", listed([2, 9, 11]))
     lengths = {"all": 26, "none": 30, "damaged": 28, "test_copies": 27, "test_copies, damaged": 26}
     assert {choice: len(dataset.split("train", choice)) for choice in lengths} == lengths
-    assert dataset.split("train").notes() == ["left out of train: 4 of 30 samples (damaged 2, test_copies 3)"]
+    assert dataset.split("train").notes() == ["excluded from train: 4 of 30 samples (damaged 2, test_copies 3)"]
     assert dataset.split("train", "none").notes() == []
-    with pytest.raises(UserError, match=r"has no list 'damage' of samples .* It has: damaged, test_copies\."):
+    with pytest.raises(UserError, match=r"has no list 'damage' of excluded samples. It has: damaged, test_copies\."):
         dataset.split("train", "damage")
-    with pytest.raises(UserError, match=r"sample 'class/9' of split 'train' is left out"):
+    with pytest.raises(UserError, match=r"sample 'class/9' of split 'train' is excluded"):
         dataset.split("train").row_of("class/9")
     with pytest.raises(UserError, match=r"split 'train' has no sample 'class/99'"):
         dataset.split("train").row_of("class/99")
 
 
 def test_what_is_left_out_has_a_name_of_its_own(dataset: Dataset) -> None:
-    """The same samples by other lists are the same; one sample more or another one is not."""
+    """The text depends on the excluded samples, not on the lists that exclude them."""
     write_list(dataset, "a", listed([1, 2]))
     first = dataset.split("train").excluded
     write_list(dataset, "b", listed([2]))
@@ -144,7 +144,7 @@ def test_lists_that_do_not_fit_are_refused(dataset: Dataset, tmp_path: Path, mak
 
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, "row", pa.array([30])).replace_schema_metadata(_unsigned(table)), path)
-    with pytest.raises(UserError, match=r"a.parquet names rows from 30 to 30 of split 'train', which has 30 samples"):
+    with pytest.raises(UserError, match=r"a.parquet has rows from 30 to 30 of split 'train', which has 30 samples"):
         excluded_rows(dataset, "train", "all")
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"a.parquet is damaged\. Remove it"):

@@ -1,4 +1,4 @@
-"""The manifest: what is written is read again, fast and only as far as it is needed; damage is told in one line."""
+"""The manifest: it reads back as written, fast and only as far as needed; damage is reported in one line."""
 
 import json
 import subprocess
@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.dataset import manifest
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
@@ -32,7 +31,7 @@ def rows(first: int, labels: list[list[int]]) -> pa.Table:
     return pa.Table.from_pydict(columns, ROWS)
 
 
-def write(path: Path, name: str = "train") -> Dataset:
+def write(path: Path, name: str = "train", **options: int) -> Dataset:
     path.mkdir(exist_ok=True)
     sizes = {f"{name}-000000.tar": 3, f"{name}-000001.tar": 2, "val-000000.tar": 1}
     shards = []
@@ -40,13 +39,11 @@ def write(path: Path, name: str = "train") -> Dataset:
         (path / shard).write_bytes(b"x" * 1000)
         shards.append(Shard(shard, shard.split("-")[0], samples, 1000, "ab" * 32))
     tables = [rows(0, [[0], [1, 2], []]), rows(3, [[2], [1]]), rows(5, [[0, 1, 2]])]
-    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0})
+    return write_dataset(path, shards, tables, ["a", "b", "c"], {"path": "/raw"}, {"seed": 0}, **options)
 
 
-def test_arrays_of_a_split(tmp_path: Path, monkeypatch) -> None:
-    # Two row groups in one split.
-    monkeypatch.setattr(manifest, "_ROWS_PER_GROUP", 2)
-    write(tmp_path)
+def test_arrays_of_a_split(tmp_path: Path) -> None:
+    write(tmp_path, rows_per_group=2)  # Two row groups in one split.
     dataset = open_dataset(tmp_path)
     assert (dataset.splits, dataset.classes, dataset.num_classes) == (["train", "val"], ["a", "b", "c"], 3)
     train, val = dataset.split("train"), dataset.split("val")

@@ -1,4 +1,4 @@
-"""The mapped columns of a split: what the manifest says, made once by whoever comes first, wherever they can be kept."""
+"""The memory-mapped index equals the manifest, is made once for all processes, and is stored wherever that is possible."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.mapped_index import open_index
 
 LABELS = [[row % 5] * (row % 4) for row in range(20)]
-# Of row 3 there is none.
+# Row 3 has none.
 HASHES = [None if row == 3 else bytes([row + 1]) * 16 for row in range(20)]
 _COLUMNS = {"offset": pa.int64(), "size": pa.int64(), "labels": pa.list_(pa.int32()), "xxh128": pa.binary(16)}
 
@@ -71,7 +71,7 @@ def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
         (folder / "index.json").write_text(json.dumps({**info, "format": "vit-index/0"}))
     elif damage == "column gone":
         (folder / "labels").unlink()
-    else:  # What SIGKILL leaves in the middle of writing.
+    else:  # As SIGKILL leaves it in the middle of writing.
         shutil.copytree(folder, tmp_path / ".train.tmp")
         shutil.rmtree(folder)
     check(open_index("train", [tmp_path], read))
@@ -80,7 +80,7 @@ def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
 
 
 def test_where_the_first_folder_cannot_be_written_the_next_is_used_and_else_memory(tmp_path: Path) -> None:
-    # A file stands where the folder would be: as good as read-only, and it stops root as well.
+    # A file in place of the folder makes it unwritable, for root as well.
     (tmp_path / "data").write_text("")
     blocked, cache = tmp_path / "data" / "index", tmp_path / "cache"
     found = open_index("train", [blocked, cache], read)

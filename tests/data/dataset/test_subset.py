@@ -1,4 +1,4 @@
-"""A limit takes a random part of what the lists leave; smaller parts lie in larger ones; another seed takes another."""
+"""A limit keeps a random part of the samples that are not excluded; smaller parts are inside larger ones; the seed decides."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.exclusion import EXCLUDED, rows_beyond_limit, write_list
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.dataset.subset import beyond_limit
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import UserError
@@ -19,11 +18,11 @@ from pipeline.settings.run import Limit
 NOTHING = np.empty(0, np.int64)
 
 
-def part(limit: str, num_rows: int = 10_000, left_out: np.ndarray = NOTHING, seed: int = 0) -> set[int]:
-    beyond = beyond_limit(num_rows, left_out, Limit.parse(limit), seed)
+def part(limit: str, num_rows: int = 10_000, excluded: np.ndarray = NOTHING, seed: int = 0) -> set[int]:
+    beyond = rows_beyond_limit(num_rows, excluded, Limit.parse(limit), seed)
     assert np.array_equal(beyond, np.unique(beyond))
-    assert not np.isin(beyond, left_out).any()
-    return set(range(num_rows)) - set(beyond.tolist()) - set(left_out.tolist())
+    assert not np.isin(beyond, excluded).any()
+    return set(range(num_rows)) - set(beyond.tolist()) - set(excluded.tolist())
 
 
 def test_the_smaller_lies_in_the_larger() -> None:
@@ -31,9 +30,9 @@ def test_the_smaller_lies_in_the_larger() -> None:
     parts = [part(size) for size in sizes]
     assert [len(rows) for rows in parts] == [1, 100, 1000, 3000, 10_000]
     assert all(small < large for small, large in pairwise(parts))
-    left_out = np.arange(0, 10_000, 3)
-    assert part("10%", left_out=left_out) < part("50%", left_out=left_out)
-    assert len(part("10%", left_out=left_out)) == 667
+    excluded = np.arange(0, 10_000, 3)
+    assert part("10%", excluded=excluded) < part("50%", excluded=excluded)
+    assert len(part("10%", excluded=excluded)) == 667
 
 
 def test_it_is_random_and_the_seeds() -> None:
@@ -63,7 +62,7 @@ def test_a_limited_split_is_a_split(dataset: Dataset) -> None:
     assert split.label_values.tolist() == [row % 5 for row in kept]
     rows, epochs = SampleOrder(split.shard_sizes, 0, 4, 2, 5).rows(np.arange(24))
     assert sorted(rows[epochs == 0].tolist()) == list(range(12)), "an epoch is the subset"
-    assert split.notes() == ["left out of train: 18 of 30 samples (bad 2, data.limit 16)"]
+    assert split.notes() == ["excluded from train: 18 of 30 samples (bad 2, data.limit 16)"]
     assert split.excluded != dataset.split("train", limit=Limit.parse("12"), seed=6).excluded
     assert dataset.split("train", limit=Limit.parse("100%")).excluded == dataset.split("train").excluded
 

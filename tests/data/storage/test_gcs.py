@@ -1,4 +1,4 @@
-"""Google's API, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set's whole way."""
+"""Google Cloud Storage, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set from start to end."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from data_tools.check.verify_shard import Job, check_shard
 from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage.bucket import ObjectReader, name_inside, version, walk_files
+from pipeline.data.storage.bucket import name_inside, remove_tree, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.data import ShardConfig
@@ -38,18 +38,18 @@ def test_objects_are_files(gcs: str) -> None:
     assert not (folder / "nothing").exists()
     with pytest.raises(FileNotFoundError, match="set/nothing"):
         (folder / "nothing").read_bytes()
-    before, reader = version(folder / "a.gz"), ObjectReader(folder / "a.gz")
+    before, reader = version(folder / "a.gz"), (folder / "a.gz").reader()
     assert reader.read_at(3, 5) == b"gzip "
     put(folder / "a.gz", b"another thing")
     assert before
     assert version(folder / "a.gz") != before
-    # Who has opened it never gets bytes of another version.
+    # A reader never returns bytes of another version than the one it opened.
     with pytest.raises(FileNotFoundError, match=r"set/a\.gz"):
         reader.read_at(3, 5)
     (folder / "a.gz").unlink()
     (folder / "a.gz").unlink(missing_ok=True)
-    folder.remove_tree()
-    folder.remove_tree()  # What is not there is not waited for.
+    remove_tree(folder)
+    remove_tree(folder)  # A missing folder causes no retries.
     assert list(walk_files(folder)) == []
     assert folder.retry.retries == 0
     with pytest.raises(StorageError, match="no such bucket"):

@@ -1,16 +1,10 @@
-"""A storage that does not answer is named while a command waits for it."""
+"""A command that waits for an object store prints what it waits for; failed requests are retried for a limited time."""
 
 import time
 
 import pytest
 
-from pipeline.data.storage import retry as retry_module
 from pipeline.data.storage.retry import Retry, StorageError
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_module, "_SECONDS_TO_SAY", 0.1)
 
 
 def slow() -> str:
@@ -19,23 +13,25 @@ def slow() -> str:
 
 
 def test_a_wait_for_the_first_answer_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = Retry(seconds=600)
-    assert [waiting.trying("s3://bucket/x", slow) for _ in range(3)] == ["content"] * 3
-    said = "waiting for s3://bucket/x: no answer yet; its requests are repeated for at most 10 minutes (data.retry_minutes)\n"
+    waiting = Retry(seconds=600, setting="data.retry_minutes", notice_seconds=0.1)
+    assert [waiting.call("s3://bucket/x", slow) for _ in range(3)] == ["content"] * 3
+    said = (
+        "waiting for s3://bucket/x: no answer yet; requests are retried for at most 10 minutes (data.retry_minutes)\n"
+    )
     assert capsys.readouterr().err == said
 
 
 def test_an_answer_in_time_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = Retry()
-    assert waiting.trying("s3://bucket/x", lambda: 1) == 1
-    waiting = Retry()
+    waiting = Retry(notice_seconds=0.1)
+    assert waiting.call("s3://bucket/x", lambda: 1) == 1
+    waiting = Retry(notice_seconds=0.1)
 
     def missing() -> None:
         raise FileNotFoundError
 
     with pytest.raises(FileNotFoundError):
-        waiting.trying("s3://bucket/x", missing)
-    waiting.trying("s3://bucket/x", slow)
+        waiting.call("s3://bucket/x", missing)
+    waiting.call("s3://bucket/x", slow)
     time.sleep(0.2)
     assert capsys.readouterr().err == ""
 
@@ -46,9 +42,9 @@ def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(StorageError):
-        Retry(seconds=0.3).trying("s3://bucket/x", fail)
+        Retry(seconds=0.3, notice_seconds=0.1).call("s3://bucket/x", fail)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(StorageError, match="out of reach"):
-        Retry(seconds=0.3).trying("s3://bucket/x", fail)
+    with pytest.raises(StorageError, match=r"x was unreachable for 0.005 minutes: Couldn't"):
+        Retry(seconds=0.3, notice_seconds=0.1).call("s3://bucket/x", fail)
     assert capsys.readouterr().err.startswith("waiting for s3://bucket/x: no answer yet")

@@ -18,8 +18,8 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage import bucket
-from pipeline.data.storage.bucket import name_inside, to_path, walk_files
+from pipeline.data.storage import object_store
+from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
@@ -37,7 +37,7 @@ def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float
 
 
 def downloads(s3: S3) -> list[str]:
-    """Names of the shards that were asked for, once for each request."""
+    """Names of the requested shards, one for each request."""
     return [request.rpartition("/")[2] for request in s3.requests if request.startswith("GET") and ".tar" in request]
 
 
@@ -52,7 +52,7 @@ def test_locations() -> None:
     assert name_inside(path / "c.tar", to_path("s3://bucket/a")) == "b/c.tar"
     assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
     assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
-    for wrong, said in (("hdfs://a/b", "hdfs:// is not known"), ("s3://", "names no bucket"),
+    for wrong, said in (("hdfs://a/b", "hdfs:// is not supported"), ("s3://", "names no bucket"),
                         ("s3://a/b?regoin=x", "unknown option 'regoin'")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             to_path(wrong)
@@ -83,8 +83,8 @@ def test_objects_are_files(s3: Server) -> None:
     (folder / "empty").unlink()
     (folder / "empty").unlink(missing_ok=True)
     assert "empty" not in folder.sizes()
-    folder.remove_tree()
-    folder.remove_tree()
+    remove_tree(folder)
+    remove_tree(folder)
     assert list(walk_files(folder)) == []
 
 
@@ -148,7 +148,7 @@ def start_reading(*arguments: object) -> subprocess.Popen[str]:
 def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path: Path) -> None:
     copy_folder(dataset, f"{s3[1]}/tiny")
     processes = [start_reading(f"{s3[1]}/tiny", tmp_path, 10**9, 60) for _ in range(2)]
-    s3[0].fail(slow, ".tar")  # Each waits for the other's downloads.
+    s3[0].fail(slow, ".tar")  # Each process waits for the other's downloads.
     for process in processes:
         print(file=process.stdin, flush=True)
     counts = [int(process.communicate(timeout=60)[0]) for process in processes]
@@ -183,7 +183,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
     copy_folder(dataset, f"{url}/tiny")
     split = cached(f"{url}/tiny", tmp_path)
     sizes = split.shard_bytes.tolist()
-    # What a rank that was killed left of another data set's shard makes room first.
+    # The partial download of a killed rank is removed first.
     (tmp_path / f"{'0' * 64}.part").write_bytes(bytes(10**7))
     split = cached(f"{url}/tiny", tmp_path, sizes[0] + sizes[1], in_use_seconds=0)
     cache = split.storage.cache
@@ -201,7 +201,7 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
         fetch(shard)
     assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
     assert (cache.downloads, cache.evictions) == (3, 1)
-    # Evicted under a reader, a shard stays readable until the reader lets it go.
+    # An evicted shard stays readable until its reader closes it.
     reader = ShardReader(split)
     first = reader.read(0)
     fetch(1)
@@ -243,7 +243,7 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     size = int(open_dataset(dataset).split("train").shard_bytes.max())
     reader = ShardReader(
         cached(f"{s3[1]}/tiny", tmp_path, max_bytes=2 * size)
-    )  # of which half may be filled: one shard
+    )  # Half of it, one shard, may be filled ahead.
     asked = []
 
     def requests():
@@ -254,7 +254,7 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     passed = reader.ahead(requests())
     for seen in range(1, 16):
         next(passed)
-        # All of this shard, and the first request of the next.
+        # The requests of this shard, and the first of the next.
         assert len(asked) - seen <= 5
     reader.close()
 
@@ -272,7 +272,7 @@ next(requests)
 time.sleep(0.2)
 print("over", time.time())
 """
-    server.fail(stall, "train-000001.tar")  # It would take longer than the test may.
+    server.fail(stall, "train-000001.tar")  # The download would take longer than the time limit of the test.
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert time.time() - float(done.stdout.split()[1]) < 20, "not at the pace of the download"
@@ -291,7 +291,7 @@ def test_a_forked_process_reads_on(s3: Server) -> None:
 
 
 def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
-    """A machine that is in no cloud, where the address that gives out credentials does not answer."""
+    """On a machine outside of any cloud, the metadata service does not answer."""
     put(bucket_path(f"{s3[1]}/file"), b"content")
     code = f"from pipeline.data.storage.bucket import to_path; print(to_path({f'{s3[1]}/file'!r}).read_text())"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -307,10 +307,10 @@ def test_without_credentials_nobody_waits_for_the_cloud(s3: Server) -> None:
 def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "127.0.0.1,.internal")
-    assert bucket._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
-    assert bucket._proxy("minio.example:9000") == "http://proxy.example:3128"
-    assert bucket._proxy("https://minio.internal") is None
-    assert bucket._proxy("http://minio.example") is None
+    assert object_store._proxy("https://s3.amazonaws.com") == "http://proxy.example:3128"
+    assert object_store._proxy("minio.example:9000") == "http://proxy.example:3128"
+    assert object_store._proxy("https://minio.internal") is None
+    assert object_store._proxy("http://minio.example") is None
 
 
 def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, dataset: Path, tmp_path: Path) -> None:
@@ -323,13 +323,13 @@ def test_samples_left_out_and_the_index_of_a_data_set_in_a_bucket(s3: Server, da
     write_list(remote, "damaged", pa.Table.from_pylist(rows, EXCLUDED))
     bucket_path(f"{url}/train-000000.tar").unlink()
     split = cached(url, tmp_path)
-    assert (len(split), split.left_out_by, split.index.note) == (109, {"damaged": 41}, "")
+    assert (len(split), split.excluded_by, split.index.note) == (109, {"damaged": 41}, "")
     reader = ShardReader(split)
     assert all(reader.read(row) == local.read(41 + row) for row in range(109))
     assert not [path for path, _ in bucket_path(url).walk() if "/index/" in str(path)]
     with pytest.raises(UserError, match=r"train-000000.tar is missing"):
         remote.split("train", "none")
-    # Of a shard that is read in part too: who downloads it compares its checksum.
+    # Also a shard of which some samples are excluded: its readers compare its size or checksum.
     put(bucket_path(f"{url}/train-000001.tar"), b"cut")
     with pytest.raises(UserError, match=r"train-000001.tar has 3 bytes"):
         remote.split("train")

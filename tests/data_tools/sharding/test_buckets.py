@@ -188,7 +188,7 @@ def test_a_bucket_that_is_down_is_no_damaged_part(dataset: Dataset, s3: tuple[S3
     write_part(part, ROWS.empty_table(), about)
     assert read_part(part) is not None
     server.fail(answer(503, "SlowDown"), "GET /")
-    with pytest.raises(StorageError, match=r"train-000000.parquet is out of reach"):
+    with pytest.raises(StorageError, match=r"train-000000.parquet was unreachable"):
         read_part(part)
     server.reset()
     put(part, b"PAR1 no more")

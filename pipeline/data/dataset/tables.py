@@ -1,0 +1,257 @@
+"""The files of a manifest: their names, columns and checksums, and how they are read.
+
+samples.parquet   one row per sample, in the order split, shard, offset (SAMPLES)
+shards.parquet    one row per tar (SHARDS); a name is relative to the folder, or the URL of a tar elsewhere
+dataset.json      classes, counts, where it came from, settings, fingerprint; written last
+"""
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import json_record
+from pipeline.data.dataset.split import SampleTable
+from pipeline.data.storage.bucket import AnyPath, locate
+from pipeline.data.storage.cache import Storage
+from pipeline.data.storage.checksum_cache import checksum_of
+from pipeline.data.storage.parquet import open_parquet
+from pipeline.errors import UserError
+
+FORMAT = "vit-dataset/2"
+# The first format differs in one column of ROWS, where the hash of an image was `sha256`. It can still be read.
+_FIRST_FORMAT = "vit-dataset/1"
+INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
+CHECKSUM = "checksum"
+REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+# The columns of a sample that are known before its shard has a number. offset and size: of the image's bytes inside the
+# tar. width and height: as stored, before any EXIF rotation. xxh128: of the image's bytes (`data/storage/content.py`).
+ROWS = pa.schema(
+    [
+        ("key", pa.string()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("ext", _NAME),
+        ("labels", pa.list_(pa.int32())),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("xxh128", pa.binary(16)),
+    ]
+)
+_FIRST_ROWS = pa.schema([*list(ROWS)[:-1], ("sha256", pa.binary(32))])
+# shard: row number in shards.parquet.
+SAMPLES = pa.schema([*ROWS, ("split", _NAME), ("shard", pa.int32())])
+SHARDS = pa.schema(
+    [
+        ("name", pa.string()),
+        ("split", pa.string()),
+        ("samples", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A row of shards.parquet: file name, split, number of samples, bytes of the tar, sha256 of the tar (hex)."""
+
+    name: str
+    split: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Info:
+    """The fields of dataset.json that are used here, with their types. Older data sets lack those with a default.
+
+    files: SHA-256 (hex) of the two tables. checksum: of all other fields (`info_checksum`).
+    """
+
+    format: str
+    fingerprint: str
+    samples: dict[str, int]
+    shards: dict[str, int]
+    classes: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    checksum: str | None = None
+
+
+@dataclass(frozen=True)
+class ManifestTables:
+    """The manifest of an open data set. path: its folder. info: dataset.json. storage: how its files are read."""
+
+    path: AnyPath
+    info: dict[str, Any]
+    storage: Storage = field(default_factory=Storage)
+
+    @property
+    def classes(self) -> list[str]:
+        return self.info["classes"]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given."""
+        return self.info.get("class_names", self.classes)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.info["classes"])
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex characters that identify the content: the same bytes and classes, wherever and whenever written."""
+        return self.info["fingerprint"]
+
+    @property
+    def rows_schema(self) -> pa.Schema:
+        """Columns of its samples, without split and shard; the last is the hash of the image's bytes."""
+        return _FIRST_ROWS if self.info["format"] == _FIRST_FORMAT else ROWS
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self.info["samples"])
+
+    def shards(self, verify: bool = True) -> list[Shard]:
+        """Every row of shards.parquet. verify: compare its checksum with dataset.json. Raises UserError."""
+        table = self._read_shards(verify)
+        with reading(self.path / SHARDS_FILE):
+            return [Shard(**row) for row in table.to_pylist()]
+
+    def shard_path(self, name: str) -> AnyPath:
+        """The path of a tar, by its name in shards.parquet."""
+        return locate(self.path, name)
+
+    def is_whole(self) -> bool:
+        """Whether both tables exist with the right checksums. (The tars are not read.)"""
+        try:
+            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
+        except FileNotFoundError:
+            return False
+
+    def table(self, split: str, verify: bool = True) -> SampleTable:
+        """All rows of one split. verify: compare the checksum of samples.parquet with dataset.json.
+
+        Raises UserError for an unknown split and a damaged manifest.
+        """
+        if split not in self.splits:
+            raise UserError(f"{self.path} has no split {split!r}. It has: {', '.join(self.splits)}.")
+        if verify:
+            self._verify(SAMPLES_FILE)
+        path = self.path / SAMPLES_FILE
+        with reading(path):
+            file = open_parquet(path)
+        return SampleTable(file, self._row_groups(file, split))
+
+    def shards_of(self, split: str) -> tuple[list[str], np.ndarray, np.ndarray, pa.ChunkedArray]:
+        """(file names, samples, bytes, sha256 in hex) of a split's shards; takes a second for a million of them."""
+        counts, place = list(self.info["shards"].values()), self.splits.index(split)
+        table = self._read_shards()
+        with reading(self.path / SHARDS_FILE):
+            table = table.slice(sum(counts[:place]), counts[place]).cast(SHARDS)
+        if table["split"].unique().to_pylist() not in ([split], []):
+            raise UserError(f"{self.path / SHARDS_FILE} is not the one that {INFO} was written with. {REMEDY}")
+        # Not to_numpy(), which imports pandas: half of the start-up.
+        samples, num_bytes = (np.from_dlpack(table[column].combine_chunks()) for column in ("samples", "bytes"))
+        return table["name"].to_pylist(), samples, num_bytes, table["sha256"]
+
+    def _read_shards(self, verify: bool = True) -> pa.Table:
+        if verify:
+            self._verify(SHARDS_FILE)
+        with reading(self.path / SHARDS_FILE):
+            return open_parquet(self.path / SHARDS_FILE).read(columns=SHARDS.names).select(SHARDS.names)
+
+    def _verify(self, name: str) -> None:
+        """Compare the checksum of a table with dataset.json, if that has one. Raises UserError."""
+        expected, path = self.info["files"].get(name), self.path / name
+        with reading(path):
+            if expected is not None and checksum_of(path, expected) != expected:
+                raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
+
+    def _row_groups(self, file: pq.ParquetFile, split: str) -> range:
+        """The row groups of a split: splits follow one another, and each begins a row group (see `write_dataset`)."""
+        before = sum(list(self.info["samples"].values())[: self.splits.index(split)])
+        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+        first = int(np.searchsorted(ends, before, side="right"))
+        last = int(np.searchsorted(ends, before + self.info["samples"][split], side="left"))
+        return range(first, min(last + 1, file.num_row_groups))
+
+
+def parse_info(text: bytes, where: str) -> dict[str, Any]:
+    """The content of dataset.json, checked. Raises UserError."""
+    remedy = f"Copy {INFO} again, or remove the folder and shard again."
+    try:
+        info = json_record.parse(text, Any, where)
+    except UserError as error:
+        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where} ')}). {remedy}") from None
+    if not isinstance(info, dict) or info.get("format") not in (FORMAT, _FIRST_FORMAT):
+        found = info.get("format") if isinstance(info, dict) else info
+        raise UserError(f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}.")
+    record = json_record.convert(info, _Info, where)
+    if record.checksum not in (None, info_checksum(info)):
+        raise UserError(
+            f"{where} is damaged: its content does not match its checksum. {remedy} If it was changed on purpose, remove "
+            f"its field {CHECKSUM!r}."
+        )
+    twice = [name for name, count in Counter(record.classes).items() if count > 1]
+    if twice:
+        raise UserError(f"{where}: classes has {json_record.quoted(twice[0])} more than once. {remedy}")
+    for name, number in (("num_classes", record.num_classes), ("class_names", record.class_names)):
+        count = len(number) if isinstance(number, list) else number
+        if count not in (None, len(record.classes)):
+            raise UserError(f"{where}: classes has {len(record.classes)} names, but {name} says {count}. {remedy}")
+    counts = [*record.samples.values(), *record.shards.values()]
+    if list(record.samples) != list(record.shards) or min(counts, default=0) < 0:
+        raise UserError(f"{where}: samples = {record.samples} and shards = {record.shards} do not fit. {remedy}")
+    # As in a new data set, except for fields whose absence says that it is an old one.
+    given = {key: value for key, value in info.items() if value is not None}
+    return {**given, "files": record.files, "source": record.source, "settings": record.settings}
+
+
+def info_checksum(info: dict[str, Any]) -> str:
+    """Hex SHA-256 of the content of dataset.json without its own checksum, whatever its formatting."""
+    rest = {key: value for key, value in info.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
+    """16 hex characters that identify these shards (names and bytes) and classes."""
+    # The last part of the name: the location of tars that were indexed in place does not count.
+    content = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def file_sha256(path: AnyPath) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def reading(path: AnyPath) -> Iterator[None]:
+    """Turn every exception that reading a missing or damaged table may raise into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. {REMEDY}") from None
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({message}). {REMEDY}") from None

@@ -1,0 +1,216 @@
+"""Requests to an object store: S3 and what speaks its protocol, and Google Cloud Storage, both through pyarrow.
+
+A request that fails for a passing reason (connection reset, timeout, status 503) is retried and counted (`retry.py`). Other
+failures raise StorageError at once.
+"""
+
+import errno
+import functools
+import os
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import pyarrow as pa
+from pyarrow import fs
+
+from pipeline.data.storage.retry import Retry, StorageError
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 5.0
+# A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
+_PIECE, _CONNECTIONS = 8 * 2**20, 4
+
+
+@dataclass(frozen=True)
+class Store:
+    """One bucket. Keys begin with the bucket's name, as in pyarrow. query: the options of its URL (`bucket.py`).
+
+    Every request raises StorageError when the store cannot be used, and FileNotFoundError for an object that is missing.
+    """
+
+    scheme: str
+    bucket: str
+    query: str
+    retry: Retry = field(compare=False)
+
+    def url(self, key: str) -> str:
+        return f"{self.scheme}://{key}" + (f"?{self.query}" if self.query else "")
+
+    def info(self, key: str) -> fs.FileInfo:
+        """What is stored under a key; its type says whether that is an object, a folder or nothing."""
+        info = self.request(key, lambda: self._connection().get_file_info(key))
+        if info.type == fs.FileType.NotFound:
+            bucket = self.request(key, lambda: self._connection().get_file_info(self.bucket))
+            if bucket.type == fs.FileType.NotFound:
+                raise StorageError(f"{self.url(key)}: no such bucket. Check its name (and the endpoint).")
+        return info
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        info = self.info(key)
+        if info.type != fs.FileType.File:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key))
+        return info.size
+
+    def version(self, key: str) -> str:
+        """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
+        with self.request(key, lambda: self._connection().open_input_file(key)) as file:
+            metadata = file.metadata()
+        return (metadata.get("ETag") or metadata.get("generation", b"")).decode()
+
+    def list_folder(self, key: str, recursive: bool = False) -> list[fs.FileInfo]:
+        """The content of a folder, from one listing; empty for a missing folder."""
+        selector = fs.FileSelector(key, recursive=recursive, allow_not_found=True)
+        return self.request(key, lambda: self._connection().get_file_info(selector))
+
+    def upload(self, local: str, key: str) -> None:
+        """Store a local file as an object, which appears once all of it has arrived.
+
+        pyarrow cannot abort an upload: when a stream is closed or dropped after an error in our code, the parts sent so
+        far become the object. So the file is written by one call, the options of `_connect` make a failed part fail the
+        close, and the size is compared at the end. Parts of a failed upload remain in the bucket, invisible, until its
+        rule for incomplete uploads removes them.
+        """
+        size = os.path.getsize(local)
+
+        def attempt() -> None:
+            # Without compression=None, pyarrow would compress an object named x.gz once more.
+            stream = self._connection(writing=True).open_output_stream(key, compression=None)
+            stream.write(content)
+            stream.close()
+            arrived = self._connection().get_file_info(key).size
+            if arrived != size:
+                raise OSError(f"{arrived} bytes arrived of {size}")
+
+        # Outside of the attempt: retrying does not help when this machine runs out of memory.
+        with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
+            content = source.read_buffer()
+            self.request(key, attempt)
+
+    def delete(self, key: str) -> None:
+        self.request(key, lambda: self._connection().delete_file(key))
+
+    def delete_folder(self, key: str) -> None:
+        """Delete every object below a folder, which must exist."""
+        self.request(key, lambda: self._connection().delete_dir(key))
+
+    def request(self, key: str, action: Callable[[], T]) -> T:
+        """Call `action`, with retries."""
+        try:
+            return self.retry.call(self.url(key), action)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
+
+    def _connection(self, writing: bool = False) -> fs.FileSystem:
+        # One for each process: a forked process must not use the locks and sockets of its parent.
+        seconds, attempts = self.retry.stall_seconds, self.retry.upload_attempts if writing else 1
+        return _connect(self.scheme, self.bucket, self.query, seconds, attempts, writing, os.getpid())
+
+
+class ObjectReader:
+    """Reads byte ranges of one object; safe to call from many threads."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.key = store, key
+        self._file: pa.NativeFile | None = None
+
+    def size(self) -> int:
+        """Bytes of the object, as of the first call. Raises FileNotFoundError."""
+        return self.store.request(self.key, lambda: self._open().size())
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Raises OSError when the object ends before, and FileNotFoundError."""
+        if not size:
+            return b""  # GCS answers an empty range at the end of an object with an error.
+
+        def attempt() -> bytes | None:
+            try:
+                file = self._open()
+                if offset + size > file.size():
+                    return None
+                data = file.read_at(size, offset)
+                if len(data) != size:
+                    raise OSError(f"{len(data)} bytes arrived of {size}")
+            except OSError:
+                self._file = None
+                raise
+            return data
+
+        found = self.store.request(self.key, attempt)
+        if found is None:
+            raise OSError(f"{self.store.url(self.key)} ends before byte {offset + size}")
+        return found
+
+    def copy_to(self, file: int) -> None:
+        """Write the whole object to a file descriptor, over several connections. Raises OSError."""
+        size = self.size()
+
+        def copy_piece(start: int) -> None:
+            left = memoryview(self.read_at(start, min(_PIECE, size - start)))
+            while left:  # A disk that fills up takes a part of the data first, and raises at the next call.
+                written = os.pwrite(file, left, start)
+                left, start = left[written:], start + written
+
+        with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="download") as pool:
+            for done in [pool.submit(copy_piece, start) for start in range(0, size, _PIECE)]:
+                try:
+                    done.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+
+    def _open(self) -> pa.NativeFile:
+        file = self._file
+        if file is None:
+            file = self._file = self.store._connection().open_input_file(self.key)
+        return file
+
+
+@functools.lru_cache(maxsize=64)
+def _connect(
+    scheme: str, bucket: str, query: str, stall_seconds: float, attempts: int, writing: bool, process: int
+) -> fs.FileSystem:
+    options = dict(urllib.parse.parse_qsl(query))
+    anonymous = options.get("anonymous", "").lower() in ("1", "true")
+    if scheme == "gs":
+        return fs.GcsFileSystem(
+            anonymous=anonymous,
+            endpoint_override=options.get("endpoint_override"),
+            scheme=options.get("scheme"),
+            retry_time_limit=timedelta(seconds=stall_seconds if writing else _CONNECT_SECONDS),
+        )
+    # AWS's tools read these two variables, pyarrow does not.
+    endpoint = (
+        options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    if endpoint and "amazonaws.com" not in endpoint:
+        # Without credentials, AWS's library asks the metadata service of the machine's cloud: where none answers, that
+        # takes 14 s at the start and 2 s for each request. Its credentials would not fit another endpoint anyway.
+        os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+    region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return fs.S3FileSystem(
+        anonymous=anonymous,
+        region=region or ("us-east-1" if endpoint else fs.resolve_s3_region(bucket)),
+        endpoint_override=endpoint,
+        scheme=options.get("scheme"),
+        proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
+        request_timeout=stall_seconds,
+        connect_timeout=_CONNECT_SECONDS,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+        # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
+        background_writes=True,
+        allow_delayed_open=False,
+    )
+
+
+def _proxy(endpoint: str) -> str | None:
+    """The proxy that the environment (https_proxy, no_proxy, ...) names for an endpoint."""
+    url = urllib.parse.urlparse(endpoint if "://" in endpoint else f"https://{endpoint}")
+    proxy = urllib.request.getproxies().get(url.scheme)
+    return None if not proxy or urllib.request.proxy_bypass(url.hostname or "") else proxy

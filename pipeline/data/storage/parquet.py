@@ -1,0 +1,28 @@
+"""Parquet files on disks and in buckets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.storage.bucket import AnyPath
+
+
+def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file. Raises FileNotFoundError, and pa.ArrowException or OSError for a damaged one."""
+    if isinstance(path, Path):
+        return pq.ParquetFile(path, memory_map=memory_map, **options)
+    return _SingleThreaded(path.open(), **options)
+
+
+class _SingleThreaded(pq.ParquetFile):
+    """Reads a Python file without Arrow's threads, which sometimes abort the process when it ends (apache/arrow issues
+    34314 and 50482)."""
+
+    def read(self, columns: Any = None, use_threads: bool = False, **options: Any) -> pa.Table:
+        return super().read(columns, use_threads=use_threads, **options)
+
+    def iter_batches(self, *arguments: Any, use_threads: bool = False, **options: Any) -> Iterator[pa.RecordBatch]:
+        return super().iter_batches(*arguments, use_threads=use_threads, **options)
