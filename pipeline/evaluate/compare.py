@@ -13,7 +13,7 @@ from pipeline import json_record
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render, report
-from pipeline.monitor.tracking import by_name, read_metrics
+from pipeline.monitor.metrics_file import by_name, read_metrics
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.settings import schema

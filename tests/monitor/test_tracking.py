@@ -18,9 +18,13 @@ from typing import Any
 import pytest
 
 from pipeline.monitor import tracking
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
+FAST = Timing(poll=0.05, retry=(0.05,))
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
 
@@ -36,19 +40,23 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def out(database: Path, tmp_path: Path) -> Path:
     """A folder of runs with a store in it."""
-    monkeypatch.setattr(tracking, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "_RETRY_SECONDS", (0.05,))
     shutil.copy(database, tmp_path / "mlflow.db")
     return tmp_path
 
 
 def start(
-    out: Path, uri: str = "", enabled: bool = True, step: int | None = None, folder: str = "run", **parameters: object
+    out: Path,
+    uri: str = "",
+    enabled: bool = True,
+    step: int | None = None,
+    folder: str = "run",
+    timing: Timing = FAST,
+    **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
-    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step)
+    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step, timing)
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
@@ -190,9 +198,8 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
 def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "_FINISH_SECONDS", 0.3)
-    monkeypatch.setattr(Tracker, "_send", lambda self: time.sleep(3))
-    tracker = start(out)
+    monkeypatch.setattr(MlflowStore, "log_metrics", lambda self, run_id, records: time.sleep(3))
+    tracker = start(out, timing=Timing(poll=0.05, finish=0.3))
     begin = time.perf_counter()
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")
@@ -380,7 +387,7 @@ def test_a_locked_store_is_waited_for(out: Path) -> None:
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A database, and a store that cannot delete points, as a server."""
     if request.param == "server":
-        monkeypatch.setattr(tracking, "_delete_points", lambda client, run_id, step: False)
+        monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)
     return request.param
 
 
@@ -537,12 +544,12 @@ def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
     live(out, range(1, 11), 1.0, step=0)
     live(out, range(1, 11), 9.0, step=0, folder="other")  # Another run of the same name.
     (out / "run" / "metrics.jsonl").rename(out / "run" / "kept")
-    first = tracking.run_id_of(out / "run")
+    first = run_id_of(out / "run")
     file = out / "run" / "mlflow.json"
     file.write_text(DAMAGED[damage](file.read_text()))
     (out / "run" / "kept").rename(out / "run" / "metrics.jsonl")
     live(out, range(6, 16), 2.0, step=5)
-    assert tracking.run_id_of(out / "run") == first
+    assert run_id_of(out / "run") == first
     found = [(m.step, m.value) for m in client(out).get_metric_history(first, "loss")]
     assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
     said = [line for line in capfd.readouterr().err.splitlines() if line]
@@ -588,5 +595,5 @@ def test_mutated_files_of_a_run_never_end_its_tracking(
         live(out, range(11, 13), 1.0, step=10)
         assert written(out)[-1]["step"] == 12
         assert "cannot be reached" not in capfd.readouterr().err
-        run_id = tracking.run_id_of(out / "run")
+        run_id = run_id_of(out / "run")
         assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}
