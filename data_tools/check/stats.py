@@ -13,7 +13,7 @@ import numpy as np
 from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
-from data_tools.progress import data_size, duration
+from data_tools.progress import data_size
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
@@ -21,6 +21,7 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.outputs import try_output
+from pipeline.progress import duration
 from pipeline.settings.data import StatsConfig
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"

@@ -26,7 +26,7 @@ from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
-from pipeline.transfer.sweep_progress import Board
+from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
@@ -96,11 +96,11 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     every = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
     _print_begin(sweep, len(every), len(outcomes))
     failed: dict[Cell, str] = {}
-    with Board([cell.task.name for cell in every], [cell.task.name for cell in outcomes], folder) as board:
-        _run(sweep, searches, outcomes, failed, board, run_cells)
+    with SweepProgress([cell.task.name for cell in every], [cell.task.name for cell in outcomes], folder) as progress:
+        _run(sweep, searches, outcomes, failed, progress, run_cells)
         chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
         finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
-        _run(sweep, finals, outcomes, failed, board, run_cells)
+        _run(sweep, finals, outcomes, failed, progress, run_cells)
 
     # ---------------------------------------------------------------------- the results
     protocol = config.protocol
@@ -139,20 +139,22 @@ def output(config: VtabConfig) -> Path:
 
 
 def _run(
-    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, Outcome], failed: dict[Cell, str], board: Board, run_cells: RunCells
+    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, Outcome], failed: dict[Cell, str], progress: SweepProgress, run_cells: RunCells
 ) -> None:  # fmt: skip
     """Run those cells that have no outcome, and keep theirs."""
     waiting = [cell for cell in cells if cell not in outcomes]
 
     def fail(number: int, reason: str) -> None:
         failed[waiting[number]] = reason
-        board.gave_up(waiting[number].task.name, _in_words(waiting[number]), reason)
+        progress.gave_up(waiting[number].task.name, _in_words(waiting[number]), reason)
 
     if waiting:
-        for number, outcome in run_cells(run_cell, [Job(cell, sweep.config) for cell in waiting], board.retried, fail):
+        for number, outcome in run_cells(
+            run_cell, [Job(cell, sweep.config) for cell in waiting], progress.retried, fail
+        ):
             outcomes[waiting[number]] = outcome
             sweep.write(waiting[number], outcome)
-            board.ended(waiting[number].task.name, _in_words(waiting[number]), outcome)
+            progress.ended(waiting[number].task.name, _in_words(waiting[number]), outcome)
 
 
 def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
