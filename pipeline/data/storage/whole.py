@@ -1,6 +1,6 @@
 """Files and objects of which a reader sees the old content or the new, never a part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -16,3 +16,11 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
     """
     with path.replacing() if isinstance(path, BucketPath) else files.replacing(path) as file:
         yield file
+
+
+def write_files(folder: AnyPath, contents: Mapping[str, bytes]) -> None:
+    """Write files into a folder, which is created if it is missing; each replaces an older one atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with replacing(folder / name) as file:
+            file.write(content)
