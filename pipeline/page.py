@@ -49,10 +49,10 @@ img { max-width: 100%; }
 """
 
 
-def png(figure: Any, dpi: float | str = "figure") -> bytes:
+def png(figure: Any) -> bytes:
     """A Matplotlib figure as a PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 

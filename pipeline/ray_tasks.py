@@ -33,18 +33,13 @@ _CANCEL_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 
 
-def in_temporary_copy() -> bool:
-    """Whether this process runs under `ray job submit --working-dir`, in a temporary copy of the user's folder."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    return "working_dir" in (job.get("runtime_env") or {})
-
-
 def shared_path(name: str, value: str) -> AnyPath:
-    """The absolute path of the setting `name`. Raises UserError for a relative one in a temporary copy."""
+    """The absolute path of the setting `name`. Raises UserError for a relative one under `ray job submit --working-dir`."""
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
-    if in_temporary_copy() and not path.is_absolute():
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    if "working_dir" in (job.get("runtime_env") or {}) and not path.is_absolute():
         raise UserError(
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."

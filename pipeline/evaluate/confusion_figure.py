@@ -1,6 +1,5 @@
 """The confusion matrix as a picture."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from pipeline.evaluate.classify import confusion
+from pipeline.page import png
 
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
@@ -64,9 +64,7 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.3 else "black"
             axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=8)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)
 
 
 def shorten(name: str, most: int = _MAX_NAME) -> str:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import write_files
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.evaluate import render
@@ -78,13 +78,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)  # Of an earlier report, of which this one has no such part.
-            continue
-        with replacing(folder / name) as file:
-            file.write(content)
+    write_files(folder, files)
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")

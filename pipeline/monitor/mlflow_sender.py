@@ -64,9 +64,6 @@ class MlflowSender:
     def begin(self) -> None:
         self._thread.start()
 
-    def add_artifact(self, path: Path) -> None:
-        self._artifacts.append(path)
-
     def rewrite(self, repair: Repair, start: int) -> None:
         """Replace metrics.jsonl. The thread later deletes the MLflow points of the removed records."""
         self.start = start
@@ -84,9 +81,9 @@ class MlflowSender:
             if repair.changed:
                 write_text(self.path, b"".join(repair.lines).decode())
 
-    def end(self, status: str, in_a_hurry: bool) -> None:
-        """Send the rest and close the MLflow run, within the time limit."""
-        self._status = status
+    def end(self, status: str, artifacts: list[Path], in_a_hurry: bool) -> None:
+        """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit."""
+        self._status, self._artifacts = status, artifacts
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:

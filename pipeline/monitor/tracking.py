@@ -39,6 +39,7 @@ class Tracker:
         facts = RunFacts(config.experiment, artifacts, name, parameters, tags)
         self._sender = MlflowSender(folder, uri, facts, start, timing or Timing())
         self._enabled = config.enabled
+        self._artifacts: list[Path] = []
         # Names of metrics that the step `start` already has.
         self._logged: set[str] = set()
         self.notes = [] if start is None else self._remove_after(start)
@@ -65,12 +66,12 @@ class Tracker:
 
     def artifact(self, path: Path) -> None:
         """Upload a file to the MLflow run when the run finishes, if it exists then."""
-        self._sender.add_artifact(path)
+        self._artifacts.append(path)
 
     def finish(self, status: str, in_a_hurry: bool = False) -> None:
         """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s."""
         if self._enabled:
-            self._sender.end(status, in_a_hurry)
+            self._sender.end(status, self._artifacts, in_a_hurry)
         self._file.close()
 
     def _remove_after(self, step: int) -> list[str]:

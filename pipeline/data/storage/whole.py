@@ -18,9 +18,12 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
         yield file
 
 
-def write_files(folder: AnyPath, contents: Mapping[str, bytes]) -> None:
-    """Write files into a folder, which is created if it is missing; each replaces an older one atomically."""
+def write_files(folder: AnyPath, contents: Mapping[str, bytes | None]) -> None:
+    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+            continue
         with replacing(folder / name) as file:
             file.write(content)
