@@ -158,7 +158,7 @@ def _exit_with_node() -> None:
     what = "node" if descriptors[0] in ended else "node agent"
     lost = f"Ray's {what} on this machine died (killed, or out of memory: use fewer tasks at a time, num_tasks=...)."
     with contextlib.suppress(OSError):
-        os.write(2, f"error: {lost} Run the same command again to go on.\n".encode())
+        os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
     os._exit(2)
 
 
@@ -277,7 +277,7 @@ class _Task:
             raise error
         raise UserError(
             f"Ray gave up on a task after {self.retries} retries: {error} If memory ran out, use fewer tasks at a "
-            "time (num_tasks=...); run the same command again to go on."
+            "time (num_tasks=...); run the same command again to continue."
         )
 
 
@@ -310,7 +310,7 @@ def _result(reference: Any) -> Any:
 
 
 def _cannot_run(error: Exception) -> UserError:
-    return UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to go on.")
+    return UserError(f"Ray cannot run a task: {_first_line(error)} Run the same command again to continue.")
 
 
 def _first_line(error: Exception) -> str:
@@ -400,5 +400,5 @@ def _get_from_rank(references: Any) -> Any:
         return ray.get(references)
     except ray.exceptions.RayError as error:
         raise UserError(
-            f"a rank is lost: {_first_line(error)} Run the same command again to go on from the last checkpoint."
+            f"a rank is lost: {_first_line(error)} Run the same command again to continue from the last checkpoint."
         ) from None

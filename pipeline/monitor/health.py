@@ -190,9 +190,7 @@ def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> li
     lines = []
     for rank, host in enumerate(hosts):
         if rank not in reports:
-            lines.append(
-                f"hang: rank {rank} on {host} gives no sign of life: stopped, out of memory, or its host is gone"
-            )
+            lines.append(f"hang: rank {rank} on {host} does not respond: stopped, out of memory, or its host is down")
     waiting = [rank for rank, report in reports.items() if report.startswith("step ")]
     for rank, report in reports.items():
         if rank not in waiting or (len(waiting) == len(hosts)):

@@ -85,7 +85,7 @@ def repair(path: Path, last_step: int) -> Repair:
     back_to = min([last_step, *(step - 1 for step in removed)])
     in_order = all(step <= back_to for step in steps[:num_same])
     counts = {
-        f"records after step {last_step:,}, from where the run goes on": sum(step > last_step for step in removed),
+        f"records after step {last_step:,}, from which the run continues": sum(step > last_step for step in removed),
         "records of steps that were recorded again": sum(step <= last_step for step in removed),
         "damaged lines": num_damaged,
     }

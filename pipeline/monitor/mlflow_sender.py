@@ -87,7 +87,7 @@ class MlflowSender:
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:
-            _warn(f"MLflow at {self.uri} does not have all of {self.path}: the rest goes with the next start.")
+            _warn(f"MLflow at {self.uri} has not received all of {self.path}: the next start sends the rest.")
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
@@ -106,7 +106,7 @@ class MlflowSender:
                 # Whatever the server or its client raises, training continues; the file keeps the metrics.
                 if not num_failures:
                     reason = f"MLflow at {self.uri} cannot be reached ({_one_line(error)})"
-                    _warn(f"{reason}: going on, metrics are kept in metrics.jsonl.")
+                    _warn(f"{reason}: training continues, metrics are kept in metrics.jsonl.")
                 if stopping:
                     return
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
@@ -138,7 +138,7 @@ class MlflowSender:
                     records.append(record)
                     num_metrics += len(record.metrics)
                 elif line.strip():
-                    _warn(f"a line of metrics.jsonl was cut short and is left out: {line[:60]!r}")
+                    _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
             store.log_metrics(state.run_id, records)
             with self._lock:
                 if rewrites != self._num_rewrites:
@@ -186,11 +186,11 @@ class MlflowSender:
             run_id, has_parameters = found
             # What it has received is not known: send all again, a database keeps equal points once.
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=self.start)
-            outcome = f"going on in run {run_id}, which carries this folder's tag."
+            outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
             run_id = store.create_run(experiment_id, self.facts.name, self.facts.tags)
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None)
-            outcome = f"no run at {self.uri} carries this folder's tag, so all goes into a new one, {run_id}."
+            outcome = f"no run at {self.uri} has this folder's tag, so everything is sent to a new one, {run_id}."
         if self._damage:
             _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
@@ -219,7 +219,7 @@ class MlflowSender:
             try:
                 self._store.log_artifact(run_id, path)
             except Exception as error:
-                _warn(f"MLflow at {self.uri} does not take {path} ({_one_line(error)}).")
+                _warn(f"MLflow at {self.uri} refused {path} ({_one_line(error)}).")
         self._store.end_run(run_id, self._status)
 
     def _update(self, state: SyncState, **fields: Any) -> None:

@@ -49,7 +49,7 @@ Start = Callable[[GridRun, GridConfig], int]
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """The fields that are read of a run's scores.json."""
 
     top1: float
@@ -135,21 +135,19 @@ def _check_data(trial: GridRun, config: GridConfig) -> None:
 
 def run_to_end(grid_run: GridRun, config: GridConfig, start: Start) -> dict[str, Any]:
     """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
-    if not has_ended(grid_run):
+    outcome = read_outcome(grid_run)
+    if outcome is None:
         print(f"{config.name}: {grid_run.name}", flush=True)
         code = start(grid_run, config)
         if code == RESUME:
-            print(f"{config.name}: {grid_run.name} was asked to stop: the same command goes on (exit code {RESUME})")
+            print(f"{config.name}: {grid_run.name} was asked to stop: the same command continues (exit code {RESUME})")
             sys.exit(RESUME)
-        if not has_ended(grid_run) or (code and not _divergence(grid_run)):
-            raise UserError(
-                f"{grid_run.folder} failed (exit code {code}), see above. The same command goes on from there."
-            )
-    if reason := _divergence(grid_run):
-        raise DivergedError(f"{grid_run.folder}: {reason}")
-    scores = _read_scores(grid_run)
-    assert scores is not None, "has_ended has read them"
-    return asdict(scores)
+        outcome = read_outcome(grid_run)
+        if outcome is None or (code and not isinstance(outcome, str)):
+            raise UserError(f"{grid_run.folder} failed (exit code {code}), see above. The same command continues it.")
+    if isinstance(outcome, str):
+        raise DivergedError(f"{grid_run.folder}: {outcome}")
+    return asdict(outcome)
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
@@ -250,27 +248,28 @@ def _path_and_split(data: str) -> tuple[str, str]:
     return path, split
 
 
-def has_ended(grid_run: GridRun) -> bool:
-    """Whether a run with exactly these settings has finished, with its evaluation, or has diverged."""
+def read_outcome(grid_run: GridRun) -> Scores | str | None:
+    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
     status = read_status(grid_run.folder)
     if status is None or status.status not in ("finished", "diverged"):
-        return False
+        return None
     try:
         settings = json_record.read(grid_run.folder / "config.json", dict[str, Any])
     except FileNotFoundError:
-        return False
+        return None
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
-        return False
-    is_same = settings == schema.to_dict(grid_run.config)
-    return is_same and (bool(_divergence(grid_run)) or _read_scores(grid_run) is not None)
+        return None
+    if settings != schema.to_dict(grid_run.config):
+        return None
+    return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
 
 
-def _read_scores(grid_run: GridRun) -> _Scores | None:
+def _read_scores(grid_run: GridRun) -> Scores | None:
     """The last evaluation of a run; None if there is none. A damaged file is removed with a message."""
     file = grid_run.folder / "scores.json"
     try:
-        scores = json_record.read(file, _Scores)
+        scores = json_record.read(file, Scores)
         if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
             raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
         return scores
@@ -280,9 +279,3 @@ def _read_scores(grid_run: GridRun) -> _Scores | None:
         file.unlink()  # Without the file, the run, which is trained already, is only evaluated again.
         print(f"{error} It is removed, and the run is evaluated again.")
         return None
-
-
-def _divergence(grid_run: GridRun) -> str:
-    """The reason why a run diverged; empty if it did not."""
-    status = read_status(grid_run.folder)
-    return status.reason if status is not None and status.status == "diverged" else ""

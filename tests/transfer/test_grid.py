@@ -1,4 +1,4 @@
-"""The fine-tuning protocol: chosen on dev, trained on all, resumable; and runs set side by side."""
+"""The fine-tuning protocol: rates chosen on a dev split, final runs on all data, resuming; comparison of its runs."""
 
 import csv
 import json
@@ -109,10 +109,10 @@ def test_grid_from_trials_to_table_and_comparison(
     assert grid.run(config, start)["runs"] == result["runs"]
     assert len(started) == 5
     cell = grid.make_run(config, "final-seed-3", 0.3, 3, 0.0)
-    assert grid.has_ended(cell)
+    assert grid.read_outcome(cell) is not None
     longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
                                             f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
-    assert not grid.has_ended(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0))
+    assert grid.read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
     sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -267,7 +267,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
         if number:
             name = ("config.json", "scores.json")[number % 2]
             (cell.folder / name).write_bytes(mutate(originals[name], rng))
-        answers.append(grid.has_ended(cell))
+        answers.append(grid.read_outcome(cell) is not None)
         if answers[-1]:
             assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
                 "top1",
