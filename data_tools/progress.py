@@ -1,7 +1,6 @@
 """How far a job is: a bar on a terminal, a plain line now and then in a file, and a file that other programs read."""
 
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -10,9 +9,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.data.storage.bucket import AnyPath, file_size
-from pipeline.data.storage.whole import replacing
+from pipeline.progress import ProgressFile, duration
 
-PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
 # Most files are read within less, and need no bar.
@@ -30,7 +28,7 @@ class Progress:
 
     def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
         self.total, self.total_shards = total, shards
-        self.file = folder / PROGRESS_FILE if isinstance(folder, Path) else None
+        self.file = ProgressFile(folder) if isinstance(folder, Path) else None
         self._done = done
         self.images = self.bytes = self.shards = self.retries = 0
         # What was made now, and since when: shards that are only checked pass faster, and come first.
@@ -56,7 +54,7 @@ class Progress:
         if self.file is not None:
             self._ended.set()
             self._writer.join()
-            self.file.unlink(missing_ok=True)
+            self.file.remove()
 
     def add(self, images: int, num_bytes: int, made: bool = True) -> None:
         """One more shard is done, of so many images and bytes. made: False leaves it out of the rates."""
@@ -104,7 +102,6 @@ class Progress:
         now = time.monotonic()
         images_per_second, bytes_per_second = self._rates(now)
         state = {
-            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "phase": self._done,
             "images": self.images,
             "total_images": self.total,
@@ -117,8 +114,7 @@ class Progress:
             "seconds": now - self._start,
             "seconds_left": self._left(images_per_second),
         }
-        with replacing(self.file) as file:
-            file.write((json.dumps(state, indent=1) + "\n").encode())
+        self.file.write(state)
 
     def _rates(self, now: float) -> tuple[float, float]:
         """Images and bytes a second, of what was made until now."""
@@ -174,10 +170,3 @@ class Reading:
 def data_size(num_bytes: int) -> str:
     """'12 KB', '3.4 MB'"""
     return f"{num_bytes / 1e3:,.0f} KB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """'8 s', '4 min', '2.5 h'"""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

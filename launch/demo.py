@@ -67,7 +67,7 @@ def demo(config: DemoConfig) -> None:
     title("5/5  Score")
     from pipeline import json_record  # Late: --help needs no torch.
     from pipeline.evaluate import report
-    from pipeline.monitor.tracking import by_name, read_metrics
+    from pipeline.monitor.metrics_file import by_name, read_metrics
 
     digits = [f"data={out / 'digits'}", "split=test"]
     finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))

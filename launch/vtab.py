@@ -64,7 +64,7 @@ def on_ray(
     from pipeline import ray_tasks
 
     ray_tasks.connect()
-    fitting, num_gpus = ray_tasks.room(config.threads, config.gpu_share)
+    fitting, num_gpus = ray_tasks.capacity(config.threads, config.gpu_share)
     limit = config.num_tasks or fitting
     return ray_tasks.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.process import silence_broken_output
+from pipeline.progress import duration
 
 
 class Console:
@@ -58,10 +59,3 @@ def progress_line(done: int, total: int, metrics: dict[str, float], global_batch
         f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
         f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
     )
-
-
-def duration(seconds: float) -> str:
-    """1:02:03, or 2 d 03:04:05."""
-    days, rest = divmod(round(seconds), 86400)
-    clock = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days} d {clock}" if days else clock

@@ -2,8 +2,10 @@
 
 import base64
 import html
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ th { border-bottom: 2px solid #888; }
 tr.bold td { font-weight: 600; background: #f4f6f8; }
 img { max-width: 100%; }
 """
+
+
+def png(figure: Any) -> bytes:
+    """A Matplotlib figure as a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:

@@ -18,8 +18,8 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.distributed import Ranks, from_environment
 from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
+from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
-from pipeline.monitor.tracking import read_metrics
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import (

@@ -1,6 +1,5 @@
 """The counts of a data set as one page of histograms."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.page import png
 
 _MAX_NAMED = 20
 _MAX_NAME = 18
@@ -48,9 +48,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
         axes.set_axisbelow(True)
     handles = [panels[1].plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)
 
 
 def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], colours: Colours) -> None:

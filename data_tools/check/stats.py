@@ -13,14 +13,15 @@ import numpy as np
 from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
-from data_tools.progress import data_size, duration
+from data_tools.progress import data_size
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
-from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.outputs import try_output
+from pipeline.progress import duration
 from pipeline.settings.data import StatsConfig
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
@@ -51,20 +52,15 @@ def run(config: StatsConfig) -> dict[str, Any]:
     for split, of_split in stats["splits"].items():
         of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
     stats["seconds"] = time.monotonic() - begin
+    sheet = draw_sheet(dataset, config.sheet, _total_classes(counts)) if config.sheet else None
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
         CLASSES: _class_table(counts, dataset.classes),
         SHARDS: _shard_table(shards, mixes, dataset.classes),
         HISTOGRAMS: draw_histograms(dataset, counts, mixes),
+        SHEET: sheet,
     }
-    if config.sheet:
-        contents[SHEET] = draw_sheet(dataset, config.sheet, _total_classes(counts))
-    make_folder(out)
-    for name, content in contents.items():
-        with replacing(out / name) as file:
-            file.write(content)
-    if not config.sheet:
-        (out / SHEET).unlink(missing_ok=True)  # Of an earlier run, perhaps of other data.
+    write_files(out, contents)
     _say(stats, out)
     return stats
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, data_size, duration
+from data_tools.progress import Progress, data_size
 from pipeline import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
@@ -30,6 +30,7 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.progress import duration
 from pipeline.settings.data import VerifyConfig
 
 LIST = "damaged"

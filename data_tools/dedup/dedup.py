@@ -21,7 +21,7 @@ from data_tools.dedup.pair_sheet import Picture, draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
 from data_tools.dedup.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, read_states
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, duration
+from data_tools.progress import Progress
 from pipeline import ray_tasks
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
@@ -29,6 +29,7 @@ from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.progress import duration
 from pipeline.settings.data import DedupConfig
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, duration
+from data_tools.progress import Progress
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
@@ -54,6 +54,7 @@ from pipeline.data.storage.bucket import (
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
+from pipeline.progress import duration
 from pipeline.settings.data import IndexConfig
 
 _READ_BYTES = 2**22

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.driver import only_driver
-from data_tools.progress import PROGRESS_FILE, Progress, data_size, duration
+from data_tools.progress import Progress, data_size
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
@@ -35,6 +35,7 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
 
 # What finds the samples of a source: (source, settings, staging) -> Listing; see `list_source`.

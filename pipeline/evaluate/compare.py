@@ -9,11 +9,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline import json_record
+from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render, report
-from pipeline.monitor.tracking import by_name, read_metrics
+from pipeline.monitor.metrics_file import by_name, read_metrics
 from pipeline.outputs import try_output
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, png, single_file
 from pipeline.settings import schema
 from pipeline.settings.reports import CompareConfig
 from pipeline.settings.run import RunConfig
@@ -69,7 +70,7 @@ def run(config: CompareConfig) -> dict[str, dict[str, Any]]:
         "losses.png": curves,
         "per_class.csv": render.table_csv(class_rows(scores)),
     }
-    render.write_folder(folder, files)
+    write_files(folder, files)
     print(f"comparison: {folder / 'report.md'}")
     return scores
 
@@ -174,7 +175,7 @@ def draw_losses(runs: Sequence[Run]) -> bytes:
     if axes.get_lines():
         for text in axes.legend(frameon=False).get_texts():
             text.set_parse_math(False)
-    return render.png(figure)
+    return png(figure)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from matplotlib.figure import Figure
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
-from pipeline.files import replacing
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown
+from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, png
 
 SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
           "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
@@ -134,17 +132,6 @@ def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------------- files
-def write_folder(folder: Path, files: Mapping[str, bytes | None]) -> None:
-    """Write files, name -> content, to `folder`. None removes the file that an earlier report may have written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        if content is None:
-            (folder / name).unlink(missing_ok=True)
-            continue
-        with replacing(folder / name) as file:
-            file.write(content)
-
-
 def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     """Rows with the same keys as CSV; the keys are its header."""
     buffer = io.StringIO()
@@ -152,13 +139,6 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue().encode()
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 # ---------------------------------------------------------------------- the confusion matrix

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
@@ -74,7 +75,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         "report.md": render.page(scores, picture).encode(),
         "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
     }
-    render.write_folder(folder, files)
+    write_files(folder, files)
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")

@@ -16,7 +16,7 @@ from pipeline import random_numbers
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit
 from pipeline.data.loading.loader import Loader, eval_view
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
@@ -70,9 +70,7 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     if "attention" in wanted:
         for old in folder.glob("attention*.png"):
             old.unlink()  # Of an earlier choice of layers and heads.
-    for name, content in contents.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+    write_files(folder, contents)
     print(f"{', '.join(contents)} in {folder}")
     return found.numbers, [folder / name for name in contents]
 

@@ -1,4 +1,5 @@
-"""What is measured while a run trains: metrics and MLflow, speed and memory, loss spikes, hangs, slow ranks.
+"""Measurements while a run trains: metrics and MLflow, speed and memory, loss spikes, hangs, slow ranks.
 
-Imports the ground floor and settings; tracking.py is the only file that imports MLflow. Called by train/, transfer/, reports.
+May import settings, `distributed` and the ground floor; mlflow_store.py is the only file that imports MLflow. Called by
+train/, estimate/, evaluate/, transfer/ and the benches.
 """

@@ -1,4 +1,4 @@
-"""Is the run well? A loss that jumps, a rank that hangs, a rank that is slower than the others."""
+"""Health of a run: loss spikes, hanging ranks, ranks that are slower than the others."""
 
 import faulthandler
 import math
@@ -18,38 +18,39 @@ from torch import Tensor
 from pipeline.distributed import Ranks
 from pipeline.settings.run import HealthConfig
 
-# A loss that has almost stopped moving has a deviation near 0, and every wobble would be a spike.
-_SMALLEST_DEVIATION = 0.01
-_HANG_CODE = 1
-_ANSWER_SECONDS = 5.0
+# Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every
+# small change would be a spike.
+_MIN_DEVIATION = 0.01
+_EXIT_CODE = 1
+# How long a rank waits for the reports of the others, in seconds.
+_REPORT_SECONDS = 5.0
 
 
 class SpikeScore:
-    """How far each step's loss lies above those before it, in standard deviations of the last `window` of them.
+    """Distance of a step's loss from the mean of the last `window` losses, in their standard deviations.
 
-    What a run remembers of this is `recent`, oldest first; it goes into the checkpoint, so that a resumed run judges as
-    the unbroken one.
+    recent: those losses, oldest first. They go into the checkpoint, so that a resumed run finds the same spikes.
     """
 
     def __init__(self, window: int, recent: Iterable[float] = ()) -> None:
         self.recent: deque[float] = deque(recent, maxlen=window)
 
     def add(self, loss: float) -> float:
-        """The score of the next loss: inf when it is no number, 0 while fewer than half a window are known."""
+        """Score of the next loss: inf if it is not finite, 0 while fewer than half a window of losses are known."""
         if not math.isfinite(loss):
             return math.inf
         score = 0.0
         if 2 * len(self.recent) >= (self.recent.maxlen or 0):
             mean = statistics.fmean(self.recent)
-            score = (loss - mean) / max(statistics.pstdev(self.recent, mean), _SMALLEST_DEVIATION * abs(mean), 1e-12)
-        # A spike is remembered too: after a lasting change of level it stops being one.
+            score = (loss - mean) / max(statistics.pstdev(self.recent, mean), _MIN_DEVIATION * abs(mean), 1e-12)
+        # Spikes are kept too: after a lasting change of level, losses of the new level are no spikes.
         self.recent.append(loss)
         return score
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss that stands out. step: from 1, as log lines count."""
+    """A loss far above those before it. step: from 1, as in log lines."""
 
     step: int
     loss: float
@@ -60,7 +61,7 @@ class Spike:
 
 
 class LossWatch:
-    """Holds every step's loss against those before it. All methods but `add` are collective."""
+    """Finds loss spikes. All methods but `add` and `forget` are collective."""
 
     def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = ()) -> None:
         self.config, self.ranks = config, ranks
@@ -70,15 +71,15 @@ class LossWatch:
         self._found: list[Spike] = []
 
     def accept(self, step: int, loss: Tensor) -> bool:
-        """Judge this step's loss (a rank's mean) at once: False for a spike."""
+        """Check this step's loss (a rank's mean) at once. Returns False for a spike."""
         return self._judge(step, self.ranks.mean(loss))
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Judge it later: nothing waits for the device, or for the other ranks, until then."""
+        """Keep a loss for `catch_up`, without waiting for the device or the other ranks."""
         self._waiting.append((step, loss))
 
     def catch_up(self) -> list[Spike]:
-        """Judge what waits; what stood out since the last time, oldest first."""
+        """Check the losses that were added. Returns all spikes since the last call, oldest first."""
         losses = self.ranks.sum(*(float(loss) for _, loss in self._waiting)) if self._waiting else []
         for (step, _), loss in zip(self._waiting, losses, strict=True):
             self._judge(step, loss / self.ranks.world_size)
@@ -87,7 +88,7 @@ class LossWatch:
         return found
 
     def forget(self, recent: Iterable[float]) -> None:
-        """Go on as from a checkpoint."""
+        """Continue with the losses of a checkpoint."""
         self.scores = SpikeScore(self.config.spike_window, recent)
 
     def _judge(self, step: int, loss: float) -> bool:
@@ -100,13 +101,13 @@ class LossWatch:
 
 
 def stragglers(seconds: Sequence[float], ratio: float) -> dict[int, float]:
-    """Ranks whose own work (before it waits for others) took over `ratio` times the median rank's, and how many times."""
-    usual = statistics.median_low(seconds)
-    return {rank: own / usual for rank, own in enumerate(seconds) if usual > 0 and own > ratio * usual}
+    """Returns rank -> its time over the median, for ranks above `ratio`. seconds: each rank's own work, without waiting."""
+    median = statistics.median_low(seconds)
+    return {rank: own / median for rank, own in enumerate(seconds) if median > 0 and own > ratio * median}
 
 
 class SlowRanks:
-    """Names stragglers: at the second reading in a row, not the same ones again, and when they are normal again."""
+    """Reports each straggler once, after two readings in a row, and once more when it is normal again."""
 
     def __init__(self, hosts: Sequence[str], ratio: float) -> None:
         self.hosts, self.ratio = hosts, ratio
@@ -114,9 +115,9 @@ class SlowRanks:
         self._before: set[int] = set()
 
     def changed(self, seconds: Sequence[float]) -> list[str]:
-        """Lines for ranks that have become slow or normal again. seconds: of each rank's own work."""
+        """Lines for ranks that have become slow or normal again. seconds: each rank's own work."""
         slow = stragglers(seconds, self.ratio) if self.ratio else {}
-        # One reading says little: any host does something else for a moment.
+        # Two readings, because any host may be busy for a moment.
         new = sorted(self._before & slow.keys() - self._named)
         over = sorted(self._named - self._before - slow.keys())
         self._before, self._named = set(slow), self._named.union(new).difference(over)
@@ -130,11 +131,11 @@ class SlowRanks:
 
 
 class Watchdog:
-    """Ends a run that stands still, and says which rank it waits for: host, step, phase and Python stack.
+    """Ends a run that makes no progress, and names the rank that the others wait for, with host, step, phase and stack.
 
-    Every rank tells its own watchdog what it is about to do. When nothing has been told for `minutes`, each rank writes
-    `<folder>/rank-00003.txt`; the lowest rank that could write reads them all. Ranks in the phase of a collective wait
-    for the others: the culprit is one that is elsewhere, or that cannot even write (stopped, swapped out, its host gone).
+    Each rank calls `at` before each phase. After `minutes` without a call it writes `<folder>/rank-00003.txt`; the lowest
+    rank that wrote one reads them all. Ranks in a collective phase wait for the others, so the cause is a rank in another
+    phase, or one that wrote nothing (stopped, swapped out, or its host is down). minutes: 0 is no watchdog.
     """
 
     def __init__(self, folder: Path, rank: int, hosts: Sequence[str], minutes: float) -> None:
@@ -145,7 +146,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def at(self, step: int, phase: str) -> None:
-        """This rank begins a phase of a step: "data", "step" (with the others), "checkpoint", "evaluation"."""
+        """This rank begins a phase of a step: "data", "step" (collective), "checkpoint" or "evaluation"."""
         self._at = (time.monotonic(), step, phase)
 
     def close(self) -> None:
@@ -156,15 +157,15 @@ class Watchdog:
             since, step, phase = self._at
             if time.monotonic() - since > self.seconds:
                 self._write(step, phase, time.monotonic() - since)
-                # Ranks notice within a second or so of each other.
-                if self._over.wait(_ANSWER_SECONDS):
+                # Ranks notice a hang within about a second of each other.
+                if self._over.wait(_REPORT_SECONDS):
                     return
                 reports = self._read()
                 if min(reports, default=self.rank) == self.rank:
                     for line in diagnosis(reports, self.hosts, self.folder):
                         print(line, file=sys.stderr, flush=True)
-                # The main thread waits in a collective or a read and cannot be woken.
-                os._exit(_HANG_CODE)
+                # The main thread waits in a collective or a read, and cannot be interrupted.
+                os._exit(_EXIT_CODE)
 
     def _write(self, step: int, phase: str, seconds: float) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -174,8 +175,8 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _read(self) -> dict[int, str]:
-        """What each rank wrote about this hang: its first line. Files of an earlier hang are older."""
-        newest = time.time() - self.seconds - 2 * _ANSWER_SECONDS
+        """Returns rank -> first line of its report. Reports of an earlier hang are older, and left out."""
+        newest = time.time() - self.seconds - 2 * _REPORT_SECONDS
         found = {}
         for rank in range(len(self.hosts)):
             file = self.folder / f"rank-{rank:05d}.txt"
@@ -185,13 +186,11 @@ class Watchdog:
 
 
 def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> list[str]:
-    """Lines that name whom the others wait for. reports: rank -> "<phase> of step <n> for ..."."""
+    """Lines that name the rank that the others wait for. reports: rank -> "<phase> of step <n> for ..."."""
     lines = []
     for rank, host in enumerate(hosts):
         if rank not in reports:
-            lines.append(
-                f"hang: rank {rank} on {host} gives no sign of life: stopped, out of memory, or its host is gone"
-            )
+            lines.append(f"hang: rank {rank} on {host} does not respond: stopped, out of memory, or its host is down")
     waiting = [rank for rank, report in reports.items() if report.startswith("step ")]
     for rank, report in reports.items():
         if rank not in waiting or (len(waiting) == len(hosts)):

@@ -1,10 +1,9 @@
-"""Speed and memory of a run, as its log line shows them: images/s, MFU, where the time goes, peak memory; and a trace."""
+"""Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory; data sheets of GPUs; a trace."""
 
 import contextlib
 import os
 import re
 import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pipeline.distributed import Ranks
 
-# Dense 16-bit peak in TFLOP/s and gigabytes of memory by the name CUDA gives; the data sheets' figures without sparsity.
+# Dense 16-bit peak in TFLOP/s and memory in gigabytes by CUDA's name, from the data sheets (figures without sparsity).
 _GPUS = {
     "B200": (2250.0, 180),
     "H200": (989.0, 141),
@@ -35,7 +35,7 @@ _MEASURE_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU. kind: its row in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9)."""
+    """A GPU model. kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9)."""
 
     kind: str
     tflops: float
@@ -43,7 +43,7 @@ class Gpu:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The data sheet of a GPU by CUDA's name for it or a short one, as "NVIDIA A100-SXM4-80GB" or "A100-80GB"."""
+    """The data sheet of a GPU by CUDA's name or a short one: "NVIDIA A100-SXM4-80GB", "A100-80GB". None if unknown."""
     name = name.replace("-", " ")
     gigabytes = re.search(r"(\d+) ?GB\b", name)
     for kind, (tflops, memory) in _GPUS.items():
@@ -53,30 +53,29 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> str:
-    """The kinds that `find_gpu` knows, for a message."""
+    """Names that `find_gpu` knows, for a message."""
     return ", ".join(kind.replace(" ", "-") for kind in _GPUS)
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that training may count on: nominal, which leaves the CUDA context its room; None on a CPU."""
+    """Bytes that training may use: at most the nominal size, which leaves room for the CUDA context. None on a CPU."""
     if device.type != "cuda":
         return None
-    there = torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(device).total_memory
     gpu = find_gpu(torch.cuda.get_device_name(device))
-    return min(there, gpu.memory) if gpu else there
+    return min(total, gpu.memory) if gpu else total
 
 
 def host_memory() -> int:
-    """Bytes of memory and swap that each rank of this host may take; of a container, its limit."""
-    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total = sum(int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
-    with contextlib.suppress(OSError, ValueError):  # No container, or "max".
+    """Bytes of memory and swap for each rank of this host, within the container's limit."""
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    with contextlib.suppress(OSError, ValueError):  # No container, or no limit ("max").
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total // max(1, int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:
-    """FLOP/s of one device at best, and where the figure is from: the config, a data sheet, or a measurement here."""
+    """Returns (peak FLOP/s of one device, its source: the setting, a data sheet, or a measurement here)."""
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
     if device.type == "cuda" and dtype != torch.float32:
@@ -100,28 +99,27 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Bytes: the most this rank has held on its GPU, or in host memory when it computes on the CPU."""
+    """Peak bytes of this rank on its GPU, or in host memory if it computes on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB.
 
 
 class StepClock:
-    """Seconds of a rank by part: "data", "forward", "backward", "optimizer", "checkpoint".
+    """Seconds that a rank spends in each part of a step (`PARTS`).
 
-    On a GPU the parts are marked in its queue and read off later, so that nothing waits for them; there "data" is the time
-    that the host waited.
+    On a GPU the parts are timed by CUDA events that are read later, so that nothing waits for them; "data" is the time that
+    the host waited.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._marks: list[tuple[str, Any, Any]] = []
+        self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def host(self, part: str) -> Iterator[None]:
-        """Count what the block takes on the host."""
+        """Add the time of the block on the host."""
         begin = time.perf_counter()
         try:
             yield
@@ -130,7 +128,7 @@ class StepClock:
 
     @contextmanager
     def device(self, part: str) -> Iterator[None]:
-        """Count what the block's work takes on the device."""
+        """Add the time of the block's work on the device."""
         if not self.on_gpu:
             with self.host(part):
                 yield
@@ -139,21 +137,21 @@ class StepClock:
         begin.record()
         yield
         end.record()
-        self._marks.append((part, begin, end))
+        self._events.append((part, begin, end))
 
     def add(self, part: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         self._seconds[part] += seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part since the last reading. Waits for the GPU."""
-        if self._marks:
+        """Seconds of each part since the last call. Waits for the GPU."""
+        if self._events:
             torch.cuda.synchronize()
-        for part, begin, end in self._marks:
+        for part, begin, end in self._events:
             self._seconds[part] += begin.elapsed_time(end) / 1e3
         seconds = dict(self._seconds)
         self._seconds.clear()
-        self._marks.clear()
+        self._events.clear()
         return seconds
 
 
@@ -161,29 +159,29 @@ PARTS = ("data", "forward", "backward", "optimizer", "checkpoint", "communicatio
 
 
 class Meter:
-    """Rates between two log lines, without the time that evaluation and checkpoints took."""
+    """Rates between two log lines, without the time of evaluations and checkpoints."""
 
     def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float) -> None:
         self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
-        # Of every rank, its own work up to the last reading: data and forward passes, before it waits for others.
+        # Seconds of each rank's own work in the last reading: data and forward passes, before it waits for others.
         self.own_seconds: list[float] = [0.0] * ranks.world_size
         self._restart()
 
     def _restart(self) -> None:
-        self.images, self.away = 0, 0.0
+        self.images, self.paused_seconds = 0, 0.0
         self.begin = time.perf_counter()
 
     def step(self, images: int) -> None:
-        """Count one step of `images` over all ranks."""
+        """Count a step of `images` images over all ranks."""
         self.images += images
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What the block takes is not training. Not counted either when it raises."""
+        """Leave the time of the block out of the rates. If it raises, its time counts."""
         begin = time.perf_counter()
         yield
-        self.away += time.perf_counter() - begin
+        self.paused_seconds += time.perf_counter() - begin
 
     @property
     def average(self) -> float:
@@ -193,38 +191,38 @@ class Meter:
     def read(self) -> dict[str, float]:
         """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
 
-        data_wait is the slowest rank's share; time_forward, ... are means over ranks, of training and checkpoints.
-        time_communication, where it is measured, is part of the others.
+        data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and checkpoints.
+        time_communication, where it is measured, is contained in the others.
         """
-        seconds = max(time.perf_counter() - self.begin - self.away, 1e-9)
+        seconds = max(time.perf_counter() - self.begin - self.paused_seconds, 1e-9)
         rate = self.images / seconds
         self.total_images += self.images
         self.total_seconds += seconds
         parts = self.clock.read()
-        of_ranks = self.ranks.gather([parts.get(part, 0.0) for part in PARTS])
-        self.own_seconds = [data + forward for data, forward, *_ in of_ranks]
-        whole = seconds + parts.get("checkpoint", 0.0)
+        rank_parts = self.ranks.gather([parts.get(part, 0.0) for part in PARTS])
+        self.own_seconds = [data + forward for data, forward, *_ in rank_parts]
+        total = seconds + parts.get("checkpoint", 0.0)
         reading = {
             "images_per_second": rate,
             "mfu": self.flops_per_image * rate / (self.ranks.world_size * self.peak),
-            "data_wait": max(data for data, *_ in of_ranks) / seconds,
+            "data_wait": max(data for data, *_ in rank_parts) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }
-        for part, values in list(zip(PARTS, zip(*of_ranks, strict=True), strict=True))[1:]:
-            reading[f"time_{part}"] = sum(values) / len(values) / whole
+        for part, values in list(zip(PARTS, zip(*rank_parts, strict=True), strict=True))[1:]:
+            reading[f"time_{part}"] = sum(values) / len(values) / total
         self._restart()
         return reading
 
 
 class Trace:
-    """A torch.profiler trace of `steps` steps from step `first` on (from 1, as log lines count); 0 is none."""
+    """A torch.profiler trace of `steps` steps from step `first` on (counted from 1, as in log lines); first = 0 is no trace."""
 
     def __init__(self, first: int, steps: int, file: Path, device: torch.device) -> None:
         self.first, self.last, self.file, self.device = first, first + steps - 1, file, device
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Step `step` begins."""
+        """Call it before each step."""
         if step == self.first:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.device.type == "cuda":
@@ -233,7 +231,7 @@ class Trace:
             self._profiler.start()
 
     def after(self, step: int) -> Path | None:
-        """Step `step` is over; the trace's file (for Perfetto or chrome://tracing) when it was the last of the window."""
+        """Call it after each step. Returns the trace's file (for Perfetto or chrome://tracing) after the last step of it."""
         if self._profiler is None or step != self.last:
             return None
         self._profiler.stop()

@@ -1,4 +1,6 @@
-"""From a pre-trained model to new tasks: fine-tuning, its grid of settings, and VTAB-1k's sweep and report.
+"""Transfer of a pre-trained model to new tasks: fine-tuning, its grid of settings, VTAB-1k's sweep and report.
 
-May import everything above but Ray: the commands hand it a way to run many tasks. Called by `launch/`.
+vtab.py runs a sweep, vtab_cell.py one cell of it; report.py compares sweeps; grid.py searches a learning rate. May import
+every other room of pipeline/; not Ray: the commands pass a function that runs many tasks. Called by `launch/`; data_tools/
+uses the list of tasks.
 """

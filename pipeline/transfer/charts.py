@@ -1,4 +1,4 @@
-"""Scores on VTAB-1k as bar charts."""
+"""Bar charts of VTAB-1k scores."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.evaluate.render import png, shorten
-from pipeline.transfer.score_table import OVERALL, Cell, Column, members
+from pipeline.evaluate.render import shorten
+from pipeline.page import png
+from pipeline.transfer.score_table import OVERALL, Column, Score, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
-# Okabe and Ito's colours, which are told apart by all: ours are the strong ones, the paper's are greys.
+# Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _PAPER = ("0.35", "0.55", "0.75")
-_NAME = 40
+_MAX_NAME = 40
 
 
 def draw_tasks(table: Sequence[Column]) -> bytes:
-    """A PNG: a bar for each task and column, with its interval; a task without a score has none."""
+    """PNG of a bar with its interval for each task and column; a task without a score has no bar."""
     figure = Figure(figsize=(15, 5.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     _bars(axes, table, [task.title for task in TASKS], [[column.tasks.get(t.name) for t in TASKS] for column in table])
@@ -35,7 +36,7 @@ def draw_tasks(table: Sequence[Column]) -> bytes:
 
 
 def draw_means(table: Sequence[Column]) -> bytes:
-    """A PNG: the means of groups and of all tasks; a mean that is not whole has no bar, and says of how many it would be."""
+    """PNG of the means of groups and of all tasks; an incomplete mean has no bar, but the number of its tasks."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     names = [*GROUPS, OVERALL]
@@ -45,26 +46,26 @@ def draw_means(table: Sequence[Column]) -> bytes:
     for number, column in enumerate(table):
         for place, name in enumerate(names):
             if name not in column.means:
-                left = sum(task not in column.absent for task in members()[name])
-                text = f"only {left} of {len(members()[name])} tasks"
+                num_scored = sum(task not in column.absent for task in members()[name])
+                text = f"only {num_scored} of {len(members()[name])} tasks"
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
     axes.set_title("VTAB-1k: unweighted means over tasks")
     return png(figure)
 
 
-def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
-    """rows: for each column of the table, the cell of each title."""
-    for number, (column, cells, colour) in enumerate(zip(table, rows, _colours(table), strict=True)):
-        places = np.array([i for i, cell in enumerate(cells) if cell])
-        there = [cell for cell in cells if cell]
-        label = shorten(column.name, _NAME)
-        if not there:
+def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Score | None]]) -> None:
+    """rows: for each column of the table, the scores in the order of `titles`."""
+    for number, (column, scores, colour) in enumerate(zip(table, rows, _colours(table), strict=True)):
+        places = np.array([i for i, score in enumerate(scores) if score])
+        scored = [score for score in scores if score]
+        label = shorten(column.name, _MAX_NAME)
+        if not scored:
             axes.bar([0], [0], color=colour, label=label)
             continue
-        heights = np.array([cell.accuracy for cell in there])
-        low = np.array([cell.interval.low if cell.interval else cell.accuracy for cell in there])
-        high = np.array([cell.interval.high if cell.interval else cell.accuracy for cell in there])
+        heights = np.array([score.accuracy for score in scored])
+        low = np.array([score.interval.low if score.interval else score.accuracy for score in scored])
+        high = np.array([score.interval.high if score.interval else score.accuracy for score in scored])
         lines = {"elinewidth": 1, "capsize": 2, "ecolor": "black"}
         errors = 100 * np.clip([heights - low, high - heights], 0, None) if (high > low).any() else None
         axes.bar(places + _shift(number, len(table)), 100 * heights, _width(len(table)), color=colour, label=label,

@@ -1,6 +1,6 @@
-"""Fine-tuning by the paper's recipe (ViT paper, B.1.1): a run that starts from weights, with a new zero head.
+"""Fine-tuning (ViT paper, B.1.1): a run that starts from weights, with a new zero head.
 
-The recipe itself is the settings: SGD with momentum 0.9, cosine decay, no weight decay, clipping at 1, softmax.
+The recipe is in the settings: SGD with momentum 0.9, cosine decay, no weight decay, clipping at 1, softmax.
 """
 
 from pipeline.errors import UserError
@@ -14,6 +14,6 @@ def run(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
-    from pipeline.train import start  # Late: a mistake in the settings needs no pyarrow.
+    from pipeline.train import start  # Late, so that a mistake in the settings is reported without pyarrow.
 
     start.run(config)

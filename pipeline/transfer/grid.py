@@ -1,6 +1,6 @@
-"""The paper's way to a fine-tuned score (ViT paper, B.1.1): choose the learning rate on a dev split, then train on all.
+"""The ViT paper's fine-tuning protocol (B.1.1): choose the learning rate on a dev split, then train on all data, once per seed.
 
-Each run is a process of its own, and its folder says how far it came: the same command goes on where it was cut off.
+Each run is a process of its own that resumes from its folder, so the same command continues an interrupted grid.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 from pipeline import json_record
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME, read_status
@@ -33,7 +33,7 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridRun:
     """One run of the grid. overrides: its settings, over those of the file."""
 
     name: str
@@ -45,84 +45,67 @@ class Cell:
         return Path(self.config.out) / self.config.name
 
 
+Start = Callable[[GridRun, GridConfig], int]
+
+
 @dataclass(frozen=True)
-class _Scores:
-    """What is read of the scores.json of a run."""
+class Scores:
+    """The fields that are read of a run's scores.json."""
 
     top1: float
     loss: float
     num_samples: int
 
 
-def start_process(cell: Cell, config: GridConfig) -> int:
-    """Run a cell as a command of its own; its exit code."""
+def start_process(grid_run: GridRun, config: GridConfig) -> int:
+    """Run launch/finetune.py by config.launcher; returns its exit code."""
     launcher = shlex.split(config.launcher) or [sys.executable]
-    # The launchers beside this interpreter are found, also where its environment is not activated.
+    # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    arguments = [*launcher, str(_SCRIPT), "--config", config.run, *cell.overrides]
+    arguments = [*launcher, str(_SCRIPT), "--config", config.run, *grid_run.overrides]
     return subprocess.run(arguments, env={**os.environ, "PATH": path}).returncode
 
 
-def run(config: GridConfig, start: Callable[[Cell, GridConfig], int] = start_process) -> dict[str, Any]:
-    """All runs of the protocol, and its table; returns what results.json holds. start: how a cell is run.
+def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
+    """Run the grid, write its report, and return the content of results.json. start: executes a run.
 
-    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: why), runs (seed, top1), top1 (mean), std
-    (over seeds, of n - 1; None of one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
-    fails, after its own output has said why, and when all trials diverge; ends with exit code 75 when a run was asked to stop.
+    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: reason), runs (seed, top1), top1 (mean), std
+    (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
+    fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
-    folder = Path(config.out) / config.name
-    trials = [cell(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
     _check_data(trials[0], config)
     tried: list[dict[str, Any]] = []
     for lr, trial in zip(config.lr, trials, strict=True):
         try:
-            scores = finished(trial, config, start)
-        except DivergedError as error:  # It is not chosen: that is what it was tried for.
+            tried.append({"lr": lr, **run_to_end(trial, config, start)})
+        except DivergedError as error:  # A diverged trial is a result: this rate is not chosen.
             print(f"{config.name}: lr {lr:g} diverged")
             tried.append({"lr": lr, "diverged": str(error)})
-            continue
-        tried.append({"lr": lr, "top1": scores["top1"], "loss": scores["loss"], "num_samples": scores["num_samples"]})
     best, num_dev = best_rate(tried)
     print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {num_dev:,} dev images")
 
-    finals = [cell(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
+    finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
     runs = []
     for seed, final in zip(config.seeds, finals, strict=True):
         try:
-            scores = finished(final, config, start)
+            scores = run_to_end(final, config, start)
         except DivergedError as error:
             raise UserError(f"{error} Or leave {best:g} out of lr.") from error
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
+    settings = finals[0].config
     result: dict[str, Any] = {
         "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
-        "weights": finals[0].config.init.weights, "data": finals[0].config.data.path, "split": finals[0].config.data.eval_split,
-        "trials": tried, "runs": runs, **mean_and_deviation([of_seed["top1"] for of_seed in runs]),
-        "also": {data: _scored(data, finals) for data in config.also},
+        "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
+        "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
+        "also": {data: _scores_on(data, finals) for data in config.also},
     }  # fmt: skip
-    title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
-    files = {
-        "report.md": markdown(title, page(result)).encode(),
-        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
-    }
-    for name, content in files.items():
-        with replacing(folder / name) as file:
-            file.write(content)
-    spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
-    print(f"{title}, {spread}{in_seeds(len(runs))}; report: {folder / 'report.md'}")
-    if config.mlflow:
-        metrics = {"top1": result["top1"], "lr": best}
-        if result["std"] is not None:
-            metrics["top1_std"] = result["std"]
-        metrics |= {
-            f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
-        }
-        tags = {"weights": str(result["weights"]), "data": result["data"]}
-        send_report(config.mlflow, folder, config.name, metrics, [folder / name for name in files], tags, "finetune")
+    _write_report(result, config)
     return result
 
 
-def cell(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> Cell:
-    """The settings of one run. Raises UserError for a file that cannot be used."""
+def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> GridRun:
+    """The settings of one run. Raises UserError for a settings file that cannot be used."""
     overrides = [
         *config.settings, f"name={name}", f"out={Path(config.out) / config.name}", f"optimizer.lr={lr!r}", f"seed={seed}",
         f"data.dev_share={dev_share!r}",
@@ -130,11 +113,11 @@ def cell(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) 
     settings = schema.load(RunConfig, config.run, overrides)
     if settings.init.weights is None:
         raise UserError(f"{config.run} has no init.weights: set settings=[init.weights=...].")
-    return Cell(name, settings, overrides)
+    return GridRun(name, settings, overrides)
 
 
-def _check_data(trial: Cell, config: GridConfig) -> None:
-    """Refuse what would come up after days: splits and data sets that only the final runs read. Raises UserError."""
+def _check_data(trial: GridRun, config: GridConfig) -> None:
+    """Raise UserError for splits and data sets that would otherwise fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
     dataset = open_dataset(settings.path)
     for share in (config.dev_share, 0.0):
@@ -150,25 +133,28 @@ def _check_data(trial: Cell, config: GridConfig) -> None:
             )
 
 
-def finished(cell: Cell, config: GridConfig, start: Callable[[Cell, GridConfig], int]) -> dict[str, Any]:
-    """The scores of a run's end; the run is started first if it is not there yet. Raises UserError, and DivergedError."""
-    if not _has_ended(cell):
-        print(f"{config.name}: {cell.name}", flush=True)
-        code = start(cell, config)
+def run_to_end(grid_run: GridRun, config: GridConfig, start: Start) -> dict[str, Any]:
+    """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
+    outcome = read_outcome(grid_run)
+    if outcome is None:
+        print(f"{config.name}: {grid_run.name}", flush=True)
+        code = start(grid_run, config)
         if code == RESUME:
-            print(f"{config.name}: {cell.name} was asked to stop: the same command goes on (exit code {RESUME})")
+            print(f"{config.name}: {grid_run.name} was asked to stop: the same command continues (exit code {RESUME})")
             sys.exit(RESUME)
-        if not _has_ended(cell) or (code and not _diverged(cell)):
-            raise UserError(f"{cell.folder} failed (exit code {code}), see above. The same command goes on from there.")
-    if why := _diverged(cell):
-        raise DivergedError(f"{cell.folder}: {why}")
-    scores = _scores(cell)
-    assert scores is not None, "_has_ended says that there are some"
-    return asdict(scores)
+        outcome = read_outcome(grid_run)
+        if outcome is None or (code and not isinstance(outcome, str)):
+            raise UserError(f"{grid_run.folder} failed (exit code {code}), see above. The same command continues it.")
+    if isinstance(outcome, str):
+        raise DivergedError(f"{grid_run.folder}: {outcome}")
+    return asdict(outcome)
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
-    """The learning rate of the highest dev accuracy, of equal ones that of the lower loss; and the number of dev images."""
+    """Returns (learning rate with the highest dev accuracy, number of dev images). Ties: the lower loss.
+
+    Raises UserError if all diverged.
+    """
     scored = [trial for trial in tried if "diverged" not in trial]
     if not scored:
         raise UserError(f"every learning rate diverged; of the first: {tried[0]['diverged']} Add lower ones to lr.")
@@ -177,18 +163,44 @@ def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
 
 
 def mean_and_deviation(accuracies: list[float]) -> dict[str, float | None]:
-    """top1, the mean, and std, the sample deviation: None of a single one."""
+    """top1 (the mean) and std (the sample deviation, None for a single one)."""
     return {"top1": float(np.mean(accuracies)), "std": sample_deviation(accuracies)}
 
 
+def _write_report(result: dict[str, Any], config: GridConfig) -> None:
+    """Write report.md and results.json, and send both to MLflow."""
+    folder = Path(config.out) / config.name
+    title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
+    files = {
+        "report.md": markdown(title, page(result)).encode(),
+        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
+    }
+    write_files(folder, files)
+    spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
+    print(f"{title}, {spread}{in_seeds(len(result['runs']))}; report: {folder / 'report.md'}")
+    if config.mlflow:
+        metrics = {"top1": result["top1"], "lr": result["lr"]}
+        if result["std"] is not None:
+            metrics["top1_std"] = result["std"]
+        metrics |= {
+            f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
+        }
+        tags = {"weights": str(result["weights"]), "data": result["data"]}
+        send_report(config.mlflow, folder, config.name, metrics, [folder / name for name in files], tags, "finetune")
+
+
 def page(result: dict[str, Any]) -> list[Block]:
-    """The report: the score, what was tried, each run."""
+    """The report: the score, the trials, each run."""
     accuracies = [run["top1"] for run in result["runs"]]
     rows = [
-        (f"{result['data']}, {result['split']}", _told(result, accuracies), f"{result['runs'][0]['num_samples']:,}")
+        (
+            f"{result['data']}, {result['split']}",
+            _score_text(result, accuracies),
+            f"{result['runs'][0]['num_samples']:,}",
+        )
     ]
     for data, scores in result["also"].items():
-        rows.append((data, _told(scores, scores["of_seeds"]), f"{scores['num_samples']:,}"))
+        rows.append((data, _score_text(scores, scores["of_seeds"]), f"{scores['num_samples']:,}"))
     trials = [
         (f"{trial['lr']:g}", "diverged", "-") if "diverged" in trial
         else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
@@ -196,10 +208,9 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]  # fmt: skip
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
     spread = ": mean ± standard deviation" if len(accuracies) > 1 else ""
-    header = ("data", f"top-1, %{spread}", "images")
     return [
         Paragraph(f"Weights {result['weights']}, run {result['run']} {' '.join(result['settings'])}".rstrip() + "."),
-        Table(header, rows),
+        Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
             f"On {best_rate(result['trials'])[1]:,} images, {100 * result['dev_share']:g} % of the training split, held out "
@@ -211,7 +222,7 @@ def page(result: dict[str, Any]) -> list[Block]:
     ]
 
 
-def _told(scores: dict[str, Any], accuracies: list[float]) -> str:
+def _score_text(scores: dict[str, Any], accuracies: list[float]) -> str:
     if len(accuracies) == 1:
         return f"{100 * scores['top1']:.2f}"
     interval = of_seeds(accuracies)
@@ -219,9 +230,9 @@ def _told(scores: dict[str, Any], accuracies: list[float]) -> str:
     return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
 
 
-def _scored(data: str, finals: list[Cell]) -> dict[str, Any]:
+def _scores_on(data: str, finals: list[GridRun]) -> dict[str, Any]:
     """Scores of the final runs on another data set, `folder` or `folder:split`."""
-    from pipeline.evaluate import report  # Late: it takes seconds.
+    from pipeline.evaluate import report  # Late: the import takes seconds.
 
     path, split = _path_and_split(data)
     found = []
@@ -237,38 +248,34 @@ def _path_and_split(data: str) -> tuple[str, str]:
     return path, split
 
 
-def _has_ended(cell: Cell) -> bool:
-    """Whether a run with these very settings has come to its end, evaluation included, or has diverged."""
-    status = read_status(cell.folder)
+def read_outcome(grid_run: GridRun) -> Scores | str | None:
+    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
+    status = read_status(grid_run.folder)
     if status is None or status.status not in ("finished", "diverged"):
-        return False
+        return None
     try:
-        then = json_record.read(cell.folder / "config.json", dict[str, Any])
+        settings = json_record.read(grid_run.folder / "config.json", dict[str, Any])
     except FileNotFoundError:
-        return False
+        return None
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
-        return False
-    return then == schema.to_dict(cell.config) and (bool(_diverged(cell)) or _scores(cell) is not None)
+        return None
+    if settings != schema.to_dict(grid_run.config):
+        return None
+    return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
 
 
-def _scores(cell: Cell) -> _Scores | None:
-    """The last evaluation of a run; None when there is none, or its file is damaged, which is said."""
-    file = cell.folder / "scores.json"
+def _read_scores(grid_run: GridRun) -> Scores | None:
+    """The last evaluation of a run; None if there is none. A damaged file is removed with a message."""
+    file = grid_run.folder / "scores.json"
     try:
-        scores = json_record.read(file, _Scores)
+        scores = json_record.read(file, Scores)
         if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
             raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
         return scores
     except FileNotFoundError:
         return None
     except UserError as error:
-        file.unlink()  # Without it the run, which is trained already, is only evaluated again.
+        file.unlink()  # Without the file, the run, which is trained already, is only evaluated again.
         print(f"{error} It is removed, and the run is evaluated again.")
         return None
-
-
-def _diverged(cell: Cell) -> str:
-    """Why the run diverged; empty if it did not."""
-    status = read_status(cell.folder)
-    return status.reason if status is not None and status.status == "diverged" else ""

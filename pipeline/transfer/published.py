@@ -1,18 +1,18 @@
-"""VTAB-1k scores that the ViT paper publishes (arXiv 2010.11929, version 2), as data: what a report sets ours beside."""
+"""VTAB-1k scores published in the ViT paper (arXiv 2010.11929, version 2), which a report shows beside ours."""
 
 from dataclasses import dataclass
 
 SOURCE = "ViT paper (arXiv 2010.11929v2), Table 9; mean and deviation over 3 runs: Table 2"
-# Of a ResNet the paper gives the mean alone.
+# For the ResNet the paper gives only the mean.
 RESNET = "BiT-L (R152x4, JFT) 76.29 ± 1.70"
 PROTOCOL = "2,500 steps of 512, lr 0.01, 384 px (B.1.1)"
 
 
 @dataclass(frozen=True)
 class Published:
-    """A column of Table 9. tasks: in per cent, in the table's order, which is that of vtab_tasks.TASKS.
+    """A column of Table 9. tasks: per cent, in the order of the table and of vtab_tasks.TASKS. mean: of all 19, from Table 9.
 
-    mean: of the 19, as Table 9 prints it. mean_of_runs, deviation: the VTAB row of Table 2, over 3 runs.
+    mean_of_runs, deviation: over 3 runs, from the VTAB row of Table 2.
     """
 
     name: str

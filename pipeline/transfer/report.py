@@ -1,4 +1,4 @@
-"""Sweeps over VTAB-1k -> one table beside the paper's: Markdown, HTML, CSV, bar charts, and an MLflow run of it."""
+"""The report of VTAB-1k sweeps beside the paper's scores: Markdown, HTML, CSV, bar charts, and an MLflow run."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.tracking import send_report
 from pipeline.outputs import try_output
@@ -15,12 +15,12 @@ from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
-from pipeline.transfer.score_table import OVERALL, Cell, Column, columns, common_tasks, mean_of, members
+from pipeline.transfer.score_table import OVERALL, Column, Score, columns, common_tasks, mean_of, members
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 
 def run(config: VtabReportConfig) -> list[Column]:
-    """Write the report of `config.sweeps`, and say where; returns its table, ours first.
+    """Write the report of `config.sweeps`; returns the columns of its table, ours first.
 
     Raises UserError for a sweep that cannot be read, before anything is written.
     """
@@ -38,10 +38,7 @@ def run(config: VtabReportConfig) -> list[Column]:
         "report.html": single_file(title, blocks).encode(),
         "scores.csv": scores_csv(table).encode(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+    write_files(folder, files)
     for line in summary(table[0]):
         print(line)
     print(f"report: {folder / 'report.md'}")
@@ -52,14 +49,14 @@ def run(config: VtabReportConfig) -> list[Column]:
 
 
 def summary(column: Column) -> Iterator[str]:
-    """The means of a sweep, a line each, and what keeps them from being whole."""
+    """Lines with the means of a sweep, and with the tasks that are missing."""
     for name in (*GROUPS, OVERALL):
         yield f"{name:<20} {_mean(column, name):>24}"
     yield from absences(column)
 
 
 def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]:
-    """The report's page; pictures: those of `charts`, by file name."""
+    """The blocks of the report. pictures: file name -> PNG of `charts`."""
     ours = [column for column in table if column.facts]
     for column in ours:
         for line in absences(column):
@@ -83,13 +80,13 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
 
 
 def score_table(table: Sequence[Column]) -> Table:
-    """Tasks by group, each group's mean behind it, the overall mean, and what all columns can be compared on."""
+    """Tasks by group, each with its mean; the overall mean; the mean of the tasks that all columns have."""
     rows: list[list[str]] = []
     bold = set()
     for group in GROUPS:
         for task in TASKS:
             if task.group == group:
-                rows.append([task.title, *(_cell(column.tasks.get(task.name)) for column in table)])
+                rows.append([task.title, *(_score_text(column.tasks.get(task.name)) for column in table)])
         bold.add(len(rows))
         rows.append([f"{group} (mean of {len(members()[group])})", *(_mean(column, group) for column in table)])
     bold.add(len(rows))
@@ -103,7 +100,7 @@ def score_table(table: Sequence[Column]) -> Table:
 
 
 def absences(column: Column) -> Iterator[str]:
-    """Which tasks have no score, and why, a line for each reason."""
+    """A line that says which tasks have no score and why; none for a complete column."""
     if not column.absent:
         return
     titles = {task.name: task.title for task in TASKS}
@@ -113,15 +110,15 @@ def absences(column: Column) -> Iterator[str]:
         "not prepared": [name for name in column.absent if name in missing - failed],
         "not run": [name for name in column.absent if name not in failed | missing],
     }
-    told = "; ".join(f"{why}: {', '.join(titles[name] for name in names)}" for why, names in reasons.items() if names)
+    listed = "; ".join(f"{why}: {', '.join(titles[name] for name in names)}" for why, names in reasons.items() if names)
     yield (
-        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {len(TASKS)} tasks have a score ({told}). A mean "
-        "over a group that is not whole is not shown."
+        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {len(TASKS)} tasks have a score ({listed}). A mean "
+        "over an incomplete group is not shown."
     )
 
 
 def origin(column: Column) -> Iterator[Block]:
-    """What a column was made of: protocol, checkpoint, data, copies of test images."""
+    """The origin of a column: protocol, checkpoint, data, copies of test images."""
     facts = column.facts
     protocol, checkpoint = facts["protocol"], facts["checkpoint"]
     yield Heading(f"What {column.name} was made of")
@@ -136,17 +133,15 @@ def origin(column: Column) -> Iterator[Block]:
         ],
     )  # fmt: skip
     if facts["failed"]:
-        told = "; ".join(
-            f"{cell['task']}, seed {cell['seed']}: {cell.get('reason', 'not said')}" for cell in facts["failed"]
-        )
-        yield Paragraph(f"Runs that failed, and count nowhere: {told}.")
+        reasons = (f"{cell['task']}, seed {cell['seed']}: {cell.get('reason', 'unknown')}" for cell in facts["failed"])
+        yield Paragraph(f"Runs that failed, which count nowhere: {'; '.join(reasons)}.")
     rows = []
     for task in TASKS:
-        if (cell := column.tasks.get(task.name)) is None:
+        if (score := column.tasks.get(task.name)) is None:
             continue
         copies = (facts["contamination"] or {}).get(task.name)
         rows.append(
-            (task.title, facts["details"].get(task.name, ""), f"{cell.num_seeds}", f"{cell.num_test:,}",
+            (task.title, facts["details"].get(task.name, ""), f"{score.num_seeds}", f"{score.num_test:,}",
              "not searched" if copies is None else f"{copies:,}", facts["data"].get(task.name, "")[:16])
         )  # fmt: skip
     header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
@@ -154,24 +149,24 @@ def origin(column: Column) -> Iterator[Block]:
 
 
 def scores_csv(table: Sequence[Column]) -> str:
-    """A row for each column and task or whole mean; shares as percentages, empty where nothing is known."""
+    """CSV with a row for each task and mean of each column, in per cent; unknown values are empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("model", "kind", "name", "group", "accuracy", "low", "high", "interval", "seeds", "test_images"))
     for column in table:
         for task in TASKS:
-            if cell := column.tasks.get(task.name):
-                writer.writerow((column.name, "task", task.name, task.group, *_csv_cells(cell)))
-        for name, cell in column.means.items():
-            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *_csv_cells(cell)))
+            if score := column.tasks.get(task.name):
+                writer.writerow((column.name, "task", task.name, task.group, *_csv_values(score)))
+        for name, score in column.means.items():
+            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *_csv_values(score)))
     return buffer.getvalue()
 
 
 def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:
-    """(metrics, tags) of a sweep: accuracies of tasks and whole means; what it was made of, and the pre-training run."""
-    metrics = {f"task_{name}": cell.accuracy for name, cell in column.tasks.items()}
+    """Returns (metrics, tags) of a sweep: accuracies of tasks and means; its origin, and the pre-training run."""
+    metrics = {f"task_{name}": score.accuracy for name, score in column.tasks.items()}
     metrics |= {
-        "vtab_mean" if name == OVERALL else f"vtab_{name}": cell.accuracy for name, cell in column.means.items()
+        "vtab_mean" if name == OVERALL else f"vtab_{name}": score.accuracy for name, score in column.means.items()
     }
     metrics["tasks_scored"] = len(column.tasks)
     facts = column.facts
@@ -183,36 +178,36 @@ def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:
         **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
     }  # fmt: skip
     if run_id := facts["checkpoint"].get("run_id"):
-        # By the second MLflow shows it under the pre-training run, where both are in one store.
+        # With the second tag MLflow shows it below the pre-training run, if both are in one store.
         tags |= {"pretraining_run_id": run_id, "mlflow.parentRunId": run_id}
     return metrics, tags
 
 
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
+def _score_text(score: Score | None) -> str:
+    if score is None:
         return "–"
-    if cell.interval is None:
-        return f"{100 * cell.accuracy:.1f}"
-    return f"{100 * cell.accuracy:.1f} [{100 * cell.interval.low:.1f}, {100 * cell.interval.high:.1f}]"
+    if score.interval is None:
+        return f"{100 * score.accuracy:.1f}"
+    return f"{100 * score.accuracy:.1f} [{100 * score.interval.low:.1f}, {100 * score.interval.high:.1f}]"
 
 
 def _mean(column: Column, name: str) -> str:
-    if cell := column.means.get(name):
-        interval = f" [{100 * cell.interval.low:.2f}, {100 * cell.interval.high:.2f}]" if cell.interval else ""
-        return f"{100 * cell.accuracy:.2f}{interval}"
+    if score := column.means.get(name):
+        interval = f" [{100 * score.interval.low:.2f}, {100 * score.interval.high:.2f}]" if score.interval else ""
+        return f"{100 * score.accuracy:.2f}{interval}"
     names = members()[name]
     return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
 
 
 def _intervals(ours: Sequence[Column]) -> str:
-    kinds = {cell.interval.over for column in ours for cell in column.tasks.values() if cell.interval}
+    kinds = {score.interval.over for column in ours for score in column.tasks.values() if score.interval}
     over_seeds = "Student's t over the seeds, of a mean over each seed's mean"
     over_samples = "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances"
-    told = [over_seeds if kind == OVER_SEEDS else over_samples for kind in sorted(kinds, reverse=True)]
-    return f"Brackets are 95 % intervals: {'; or '.join(told)}." if told else ""
+    texts = [over_seeds if kind == OVER_SEEDS else over_samples for kind in sorted(kinds, reverse=True)]
+    return f"Brackets are 95 % intervals: {'; or '.join(texts)}." if texts else ""
 
 
-def _csv_cells(cell: Cell) -> tuple[Any, ...]:
-    interval = cell.interval
+def _csv_values(score: Score) -> tuple[Any, ...]:
+    interval = score.interval
     spread = (f"{100 * interval.low:.4f}", f"{100 * interval.high:.4f}", interval.over) if interval else ("", "", "")
-    return (f"{100 * cell.accuracy:.4f}", *spread, cell.num_seeds or "", cell.num_test or "")
+    return (f"{100 * score.accuracy:.4f}", *spread, score.num_seeds or "", score.num_test or "")

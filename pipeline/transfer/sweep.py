@@ -1,6 +1,6 @@
-"""What a sweep is: its cells, and what its folder keeps of them.
+"""The cells of a sweep, and the files in its folder that say what the cells belong to and which are done.
 
-A cell's outcome is one small file, written whole, that says what it is of; so what is done is told from the files alone.
+A cell's outcome is one small file, written atomically, which also holds everything that the outcome depends on.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, vi
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
-# A file for each published protocol, of its name; prepare.yaml alone is none.
+# `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What is read of an outcome; there may be more."""
+    """The fields of an outcome that are checked; there may be more."""
 
     accuracy: float
     num_images: int
@@ -47,10 +47,10 @@ class _SweepFile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """config: with weights one file, and absolute paths. sha256: of that file, hex. folder: of all that is kept.
+    """config: with absolute paths, and weights a file. sha256: of that file, hex. folder: of the sweep's files.
 
-    datasets: name of a task -> its data set. missing: names of tasks that have none. notes: lines for people.
-    unusable: files of outcomes that are damaged or of other data, and why; such cells are run again.
+    datasets: task name -> data set. missing: names of tasks without one. notes: lines to print.
+    unusable: file of an outcome -> reason why it cannot be used; these cells are run again.
     """
 
     config: VtabConfig
@@ -66,7 +66,7 @@ class Sweep:
         return [task for task in TASKS if task.name in self.datasets]
 
     def searches(self, task: Task) -> list[Cell]:
-        """The cells that choose a task's setting; none where there is one setting alone."""
+        """The cells that choose a task's setting; none if the protocol has only one."""
         settings = settings_of(self.config.protocol)
         if self.config.method != "finetune" or len(settings) == 1:
             return []
@@ -74,17 +74,16 @@ class Sweep:
         return [Cell(task, "search", setting, self.config.seeds[0], fingerprint) for setting in settings]
 
     def finals(self, task: Task, setting: Setting) -> list[Cell]:
-        """The cells that score a task with the setting chosen; of features one, in which nothing is random."""
+        """The cells that score a task with a setting, one per seed; a single one for a probe, which is deterministic."""
         fingerprint = self.datasets[task.name].fingerprint
         if self.config.method != "finetune":
             return [Cell(task, "probe", None, self.config.seeds[0], fingerprint)]
         return [Cell(task, "final", setting, seed, fingerprint) for seed in self.config.seeds]
 
     def chosen(self, task: Task, outcomes: dict[Cell, Outcome]) -> tuple[Setting | None, float | None]:
-        """The setting of a task with the best accuracy on val200, and that; ties go to the lower rate, then the shorter run.
+        """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight decay.
 
-        None as long as a cell of its search has no outcome: of fewer settings, another might be the best. Without a search
-        the protocol's first, of unknown accuracy.
+        (None, None) while an outcome of the search is missing. Without a search: (the protocol's first setting, None).
         """
         cells = self.searches(task)
         if not cells:
@@ -94,21 +93,21 @@ class Sweep:
 
         def rank(cell: Cell) -> tuple[float, ...]:
             assert cell.setting is not None
-            found = outcomes[cell]
-            return found["accuracy"], -cell.setting.lr, -found["steps"], -cell.setting.weight_decay
+            outcome = outcomes[cell]
+            return outcome["accuracy"], -cell.setting.lr, -outcome["steps"], -cell.setting.weight_decay
 
         best = max(cells, key=rank)
         return best.setting, outcomes[best]["accuracy"]
 
     def done(self, task: Task) -> dict[Cell, Outcome]:
-        """The outcomes that are kept of a task's cells."""
+        """The outcomes of a task's cells that are done."""
         found = {cell: outcome for cell in self.searches(task) if (outcome := self.read(cell))}
         setting, _ = self.chosen(task, found)
         finals = self.finals(task, setting) if setting else []
         return found | {cell: outcome for cell in finals if (outcome := self.read(cell))}
 
     def read(self, cell: Cell) -> Outcome | None:
-        """The outcome of a cell that is done; None when it is not, or its file cannot be used (`unusable` says why)."""
+        """The outcome of a cell; None if it is not done, or if its file cannot be used (see `unusable`)."""
         file = self._file(cell)
         try:
             content = json_record.read(file, dict[str, Any])
@@ -126,11 +125,10 @@ class Sweep:
         return outcome
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
-        """Keep the outcome of a cell."""
         write_text(self._file(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
 
     def claim(self) -> None:
-        """Make the folder this sweep's. Raises UserError when it is another's, or holds files of others.
+        """Write sweep.json. Raises UserError if the folder holds another sweep, or other files.
 
         Tasks and seeds may be added to a sweep.
         """
@@ -161,28 +159,27 @@ class Sweep:
         return self.folder / CELLS / f"{cell_name(cell)}.json"
 
     def _about(self, cell: Cell) -> dict[str, Any]:
-        """What a cell's outcome follows from."""
-        protocol = protocol_sha256(self.config.protocol)
+        """Everything that a cell's outcome depends on."""
         return {
             "cell": cell_name(cell),
             "fingerprint": cell.fingerprint,
-            "protocol_sha256": protocol,
+            "protocol_sha256": protocol_sha256(self.config.protocol),
             **self._identity(),
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What every cell depends on, beside the protocol and itself."""
+        """What all outcomes of the sweep depend on, beside the protocol and the data."""
         config = self.config
         return {
             "method": config.method,
             "precision": config.precision,
-            "micro_batch": config.micro_batch,  # Dropout is drawn for each.
+            "micro_batch": config.micro_batch,  # Dropout masks are drawn per micro-batch.
             "checkpoint_sha256": self.sha256,
         }
 
 
 def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
-    """Find the weights and the tasks' data sets. Raises UserError for what is not there, or does not fit."""
+    """Find the weights and the tasks' data sets. Raises UserError for what is missing, or does not suit the protocol."""
     known = [task.name for task in TASKS]
     if unknown := [name for name in config.tasks if name not in known]:
         raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
@@ -212,7 +209,7 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
 
 
 def _read_sweep(file: Path) -> dict[str, Any]:
-    """What a folder's cells are of. Raises UserError when the file is damaged."""
+    """The content of sweep.json. Raises UserError when it is damaged."""
     try:
         content = json_record.read(file, dict[str, Any])
         json_record.convert(content, _SweepFile, str(file))
@@ -225,15 +222,15 @@ def _read_sweep(file: Path) -> dict[str, Any]:
 
 def _check_dataset(sweep: Sweep, task: Task) -> None:
     dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
-    if lacking := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
-        raise UserError(f"{dataset.path} has no split {min(lacking)!r}. Make it with launch/vtab_prepare.py.")
+    if missing := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
+        raise UserError(f"{dataset.path} has no split {min(missing)!r}. Make it with launch/vtab_prepare.py.")
     for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
         for split in (TRAIN, ALL):
             warmup_steps(protocol, setting, dataset.info["samples"][split])
 
 
 def _check_weights(sweep: Sweep) -> None:
-    """Refuse an image size that the weights cannot take: else each cell would, after Ray has started. Notes what they leave."""
+    """Raise UserError for an image size that the weights cannot take, before Ray is started. Adds notes on unseen pixels."""
     config, protocol = sweep.config, sweep.config.protocol
     weights, state, _ = models.read_weights(config.weights)
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
@@ -248,22 +245,22 @@ def _check_weights(sweep: Sweep) -> None:
 
 
 def settings_of(protocol: ProtocolConfig) -> list[Setting]:
-    """Every setting that a protocol tries, in the order of its lists."""
+    """All settings that a protocol tries, in the order of its lists."""
     tried = itertools.product(protocol.length, protocol.lr, protocol.weight_decay)
     return [Setting(lr, weight_decay, length) for length, lr, weight_decay in tried]
 
 
 def protocol_sha256(protocol: ProtocolConfig) -> str:
-    """Hex digest of all its settings: the same for the same protocol, in whatever file it stands."""
+    """Hex digest of all settings of a protocol, independent of the file they come from."""
     settings = schema.to_dict(protocol)
-    # Added later: it counts only where it is set, so that sweeps made before it can be continued.
+    # This setting was added later. Its default is left out, so that older sweeps can be continued.
     if protocol.augment.randaugment_contrast == AugmentConfig().randaugment_contrast:
         del settings["augment"]["randaugment_contrast"]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def protocol_title(protocol: ProtocolConfig) -> str:
-    """Its name; behind that of a published one the settings that differ: 'peft_224, changed: image_size, lr'."""
+    """A protocol's name, with the settings that differ from the published one: 'peft_224, changed: image_size, lr'."""
     file = _PUBLISHED / f"{protocol.name}.yaml"
     if protocol.name == "prepare" or not file.exists():
         return protocol.name
@@ -274,7 +271,7 @@ def protocol_title(protocol: ProtocolConfig) -> str:
 
 
 def cell_name(cell: Cell) -> str:
-    """Of its file."""
+    """Name of a cell's file, without .json."""
     if cell.setting is None:
         return f"{cell.task.name}-probe"
     setting, length = cell.setting, str(cell.setting.length).replace(" ", "_")

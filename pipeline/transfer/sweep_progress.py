@@ -1,6 +1,5 @@
-"""How far a sweep is: a line for each cell that ends, a bar on a terminal, and a table for other programs."""
+"""Progress of a VTAB sweep: a line for each cell that ends, a bar on a terminal, and progress.json for other programs."""
 
-import json
 import statistics
 import sys
 import time
@@ -10,48 +9,42 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.console import duration
-from pipeline.files import write_text
-
-PROGRESS_FILE = "progress.json"
+from pipeline.progress import ProgressFile, duration
 
 
-class Board:
-    """Counts the cells of each task: how many there are, were done before, end well and fail.
-
-    folder: of progress.json, replaced when a cell ends, gone when the block ends. One that does not change any more was left
-    by a driver that was killed.
-    """
+class SweepProgress:
+    """Counts each task's cells: all, done, failed. progress.json is written when a cell ends."""
 
     def __init__(self, tasks: list[str], done: list[str], folder: Path) -> None:
-        """tasks: of every cell, so one of four cells stands here four times. done: of those that were done before."""
+        """tasks: task names of all cells, one for each cell. done: of the cells done before. folder: of progress.json."""
         self.total, self.done, self.failed = Counter(tasks), Counter(done), Counter[str]()
-        self.file, self.retries = folder / PROGRESS_FILE, 0
-        self._begin, self._new, self._seconds = time.monotonic(), 0, list[float]()
+        self.retries = 0
+        self._file = ProgressFile(folder)
+        self._begin, self._num_ended, self._cell_seconds = time.monotonic(), 0, list[float]()
         self._bar = tqdm(total=len(tasks), initial=len(done), unit=" cells") if sys.stderr.isatty() else None
         self._write()
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "SweepProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-        self.file.unlink(missing_ok=True)
+        self._file.remove()
 
-    def ended(self, task: str, what: str, outcome: dict[str, Any]) -> None:
-        """A cell is done. what: in words."""
+    def ended(self, task: str, cell: str, outcome: dict[str, Any]) -> None:
+        """A cell is done. cell: its description."""
         self.done[task] += 1
-        self._seconds.append(outcome["seconds"])
+        self._cell_seconds.append(outcome["seconds"])
         diverged = f", diverged by step {outcome['diverged']}" if "diverged" in outcome else ""
-        self._tell(
-            f"{what}: {outcome['accuracy']:.2%} of {outcome['num_images']:,} images{diverged}, {outcome['seconds']:.0f} s"
+        self._print(
+            f"{cell}: {outcome['accuracy']:.2%} of {outcome['num_images']:,} images{diverged}, {outcome['seconds']:.0f} s"
         )
 
-    def gave_up(self, task: str, what: str, reason: str) -> None:
-        """A cell failed, and is not tried any more now."""
+    def gave_up(self, task: str, cell: str, reason: str) -> None:
+        """A cell failed and is not retried."""
         self.failed[task] += 1
-        self._tell(f"FAILED: {what}: {reason}")
+        self._print(f"FAILED: {cell}: {reason}")
 
     def retried(self, reason: str) -> None:
         """A cell is run again."""
@@ -59,28 +52,29 @@ class Board:
         tqdm.write(f"{reason} The cell is run again; retries so far: {self.retries:,}", file=sys.stderr)
         self._write()
 
-    def _tell(self, line: str) -> None:
-        self._new += 1
+    def _print(self, line: str) -> None:
+        self._num_ended += 1
         failed = f", {self.failed.total():,} failed" if self.failed else ""
-        left = f", {duration(self._left())} left" if self._left() else ""
+        seconds = self._seconds_left()
+        left = f", {duration(seconds)} left" if seconds else ""
         tqdm.write(f"[{self.done.total():,} of {self.total.total():,} cells{failed}{left}] {line}", file=sys.stdout)
         sys.stdout.flush()
         if self._bar is not None:
             self._bar.update(1)
         self._write()
 
-    def _left(self) -> float:
-        """Seconds to go, as fast as until now."""
-        left = self.total.total() - self.done.total() - self.failed.total()
-        return (time.monotonic() - self._begin) / max(self._new, 1) * left
+    def _seconds_left(self) -> float | None:
+        """At the average rate of this start; None before the first cell ends."""
+        num_left = self.total.total() - self.done.total() - self.failed.total()
+        return (time.monotonic() - self._begin) / self._num_ended * num_left if self._num_ended else None
 
     def _write(self) -> None:
+        seconds_left = self._seconds_left()
         state = {
-            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "cells": self.total.total(), "done": self.done.total(), "failed": self.failed.total(), "retries": self.retries,
             "seconds": round(time.monotonic() - self._begin, 1),
-            "seconds_left": round(self._left(), 1) if self._new else None,
-            "median_cell_seconds": statistics.median(self._seconds) if self._seconds else None,
+            "seconds_left": None if seconds_left is None else round(seconds_left, 1),
+            "median_cell_seconds": statistics.median(self._cell_seconds) if self._cell_seconds else None,
             "tasks": {task: {"cells": count, "done": self.done[task], "failed": self.failed[task]} for task, count in self.total.items()},
         }  # fmt: skip
-        write_text(self.file, json.dumps(state, indent=1) + "\n", durable=False)
+        self._file.write(state)

@@ -1,11 +1,11 @@
-"""Weights -> scores on VTAB-1k's 19 tasks by a protocol, cell by cell; `run` is the whole of it.
+"""Scores of weights on VTAB-1k's 19 tasks by a protocol: plans and runs the cells of a sweep, and writes results.json.
 
-    sweep.json      what the cells are of: protocol, method, weights, data. A folder holds one sweep.
-    cells/*.json    the outcome of each cell that is done, written whole; such a cell is not run again
-    progress.json   while it runs: cells of each task that are done
+    sweep.json      what the cells belong to: protocol, method, weights, data. A folder holds one sweep.
+    cells/*.json    outcome of each cell that is done, which is not run again
+    progress.json   while it runs: number of done cells of each task
     results.json    protocol, weights, data, and a score for each task and seed; written at the end
 
-Where the cells run is not known here: `run` is given what runs them.
+Where the cells run is decided by the caller, which passes a `RunCells`.
 """
 
 import json
@@ -21,30 +21,29 @@ from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.files import write_text
-from pipeline.monitor.tracking import run_id_of
+from pipeline.monitor.sync_state import run_id_of
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.score_table import choice_in_words
+from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
-from pipeline.transfer.sweep_progress import Board
+from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
-RESULTS_FILE = "results.json"
 # Where launch/dedup.py leaves its report in a data set.
 _DEDUP_REPORT = Path("dedup", "report.json")
 
 
 @dataclass(frozen=True)
 class _Searched:
-    """A data set that copies were searched in."""
+    """The data set that was searched for copies."""
 
     fingerprint: str
 
 
 @dataclass(frozen=True)
 class _Against:
-    """A split whose images' copies were searched."""
+    """A split whose images' copies were searched for."""
 
     name: str
     fingerprint: str
@@ -53,7 +52,7 @@ class _Against:
 
 @dataclass(frozen=True)
 class _DedupReport:
-    """What is read of the report of launch/dedup.py."""
+    """The fields that are read of the report of launch/dedup.py."""
 
     data: _Searched
     marked: bool
@@ -61,9 +60,9 @@ class _DedupReport:
 
 
 class RunCells(Protocol):
-    """Runs function(job) for each job somewhere; (number of the job, outcome) as they finish.
+    """Runs function(job) for each job; yields (index of the job, outcome) as they finish.
 
-    on_retry is told why a job is run again, on_failure which one failed and why; the others go on.
+    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails.
     """
 
     def __call__(
@@ -76,10 +75,10 @@ class RunCells(Protocol):
 
 
 def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any] | None:
-    """Run the cells that are not done, and write results.json, which is returned; None when it is only planned.
+    """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
-    folder: of the results (`output`), which nobody else works on. Raises UserError for a sweep that cannot be done or is
-    another than the folder's; and, in the end, when a cell failed. All other results are there then.
+    folder: for the results (see `output`), locked by the caller. Raises UserError for a sweep that cannot run or differs from
+    the folder's, and at the end if a cell failed; all other results are written then.
     """
     sweep = open_sweep(config, folder)
     if config.plan:
@@ -88,21 +87,21 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     contamination = _contamination(sweep, config.pretrained_on)
     sweep.claim()
 
-    # ---------------------------------------------------------------------- choose a setting of each task, then score it
+    # ---------------------------------------------------------------------- choose each task's setting, then score it
     searches = [cell for task in sweep.tasks for cell in sweep.searches(task)]
     outcomes = {cell: outcome for task in sweep.tasks for cell, outcome in sweep.done(task).items()}
-    # Which setting a task is scored with may not be known yet, but how often.
+    # The chosen settings may be unknown yet, but not the number of final cells.
     any_setting = settings_of(config.protocol)[0]
-    every = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
-    _print_begin(sweep, len(every), len(outcomes))
+    cells = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
+    _print_begin(sweep, len(cells), len(outcomes))
     failed: dict[Cell, str] = {}
-    with Board([cell.task.name for cell in every], [cell.task.name for cell in outcomes], folder) as board:
-        _run(sweep, searches, outcomes, failed, board, run_cells)
+    with SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress:
+        _run(sweep, searches, outcomes, failed, progress, run_cells)
         chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
         finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
-        _run(sweep, finals, outcomes, failed, board, run_cells)
+        _run(sweep, finals, outcomes, failed, progress, run_cells)
 
-    # ---------------------------------------------------------------------- the results
+    # ---------------------------------------------------------------------- results
     protocol = config.protocol
     scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
     results = {
@@ -125,38 +124,45 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     if failed:
         cell, reason = next(iter(failed.items()))
         raise UserError(
-            f"{len(failed)} of {len(every):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them "
+            f"{len(failed)} of {len(cells):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them "
             f"again; all that is done is in {folder / RESULTS_FILE}."
         )
     return results
 
 
 def output(config: VtabConfig) -> Path:
-    """The folder of a sweep's results. Raises UserError when it cannot be one."""
+    """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
     if "://" in config.out:
         raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
     return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}")
 
 
 def _run(
-    sweep: Sweep, cells: list[Cell], outcomes: dict[Cell, Outcome], failed: dict[Cell, str], board: Board, run_cells: RunCells
-) -> None:  # fmt: skip
-    """Run those cells that have no outcome, and keep theirs."""
-    waiting = [cell for cell in cells if cell not in outcomes]
+    sweep: Sweep,
+    cells: list[Cell],
+    outcomes: dict[Cell, Outcome],
+    failed: dict[Cell, str],
+    progress: SweepProgress,
+    run_cells: RunCells,
+) -> None:
+    """Run the cells that have no outcome; add theirs to `outcomes` or `failed`."""
+    jobs = [Job(cell, sweep.config) for cell in cells if cell not in outcomes]
 
-    def fail(number: int, reason: str) -> None:
-        failed[waiting[number]] = reason
-        board.gave_up(waiting[number].task.name, _in_words(waiting[number]), reason)
+    def fail(index: int, reason: str) -> None:
+        cell = jobs[index].cell
+        failed[cell] = reason
+        progress.gave_up(cell.task.name, str(cell), reason)
 
-    if waiting:
-        for number, outcome in run_cells(run_cell, [Job(cell, sweep.config) for cell in waiting], board.retried, fail):
-            outcomes[waiting[number]] = outcome
-            sweep.write(waiting[number], outcome)
-            board.ended(waiting[number].task.name, _in_words(waiting[number]), outcome)
+    if jobs:
+        for index, outcome in run_cells(run_cell, jobs, progress.retried, fail):
+            cell = jobs[index].cell
+            outcomes[cell] = outcome
+            sweep.write(cell, outcome)
+            progress.ended(cell.task.name, str(cell), outcome)
 
 
 def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:
-    """A row of results.json."""
+    """A row of results.json. val_accuracy: of the setting chosen; a probe's outcome has its own."""
     setting = cell.setting
     return {
         "task": cell.task.name, "seed": cell.seed, "accuracy": outcome["accuracy"], "num_test": outcome["num_images"],
@@ -167,48 +173,42 @@ def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> d
 
 
 def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
-    """Task -> images of the pre-training data that are marked as copies of its test images; None where nobody looked."""
-    found: dict[str, int | None] = dict.fromkeys(sweep.datasets)
+    """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for."""
     if not pretrained_on:
-        return found
+        return dict.fromkeys(sweep.datasets)
     path = Path(pretrained_on) / _DEDUP_REPORT
     remedy = f"launch/dedup.py data={pretrained_on} against=..."
     try:
         report = json_record.read(path, _DedupReport)
     except FileNotFoundError:
-        raise UserError(f"{path} is not there. Make it with {remedy}") from None
+        raise UserError(f"{path} is missing. Make it with {remedy}") from None
     except UserError as error:
         reason = str(error).removeprefix(str(path)).strip(" :.")
         raise UserError(
             f"{path} is damaged, or no report of launch/dedup.py ({reason}). Make it again with {remedy}"
         ) from None
-    searched, marked = report.data.fingerprint, report.marked
-    copies = {part.fingerprint: part.copies for part in report.against if part.name.endswith(f":{TEST}")}
     trained = models.read_weights(sweep.config.weights)[2].get("fingerprint")
-    if trained and trained != searched:
-        raise UserError(f"pretrained_on = {pretrained_on} is {searched}, but the weights were trained on {trained}.")
-    if marked:
-        found = {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
-    return found
+    if trained and trained != report.data.fingerprint:
+        raise UserError(
+            f"pretrained_on = {pretrained_on} is {report.data.fingerprint}, but the weights were trained on {trained}."
+        )
+    tests = [part for part in report.against if part.name.endswith(f":{TEST}")] if report.marked else []
+    copies = {part.fingerprint: part.copies for part in tests}
+    return {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
 
 
 def _pretraining_run(weights: str) -> str | None:
-    """MLflow's id of the run whose folder a checkpoint lies in."""
+    """MLflow's ID of the run in whose folder a checkpoint lies."""
     return next((found for folder in Path(weights).parents[:3] if (found := run_id_of(folder))), None)
 
 
-def _in_words(cell: Cell) -> str:
-    if cell.setting is None:
-        return f"{cell.task.title}, features"
-    return f"{cell.task.title}, {'search' if cell.stage == 'search' else 'final'}, {cell.setting}, seed {cell.seed}"
-
-
-def _print_begin(sweep: Sweep, cells: int, done: int) -> None:
+# -------------------------------------------------------------------- what is printed
+def _print_begin(sweep: Sweep, num_cells: int, num_done: int) -> None:
     protocol = sweep.config.protocol
     print(
         f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {len(TASKS)} tasks by "
-        f"{protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {cells:,} cells, {done:,} of "
-        "them done before",
+        f"{protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {num_cells:,} cells, "
+        f"{num_done:,} of them done before",
         flush=True,
     )
     _print_notes(sweep)
@@ -218,19 +218,19 @@ def _print_begin(sweep: Sweep, cells: int, done: int) -> None:
 
 
 def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None:
-    """The table of tasks. The report beside published ones is another command's."""
+    """Print the mean accuracy of each task. (launch/vtab_report.py writes the report beside published scores.)"""
     means = []
     for task in sweep.tasks:
         rows = [row for row in scores if row["task"] == task.name]
         if not rows:
             print(f"{task.title:<12}  no score")
             continue
-        of_task = [row["accuracy"] for row in rows]
-        means.append(mean(of_task))
-        deviation = sample_deviation(of_task)
+        accuracies = [row["accuracy"] for row in rows]
+        means.append(mean(accuracies))
+        deviation = sample_deviation(accuracies)
         spread = "" if deviation is None else f" ± {deviation:.2%}"
         print(
-            f"{task.title:<12} {mean(of_task):>8.2%}{spread}  ({in_seeds(len(rows))}, {rows[0]['num_test']:,} images)  "
+            f"{task.title:<12} {means[-1]:>8.2%}{spread}  ({in_seeds(len(rows))}, {rows[0]['num_test']:,} images)  "
             f"{choice_in_words(rows[0])}"
         )
     if means:
@@ -239,7 +239,7 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
 
 
 def _print_plan(sweep: Sweep) -> None:
-    """Every task's cells, and the arithmetic that they take."""
+    """Print the cells and the compute of each task."""
     protocol = sweep.config.protocol
     trained, _, _ = models.read_weights(sweep.config.weights)
     columns = "{:<12} {:>5} {:>7} {:>6} {:>5} {:>13} {:>11} {:>10}"
@@ -247,13 +247,15 @@ def _print_plan(sweep: Sweep) -> None:
     total_cells = total_done = 0
     total_flops = 0.0
     for task in sweep.tasks:
-        size, done = view_of(protocol, task)[0], len(sweep.done(task))
-        searches, finals = sweep.searches(task), sweep.finals(task, settings_of(protocol)[0])
-        images, scored = _num_images(sweep, task)
-        flops = models.training_flops_per_image(replace(trained, image_size=(size, size))) * (images + scored / 3)
-        total_cells, total_done = total_cells + len(searches) + len(finals), total_done + done
+        size, num_done = view_of(protocol, task)[0], len(sweep.done(task))
+        num_searches, num_finals = len(sweep.searches(task)), len(sweep.finals(task, settings_of(protocol)[0]))
+        num_trained, num_scored = _num_images(sweep, task)
+        flops = models.training_flops_per_image(replace(trained, image_size=(size, size))) * (
+            num_trained + num_scored / 3
+        )
+        total_cells, total_done = total_cells + num_searches + num_finals, total_done + num_done
         total_flops += flops
-        row = (len(searches), len(finals), done, f"{images:,}", f"{scored:,}", f"{flops / 1e15:,.1f}")
+        row = (num_searches, num_finals, num_done, f"{num_trained:,}", f"{num_scored:,}", f"{flops / 1e15:,.1f}")
         print(columns.format(task.title, size, *row))
     print(
         f"{total_cells:,} cells, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
@@ -274,7 +276,7 @@ def _print_notes(sweep: Sweep) -> None:
 
 
 def _num_images(sweep: Sweep, task: Task) -> tuple[int, int]:
-    """(images trained on, images scored) by all cells of a task. Of several lengths the longest is counted for the finals."""
+    """Returns (images trained on, images scored) of all cells of a task. Final cells count with the longest length tried."""
     protocol, num = sweep.config.protocol, sweep.datasets[task.name].info["samples"]
     if sweep.config.method != "finetune":
         return 0, num[TRAIN] + num[VAL] + num[TEST]

@@ -1,9 +1,9 @@
-"""One cell of a sweep: weights adapted to one task in one way, and scored. One process, one device.
+"""One cell of a sweep: adapt weights to one task with one setting and score them. One process, one device.
 
 Without DeepSpeed, because 1,000 images need neither ranks nor checkpoints, and its start alone takes as long as a small
-cell. The rest is what training does elsewhere: step, loader, order, schedule, optimizer, loss and score are the same code.
-What comes out is a function of the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on
-a CPU to the last bit for a number of threads.
+cell. Step, loader, order, schedule, optimizer, loss and score are the code that training uses. The outcome is a function of
+the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on a CPU with the same number of
+threads it is the same to the last bit.
 
 Shapes: B batch, S image side, K classes, D features.
 """
@@ -49,12 +49,13 @@ from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
-_STEPS_BETWEEN_LOOKS = 50
+# Steps between two checks of the loss, which wait for the device.
+_CHECK_EVERY = 50
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a protocol's lists try: one of each."""
+    """One combination of the values that a protocol's lists try."""
 
     lr: float
     weight_decay: float
@@ -66,8 +67,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """stage: search trains on train800 and scores on val200, final trains on both and scores on test; probe is both at once,
-    of features. setting: None for a probe. fingerprint: of the task's data set.
+    """stage: search trains on train800 and scores on val200; final trains on both and scores on test; probe does both, on
+    features. setting: None for a probe. fingerprint: of the task's data set.
     """
 
     task: Task
@@ -76,20 +77,25 @@ class Cell:
     seed: int
     fingerprint: str
 
+    def __str__(self) -> str:
+        if self.setting is None:
+            return f"{self.task.title}, features"
+        return f"{self.task.title}, {self.stage}, {self.setting}, seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, and the settings of its sweep, with config.weights one file."""
+    """A cell and the settings of its sweep, where config.weights is a file."""
 
     cell: Cell
     config: VtabConfig
 
 
 def run_cell(job: Job) -> dict[str, Any]:
-    """The cell's outcome: accuracy in [0, 1] on num_images, steps, and what else there is to know. A Ray task.
+    """Run a cell; runs as a Ray task. Returns its outcome: accuracy in [0, 1] of num_images, steps, seconds, device and more.
 
-    Raises UserError for data that are not those of the cell, images that cannot be read, and a final training that
-    diverged: the same again would come of it.
+    Raises UserError, which is not retried, for another data set than the cell's, unreadable images, and a final training that
+    diverged.
     """
     begin = time.perf_counter()
     cell, config = job.cell, job.config
@@ -103,7 +109,7 @@ def run_cell(job: Job) -> dict[str, Any]:
 
 
 def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """Train all weights by the cell's setting, with a new zero head, and score them."""
+    """Train all weights with the cell's setting and a new zero head, and score them."""
     protocol = config.protocol
     train, tested = (dataset.split(name, "none") for name in ((TRAIN, VAL) if cell.stage == "search" else (ALL, TEST)))
     size, augment = view_of(protocol, cell.task)
@@ -116,7 +122,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
         raise UserError(f"{cell.task.name} diverged by step {diverged} with {cell.setting}, seed {cell.seed}.")
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
     if diverged:
-        return {**outcome, "diverged": diverged}  # No more than any other setting that is not chosen.
+        return {**outcome, "diverged": diverged}  # With accuracy 0 the setting is not chosen.
     read = reader(protocol, device)
 
     def logits(images: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
 
 
 def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, device: torch.device) -> tuple[int, int]:
-    """Train in place; the number of steps, and the step by which the loss was no number, 0 if it always was."""
+    """Train in place. Returns (number of steps, step by which the loss was non-finite, or 0)."""
     protocol, setting, batch = config.protocol, cell.setting, config.protocol.batch
     assert setting is not None
     steps = setting.length.steps(len(split), batch)
@@ -147,7 +153,7 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     order = SampleOrder(split.shard_sizes, cell.seed, batch, streams=1, window=len(split))
     accumulation = -(-batch // config.micro_batch)
     diverged = 0
-    view = remembering_train_view(augment, cell.seed, size, _kept(cell.fingerprint, split.name, size, augment))
+    view = remembering_train_view(augment, cell.seed, size, _image_cache(cell.fingerprint, split.name, size, augment))
     read = reader(protocol, device)
     objective = Classification("softmax", read=lambda pixels, _: read(pixels))
     trainer = _PlainTrainer(model, optimizer, config, cell.seed, device)
@@ -159,16 +165,16 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
             lr = learning_rate(protocol.schedule, setting.lr, step, steps, warmup)
             mixing = draw_mixing(augment, size, cell.seed, step)
             loss = training_step(trainer, objective, list(islice(batches, accumulation)), step, lr, mixing).loss
-            # A look waits for the device, and weights that are no numbers stay so.
-            looking = step % _STEPS_BETWEEN_LOOKS == 0 or step + 1 == steps
-            if looking and not math.isfinite(float(loss)):
+            # Now and then is enough, because weights that are non-finite once remain so.
+            is_checked = step % _CHECK_EVERY == 0 or step + 1 == steps
+            if is_checked and not math.isfinite(float(loss)):
                 diverged = step + 1
                 break
     return steps, diverged
 
 
 class _PlainTrainer:
-    """A model on one device without DeepSpeed, for `training_step`."""
+    """Trains a model on one device without DeepSpeed, with the interface that `training_step` needs."""
 
     def __init__(
         self, model: Model, optimizer: torch.optim.Optimizer, config: VtabConfig, seed: int, device: torch.device
@@ -206,7 +212,7 @@ class _PlainTrainer:
 
 
 def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """Ridge regression or nearest neighbours on features: the strength or number chosen on val200, then both on test."""
+    """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
     model = models.load(config.weights, image_size=size, num_classes=0).eval().to(device)
@@ -224,7 +230,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
         seen = extract(features, reading, rows)
         _refuse_unreadable(seen.problems, split)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
-    # train800val200 is these two.
+    # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
 
     @cache
@@ -254,7 +260,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
 
 
 def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:
-    """(image side, pre-processing) of a task: without mirror or crop where these would change what is asked."""
+    """Returns (image side, pre-processing) for a task, without flip or crop where these would change the label."""
     augment = replace(protocol.augment, flip=protocol.augment.flip and task.flip)
     if not task.crop:
         augment = replace(augment, crop="none")
@@ -264,7 +270,7 @@ def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:
 
 
 def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -> int:
-    """Steps of warm-up of a setting on so many samples. Raises UserError when nothing is left after them."""
+    """Warm-up steps of a setting on `num_samples` samples. Raises UserError if they are not fewer than all steps."""
     steps = setting.length.steps(num_samples, protocol.batch)
     warmup = protocol.schedule.warmup.steps(num_samples, protocol.batch, steps)
     if warmup >= steps:
@@ -276,7 +282,7 @@ def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -
 
 
 def reader(protocol: ProtocolConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """uint8 (B, S, S, 3) -> float32 (B, 3, S, S) on the device, what the model reads."""
+    """Returns the function uint8 (B, S, S, 3) -> float32 (B, 3, S, S) on the device, normalised for the model."""
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
 
     def read(images: Tensor) -> Tensor:
@@ -287,8 +293,8 @@ def reader(protocol: ProtocolConfig, device: torch.device) -> Callable[[Tensor],
 
 
 @lru_cache(maxsize=1)
-def _kept(fingerprint: str, split: str, image_size: int, augment: AugmentConfig) -> dict[int, np.ndarray]:
-    """The decoded images of a split, which the next cell of the same task finds if it runs in the same process."""
+def _image_cache(fingerprint: str, split: str, image_size: int, augment: AugmentConfig) -> dict[int, np.ndarray]:
+    """Decoded images of a split, kept for the next cell of the same task if it runs in the same process."""
     return {}
 
 
@@ -300,7 +306,7 @@ def _prepare_device(threads: int) -> torch.device:
     if not torch.cuda.is_available():
         torch.set_num_threads(threads)
         return torch.device("cpu")
-    # Before the first product; else cuBLAS takes what is fastest at the moment.
+    # Set before the first matrix product, for cuBLAS to choose deterministic kernels.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device("cuda")
@@ -311,7 +317,7 @@ def _name(device: torch.device) -> str:
 
 
 def _refuse_unreadable(problems: dict[int, str], split: Split) -> None:
-    """With a test image less, the score would be another."""
+    """Raise UserError if images cannot be read: a score on fewer images is not comparable."""
     if problems:
         row = min(problems)
         raise UserError(

@@ -1,4 +1,4 @@
-"""What is said of a Ray cluster that does not answer, and of a Ray node that dies under its driver."""
+"""Messages about a Ray cluster that cannot be reached, and about a node that dies."""
 
 import os
 import socket
@@ -60,5 +60,5 @@ def test_a_node_agent_that_dies_is_one_line(own_ray: None) -> None:
     )
     assert done.returncode == 2, done.stderr
     assert "error: Ray's node agent on this machine died" in done.stderr
-    assert "Run the same command again to go on." in done.stderr
+    assert "Run the same command again to continue." in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) <= 3  # Ray may have a line of its own.

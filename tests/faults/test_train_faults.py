@@ -199,7 +199,7 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path
     told = (folder / "log.txt").read_text()
     resumed = int(told.rpartition("resumed from ")[2].partition("at step ")[2].partition(" of ")[0].replace(",", ""))
     assert committed <= resumed
-    assert f"records after step {resumed:,}, from where the run goes on" in told
+    assert f"records after step {resumed:,}, from which the run continues" in told
     for name in ("loss", "grad_norm", "images_per_second"):
         found = points(store, name)
         assert [step for step, _ in found] == list(range(1, sent + 6))

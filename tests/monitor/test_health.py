@@ -1,4 +1,4 @@
-"""Spikes, stragglers and hangs, each by what a person is told."""
+"""Loss spikes, stragglers and hangs, and the lines that report them."""
 
 import math
 import os
@@ -85,7 +85,7 @@ def test_who_is_waited_for() -> None:
     of_reader = diagnosis({0: waits, 1: reads}, ["a", "b"], folder)
     assert of_reader[0] == f"hang: rank 1 on b has been in {reads}; stack in {folder / 'rank-00001.txt'}"
     assert "1 ranks wait" in of_reader[1]
-    assert "rank 1 on b gives no sign of life" in diagnosis({0: waits}, ["a", "b"], folder)[0]
+    assert "rank 1 on b does not respond" in diagnosis({0: waits}, ["a", "b"], folder)[0]
     assert len(diagnosis({0: waits, 1: waits}, ["a", "b"], folder)) == 2
 
 
@@ -112,7 +112,7 @@ RANK = """
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> list[subprocess.Popen[str]]:
-    """Ranks 0, 1, 2: 1 hangs in its data, the others in a step."""
+    """Three ranks: rank 1 hangs while it reads data, the others in a step."""
     program = textwrap.dedent(RANK)
     arguments = [sys.executable, "-c", program, str(ROOT), str(tmp_path / "hang")]
     started = [
@@ -143,4 +143,4 @@ def test_a_rank_that_stands_still_entirely_is_named(tmp_path: Path, ranks: list[
     finally:
         ranks[0].kill()
         ranks[0].communicate()
-    assert "rank 0 on a gives no sign of life" in "".join(errors)
+    assert "rank 0 on a does not respond" in "".join(errors)

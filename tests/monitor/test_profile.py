@@ -1,4 +1,4 @@
-"""Speed figures: arithmetic on a clock that stands still unless told."""
+"""Speed and memory figures, computed on a clock that the test sets."""
 
 import json
 from pathlib import Path

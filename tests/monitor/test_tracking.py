@@ -1,4 +1,4 @@
-"""MLflow never delays a step, and gets every metric once: now, or when it is back."""
+"""MLflow never delays a step, and receives every metric once: at once, or when it can be reached again."""
 
 import contextlib
 import json
@@ -18,15 +18,19 @@ from typing import Any
 import pytest
 
 from pipeline.monitor import tracking
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
+FAST = Timing(poll=0.05, retry=(0.05,))
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
 
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store, made once: making the tables takes MLflow many seconds."""
+    """An empty database, made once: MLflow takes many seconds to create the tables."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     from mlflow.tracking import MlflowClient
 
@@ -36,23 +40,27 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of runs with a store in it."""
-    monkeypatch.setattr(tracking, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "_RETRY_SECONDS", (0.05,))
+def out(database: Path, tmp_path: Path) -> Path:
+    """A folder of runs with a database in it."""
     shutil.copy(database, tmp_path / "mlflow.db")
     return tmp_path
 
 
 def start(
-    out: Path, uri: str = "", enabled: bool = True, step: int | None = None, folder: str = "run", **parameters: object
+    out: Path,
+    uri: str = "",
+    enabled: bool = True,
+    step: int | None = None,
+    folder: str = "run",
+    timing: Timing = FAST,
+    **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
-    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step)
+    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step, timing)
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
-    """A life of a run that goes on from `step` and logs `steps`, an evaluation every tenth; returns its notes."""
+    """One start of a run that continues from `step` and logs `steps`, with an evaluation every tenth; returns its notes."""
     tracker = start(out, step=step, **others)
     for number in steps:
         tracker.log(number, {"loss": value + number, "speed": value})
@@ -173,7 +181,7 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
     assert slowest < 0.05
     said = capfd.readouterr().err
     assert said.count("cannot be reached") == 1
-    assert "the rest goes with the next start" in said
+    assert "the next start sends the rest" in said
     assert len(written(out)) == 100
 
     # The server is back under the same name: here, a store that the client takes for it.
@@ -190,21 +198,20 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
 def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
     out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "_FINISH_SECONDS", 0.3)
-    monkeypatch.setattr(Tracker, "_send", lambda self: time.sleep(3))
-    tracker = start(out)
+    monkeypatch.setattr(MlflowStore, "log_metrics", lambda self, run_id, records: time.sleep(3))
+    tracker = start(out, timing=Timing(poll=0.05, finish=0.3))
     begin = time.perf_counter()
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")
     assert time.perf_counter() - begin < 2
-    assert "does not have all of" in capfd.readouterr().err
+    assert "has not received all of" in capfd.readouterr().err
     assert len(written(out)) == 1
 
 
 def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
     out: Path, database: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A real small file system; needs root to mount it."""
+    """Uses a real small file system, which only root can mount."""
     disk = out / "disk"
     disk.mkdir()
     size = database.stat().st_size + 2**20
@@ -238,7 +245,7 @@ def test_a_store_on_a_full_disk_gets_the_rest_when_there_is_room(
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_each_tracking_uri_has_its_own_cursor(out: Path, database: Path) -> None:
+def test_each_tracking_uri_has_its_own_state(out: Path, database: Path) -> None:
     shutil.copy(database, out / "other.db")
     other = f"sqlite:///{out / 'other.db'}"
     for step, uri in enumerate(["", other, "", other]):
@@ -363,7 +370,7 @@ def test_a_report_made_twice_is_one_run(out: Path) -> None:
 
 
 def test_a_locked_store_is_waited_for(out: Path) -> None:
-    """Another process holds the database for a while: the metrics come after it."""
+    """Another process locks the database for a while: the metrics arrive after it."""
     tracker = start(out)
     lock = sqlite3.connect(out / "mlflow.db")
     lock.execute("BEGIN EXCLUSIVE")
@@ -378,9 +385,9 @@ def test_a_locked_store_is_waited_for(out: Path) -> None:
 # -------------------------------------------------------------------- steps that run again
 @pytest.fixture(params=["database", "server"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A database, and a store that cannot delete points, as a server."""
+    """A database, and a store that cannot delete points, like a server."""
     if request.param == "server":
-        monkeypatch.setattr(tracking, "_delete_points", lambda client, run_id, step: False)
+        monkeypatch.setattr(MlflowStore, "delete_points_after", lambda self, run_id, step: False)
     return request.param
 
 
@@ -388,7 +395,7 @@ def test_steps_that_run_again_have_one_point_the_last(out: Path, store: str, cap
     assert live(out, range(1, 38), 1.0, step=0) == []
     (first,) = runs(out)
     notes = live(out, range(21, 51), 2.0, step=20)
-    assert notes == [f"{out / 'run' / 'metrics.jsonl'}: removed 18 records after step 20, from where the run goes on"]
+    assert notes == [f"{out / 'run' / 'metrics.jsonl'}: removed 18 records after step 20, from which the run continues"]
     expected = [(step, step + (1.0 if step <= 20 else 2.0)) for step in range(1, 51)]
     assert history(out, "loss") == expected
     assert history(out, "val_top1") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
@@ -468,10 +475,10 @@ def test_going_back_while_a_slow_store_takes_points(out: Path, monkeypatch: pyte
     assert history(out, "loss") == [(step, 1.0 if step <= 5 else 2.0) for step in range(1, 11)]
 
 
-def test_points_that_were_sent_before_the_cursor_moved_are_taken_back(
+def test_points_that_were_sent_before_the_state_was_saved_are_deleted(
     out: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill between the two; the record of what was sent is behind what MLflow has."""
+    """After a kill between sending points and saving mlflow.json, which then says that fewer points were sent."""
     live(out, range(1, 11), 1.0, step=0)
     before = (out / "run" / "mlflow.json").read_text()
     live(out, range(11, 21), 1.0, step=10)
@@ -480,7 +487,7 @@ def test_points_that_were_sent_before_the_cursor_moved_are_taken_back(
     assert history(out, "loss") == [(step, step + (1.0 if step <= 12 else 2.0)) for step in range(1, 21)]
 
 
-def test_another_store_is_taken_back_when_it_is_used_again(out: Path, database: Path) -> None:
+def test_points_in_another_store_are_deleted_when_it_is_used_again(out: Path, database: Path) -> None:
     shutil.copy(database, out / "other.db")
     other = f"sqlite:///{out / 'other.db'}"
     live(out, range(1, 21), 1.0, step=0, uri=other)
@@ -537,19 +544,19 @@ def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
     live(out, range(1, 11), 1.0, step=0)
     live(out, range(1, 11), 9.0, step=0, folder="other")  # Another run of the same name.
     (out / "run" / "metrics.jsonl").rename(out / "run" / "kept")
-    first = tracking.run_id_of(out / "run")
+    first = run_id_of(out / "run")
     file = out / "run" / "mlflow.json"
     file.write_text(DAMAGED[damage](file.read_text()))
     (out / "run" / "kept").rename(out / "run" / "metrics.jsonl")
     live(out, range(6, 16), 2.0, step=5)
-    assert tracking.run_id_of(out / "run") == first
+    assert run_id_of(out / "run") == first
     found = [(m.step, m.value) for m in client(out).get_metric_history(first, "loss")]
     assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
     said = [line for line in capfd.readouterr().err.splitlines() if line]
     if damage != "no id":
         (line,) = said
         assert "mlflow.json, which names the MLflow run, was damaged (" in line
-        assert line.endswith(f"going on in run {first}, which carries this folder's tag.")
+        assert line.endswith(f"continuing run {first}, which has this folder's tag.")
     assert len(runs(out)) == 2
 
 
@@ -560,7 +567,7 @@ def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pyt
     live(out, range(11, 13), 1.0, step=10)
     assert history(out, "loss") == [(step, step + 1.0) for step in range(1, 13)]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert line.endswith(f"so all goes into a new one, {runs(out)[0].info.run_id}.")
+    assert line.endswith(f"so everything is sent to a new one, {runs(out)[0].info.run_id}.")
 
 
 def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
@@ -576,7 +583,7 @@ def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
 def test_mutated_files_of_a_run_never_end_its_tracking(
     out: Path, capfd: pytest.CaptureFixture[str], mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
-    """Both files as a bad disk may leave them: the run goes on, and all lines that can be read are sent."""
+    """With both files damaged as by a bad disk, the run continues, and all readable lines are sent."""
     live(out, range(1, 11), 1.0, step=0)
     originals = {name: (out / "run" / name).read_bytes() for name in ("mlflow.json", "metrics.jsonl")}
     rng = random.Random(0)
@@ -588,5 +595,5 @@ def test_mutated_files_of_a_run_never_end_its_tracking(
         live(out, range(11, 13), 1.0, step=10)
         assert written(out)[-1]["step"] == 12
         assert "cannot be reached" not in capfd.readouterr().err
-        run_id = tracking.run_id_of(out / "run")
+        run_id = run_id_of(out / "run")
         assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}

@@ -26,7 +26,7 @@ from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
 from pipeline.settings.run import Length, RunConfig
 from pipeline.train.optimizers import peak_rate
-from pipeline.transfer.grid import cell as grid_cell
+from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
 from pipeline.transfer.vtab_cell import warmup_steps
 
@@ -189,7 +189,7 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
         return
     if path.parent.name == "grid":
         grid = schema.load(suite_settings.GridConfig, path)
-        trial = grid_cell(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
+        trial = make_run(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
         assert trial.config.data.evaluated_split == "dev"
         return
     if path.name == "prepare.yaml":
@@ -271,7 +271,7 @@ def test_fine_tuning_of_l16_has_the_dropout_of_its_authors() -> None:
     for path in SHIPPED:
         if path.parent.name == "grid":
             grid = schema.load(suite_settings.GridConfig, path)
-            assert grid_cell(grid, "final", grid.lr[0], seed=0, dev_share=0.0).config.model.dropout == 0.1
+            assert make_run(grid, "final", grid.lr[0], seed=0, dev_share=0.0).config.model.dropout == 0.1
 
 
 def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:

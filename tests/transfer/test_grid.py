@@ -1,4 +1,4 @@
-"""The fine-tuning protocol: chosen on dev, trained on all, resumable; and runs set side by side."""
+"""The fine-tuning protocol: rates chosen on a dev split, final runs on all data, resuming; comparison of its runs."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ def test_grid_from_trials_to_table_and_comparison(
     )  # fmt: skip
     started: list[str] = []
 
-    def start(cell: grid.Cell, config: GridConfig) -> int:
+    def start(cell: grid.GridRun, config: GridConfig) -> int:
         started.append(cell.name)
         flat = schema.flatten(schema.to_dict(cell.config))
         run = forge.start(
@@ -69,7 +69,7 @@ def test_grid_from_trials_to_table_and_comparison(
         assert code == (2 if cell.name == "lr-1e+18" else 0), run.said()
         return code
 
-    def asked_to_stop(cell: grid.Cell, config: GridConfig) -> int:
+    def asked_to_stop(cell: grid.GridRun, config: GridConfig) -> int:
         return RESUME if cell.name == "lr-0.3" else start(cell, config)
 
     with pytest.raises(SystemExit) as stopped:
@@ -108,11 +108,11 @@ def test_grid_from_trials_to_table_and_comparison(
     # The same command again runs nothing; another length of the runs is another grid.
     assert grid.run(config, start)["runs"] == result["runs"]
     assert len(started) == 5
-    cell = grid.cell(config, "final-seed-3", 0.3, 3, 0.0)
-    assert grid._has_ended(cell)
+    cell = grid.make_run(config, "final-seed-3", 0.3, 3, 0.0)
+    assert grid.read_outcome(cell) is not None
     longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
                                             f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
-    assert not grid._has_ended(grid.cell(longer, "final-seed-3", 0.3, 3, 0.0))
+    assert grid.read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
     sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -210,7 +210,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
         json.dumps({**info, "checksum": None, "num_classes": 5, "classes": list("abcde")})
     )
 
-    def start(cell: grid.Cell, config: GridConfig) -> int:
+    def start(cell: grid.GridRun, config: GridConfig) -> int:
         pytest.fail(f"{cell.name} was started")
 
     for wrong, line in {
@@ -253,7 +253,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
     config = schema.load(
         GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "settings=[init.weights=x]", "lr=[0.1]"]
     )
-    cell = grid.cell(config, "final", 0.1, 0, 0.0)
+    cell = grid.make_run(config, "final", 0.1, 0, 0.0)
     cell.folder.mkdir(parents=True)
     originals = {
         "status.json": json.dumps({"status": "finished", "step": 12, "code": 0, "reason": ""}).encode(),
@@ -267,9 +267,9 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
         if number:
             name = ("config.json", "scores.json")[number % 2]
             (cell.folder / name).write_bytes(mutate(originals[name], rng))
-        answers.append(grid._has_ended(cell))
+        answers.append(grid.read_outcome(cell) is not None)
         if answers[-1]:
-            assert set(grid.finished(cell, config, lambda *_: pytest.fail("started"))) == {
+            assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
                 "top1",
                 "loss",
                 "num_samples",

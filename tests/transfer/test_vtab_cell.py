@@ -1,4 +1,4 @@
-"""A cell trains as a plain PyTorch loop does, to the last bit again and again, and scores what the protocol says."""
+"""A cell trains like a plain PyTorch loop, deterministically, and is scored as the protocol says."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ SPLITS = {"train800": 32, "val200": 16, "train800val200": 48, "test": 40}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """tasks/dtd, and tasks' neighbour weights.pt; tests must not change them."""
+    """The data set tasks/dtd, with weights.pt beside tasks/; tests must not change them."""
     folder = tmp_path_factory.mktemp("cell")
     models.save(models.create("ViT-mu/4", SIDE, 7, seed=3), folder / "weights.pt")
     return open_dataset(make_dataset(folder / "tasks" / TASK.name, SPLITS, per_shard=20))
@@ -59,7 +59,7 @@ def trained(data: Dataset, settings: VtabConfig, seed: int = 0) -> dict[str, tor
 
 @pytest.mark.parametrize(("optimizer", "weight_decay"), [("sgd", 0.0), ("adam", 0.3)])
 def test_a_cell_trains_as_a_plain_loop(data: Dataset, optimizer: str, weight_decay: float) -> None:
-    """Written out with another batch arithmetic: whole batches, and rates by hand."""
+    """The reference uses whole batches instead of micro-batches, and learning rates computed by hand."""
     rate = {"sgd": 0.3, "adam": 0.01}[optimizer]
     settings = config(
         data, f"protocol.optimizer={optimizer}", f"protocol.lr=[{rate}]", f"protocol.weight_decay=[{weight_decay}]"

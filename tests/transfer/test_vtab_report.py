@@ -1,4 +1,4 @@
-"""The table of VTAB-1k: its numbers are those computed by hand, and no mean is shown of what is not whole."""
+"""The table of VTAB-1k: its numbers equal those computed by hand, and no mean of an incomplete group is shown."""
 
 import base64
 import csv
@@ -22,7 +22,7 @@ from pipeline.transfer.vtab_tasks import TASKS
 
 
 def results(**scores: list[float]) -> dict[str, Any]:
-    """What a sweep writes: task -> the accuracy of each seed, on 1,000 test images."""
+    """A results.json. scores: task -> accuracy of each seed, on 1,000 test images."""
     return {
         "protocol": {"name": "vit_paper", "sha256": "c0ffee", "lr": [0.01], "image_size": 384},
         "method": "finetune",
@@ -48,7 +48,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def whole(of_task: float = 0.0, seeds: int = 1) -> dict[str, Any]:
-    """Accuracy 0.50, 0.51, ... of the tasks, in their order; each further seed 0.02 better."""
+    """Results with accuracies 0.50, 0.51, ... in the order of the tasks; each further seed is 0.02 better."""
     return results(
         **{task.name: [0.5 + 0.01 * i + of_task + 0.02 * s for s in range(seeds)] for i, task in enumerate(TASKS)}
     )

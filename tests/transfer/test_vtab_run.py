@@ -1,4 +1,4 @@
-"""What a sweep runs, keeps, refuses and reports, wherever its cells run: here one after another, in this process."""
+"""What a sweep runs, stores, refuses and reports; the cells run one after another in this process."""
 
 import json
 import random
@@ -34,7 +34,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The settings that name tiny weights and three tasks."""
+    """Settings with tiny weights and three tasks."""
     folder = tmp_path_factory.mktemp("vtab")
     models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
     for seed, name in enumerate(PREPARED):
@@ -66,7 +66,7 @@ def refused(folder: Path, settings: Sequence[str], *more: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> Path:
-    """The folder of a sweep that is done; tests must not change it."""
+    """The folder of a finished sweep; tests must not change it."""
     folder = tmp_path_factory.mktemp("sweep") / "out"
     sweep(folder, prepared)
     return folder
@@ -163,7 +163,7 @@ def test_mutated_files_of_a_sweep_are_used_or_refused_in_one_line(
 
 
 def test_digests_of_protocols_stay() -> None:
-    """Sweeps made before a setting was added are continued, as long as it is at its default."""
+    """Sweeps made before a setting was added can be continued while it has its default."""
     digests = {"bit_hyperrule": "99475cd1f90c10ce", "lightweight": "9d3049ab42b37e6d", "peft_224": "0549e0750c139c4b"}
     for name, digest in digests.items():
         file = PROTOCOLS / f"{name}.yaml"
@@ -259,7 +259,7 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
 def in_turn(
     outcome: Callable[[Cell], dict[str, Any] | str],
 ) -> vtab.RunCells:
-    """Runs cells that are not computed: what `outcome` says becomes of each, an outcome or a failure."""
+    """Pretends to run cells. outcome: returns a cell's outcome, or the reason why it fails."""
 
     def run(
         function: Callable[..., dict], jobs: Sequence[Job], on_retry: Callable, on_failure: Callable

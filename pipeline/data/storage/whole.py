@@ -1,11 +1,11 @@
 """Atomic replacement of files and objects: a reader sees the old content or the new, never a part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO
 
 from pipeline import files
-from pipeline.data.storage.bucket import AnyPath, BucketPath
+from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 
 
 @contextmanager
@@ -16,3 +16,14 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
     """
     with path.replacing() if isinstance(path, BucketPath) else files.replacing(path) as file:
         yield file
+
+
+def write_files(folder: AnyPath, contents: Mapping[str, bytes | None]) -> None:
+    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it."""
+    make_folder(folder)
+    for name, content in contents.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+            continue
+        with replacing(folder / name) as file:
+            file.write(content)

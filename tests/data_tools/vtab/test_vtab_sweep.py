@@ -213,9 +213,7 @@ def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tasks, "_PAUSES", (0.0, 0.0, 0.0))
-
+def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> None:
     def work(number: int) -> int:
         if number == 1:
             raise UserError("mend it")
@@ -227,12 +225,12 @@ def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int, monkey
 
     retried: list[str] = []
     failed: dict[int, str] = {}
-    found = dict(ray_tasks.run_tasks(work, range(6), 2, retried.append, failed.__setitem__))
+    found = dict(ray_tasks.run_tasks(work, range(6), 2, retried.append, failed.__setitem__, pauses=[0.0] * 3))
     assert found == {0: 0, 4: 4, 5: 5}
     assert failed[1] == "mend it"
     assert failed[2] == "RuntimeError: out of memory"
     assert "gave up on a task after 3 retries" in failed[3]
     assert len(retried) == 6
-    assert ray_tasks.room(1, 0.25) == (2, 0.0)
+    assert ray_tasks.capacity(1, 0.25) == (2, 0.0)
     with pytest.raises(UserError, match="threads = 3, but no node of this cluster has so many CPUs: 2 at most"):
-        ray_tasks.room(3, 0.25)
+        ray_tasks.capacity(3, 0.25)

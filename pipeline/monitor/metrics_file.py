@@ -1,0 +1,171 @@
+"""metrics.jsonl: every metric of a run, one JSON object per line. Written here; repaired when steps run again; read by reports."""
+
+import dataclasses
+import functools
+import json
+import math
+import posixpath
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipeline import json_record
+from pipeline.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+# Steps, times and byte counts above this mean a damaged file; MLflow stores 64 bits.
+MAX_INTEGER = 1 << 53
+_METRIC_NAME = re.compile(r"[/\w.\- :]{1,250}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of metrics.jsonl. time: milliseconds since 1970. metrics: values may be nan or inf."""
+
+    step: int
+    time: int
+    metrics: dict[str, float]
+
+    def to_line(self) -> bytes:
+        # JSON has no nan and no inf: they are written as text that float() reads.
+        readable = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
+        return json.dumps({"step": self.step, "time": self.time, "metrics": readable}).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class _Line:
+    step: int
+    metrics: dict  # Checked by `_number`, which is faster: there are millions of values.
+    time: int = 0
+
+
+@dataclass(frozen=True)
+class Repair:
+    """New content of metrics.jsonl for a run that continues from a step. See `repair`.
+
+    changed: whether `lines` differ from the file. unchanged_bytes: length of the common beginning that MLflow may keep.
+    back_to: points of later steps must be deleted from MLflow; None if there are none.
+    logged: names of the metrics that the step itself has. notes: lines for the log that say what is removed.
+    """
+
+    lines: list[bytes]
+    changed: bool
+    unchanged_bytes: int
+    back_to: int | None
+    logged: set[str]
+    notes: list[str]
+
+
+def repair(path: Path, last_step: int) -> Repair:
+    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last."""
+    old = read_lines(path)
+    lines, steps, removed, num_damaged = list[bytes](), list[int](), list[int](), 0
+    seen: dict[int, set[str]] = {}
+    for line in reversed(old):
+        record = parse_line(line)
+        if record is None:
+            num_damaged += bool(line.strip())
+            continue
+        known = seen.setdefault(record.step, set())
+        new = {name: value for name, value in record.metrics.items() if name not in known}
+        if record.step > last_step or len(new) < len(record.metrics) or not new:
+            removed.append(record.step)
+        if record.step > last_step or not new:
+            continue
+        if len(new) < len(record.metrics):
+            line = dataclasses.replace(record, metrics=new).to_line()
+        known.update(new)
+        lines.append(line if line.endswith(b"\n") else line + b"\n")
+        steps.append(record.step)
+    lines.reverse()
+    steps.reverse()
+    num_same = next((i for i, (was, now) in enumerate(zip(old, lines, strict=False)) if was != now), len(lines))
+    back_to = min([last_step, *(step - 1 for step in removed)])
+    in_order = all(step <= back_to for step in steps[:num_same])
+    counts = {
+        f"records after step {last_step:,}, from which the run continues": sum(step > last_step for step in removed),
+        "records of steps that were recorded again": sum(step <= last_step for step in removed),
+        "damaged lines": num_damaged,
+    }
+    return Repair(
+        lines=lines,
+        changed=lines != old,
+        unchanged_bytes=sum(map(len, lines[:num_same])) if in_order else 0,
+        back_to=back_to if removed or not old else None,
+        logged=seen.get(last_step, set()),
+        notes=[f"{path}: removed {count:,} {what}" for what, count in counts.items() if count],
+    )
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open metrics.jsonl for new records, after a line break if a kill cut the last line short. Raises UserError for a folder."""
+    try:
+        file = open(path, "ab+")  # noqa: SIM115  (closed by the caller)
+    except IsADirectoryError:
+        raise _is_folder(path) from None
+    if file.tell():
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file
+
+
+def read_metrics(path: Path) -> tuple[list[Record], int]:
+    """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError and UserError."""
+    if not path.exists():
+        raise FileNotFoundError(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a regular file.")
+    lines = [line for line in read_lines(path) if line.strip()]
+    records = [record for line in lines if (record := parse_line(line))]
+    return records, len(lines) - len(records)
+
+
+def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
+    """Returns metric -> step -> value. If a step was recorded twice, the last value counts."""
+    values: dict[str, dict[int, float]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            values.setdefault(name, {})[record.step] = value
+    return values
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """All lines; none if the file is missing. Raises UserError for a folder."""
+    try:
+        with open(path, "rb") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
+    except IsADirectoryError:
+        raise _is_folder(path) from None
+
+
+def parse_line(line: bytes) -> Record | None:
+    """One line of metrics.jsonl; None if it is damaged, for example cut short by a kill."""
+    try:
+        parsed = json_record.parse(line.decode(), _Line, METRICS_FILE)
+        metrics = {name: _number(value) for name, value in parsed.metrics.items()}
+    except (ValueError, OverflowError):
+        return None
+    in_range = 0 <= parsed.step < MAX_INTEGER and 0 <= parsed.time < MAX_INTEGER
+    return Record(parsed.step, parsed.time, metrics) if in_range and all(map(_is_metric_name, metrics)) else None
+
+
+def _is_folder(path: Path) -> UserError:
+    return UserError(f"{path} is a folder. Remove it, or start another run with name=...")
+
+
+def _number(value: Any) -> float:
+    """A value as `Record.to_line` writes it. Raises ValueError for any other."""
+    if type(value) is float or type(value) is int or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError
+
+
+@functools.cache
+def _is_metric_name(name: str) -> bool:
+    """Whether MLflow accepts this name. It refuses the whole batch for one that it does not accept."""
+    return bool(_METRIC_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith((".", "/"))

@@ -1,0 +1,243 @@
+"""Sends metrics.jsonl to an MLflow run from a background thread, and retries while the server is unreachable."""
+
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import write_text
+from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.sync_state import STATE_FILE, SyncState, read_states, write_states
+
+# Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
+FOLDER_TAG = "run_folder"
+_METRICS_PER_REQUEST = 500
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Waits of the thread, and how long the end of a run waits for it at most, in seconds."""
+
+    poll: float = 1.0
+    retry: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
+    finish: float = 30.0
+    finish_in_a_hurry: float = 5.0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an MLflow run shows beside its metrics. artifact_location: URI for an experiment that is created here."""
+
+    experiment: str
+    artifact_location: str | None
+    name: str
+    parameters: dict[str, Any]
+    tags: dict[str, str]
+
+
+class MlflowSender:
+    """One run folder's metrics on their way to one tracking URI.
+
+    The thread reads the file from the byte that mlflow.json names. The lock protects the states and the content of the file;
+    it is never held during a request, so `rewrite` does not wait for MLflow.
+    start: step that the run continues from; None for a file without repeated steps.
+    """
+
+    def __init__(self, folder: Path, uri: str, facts: RunFacts, start: int | None, timing: Timing) -> None:
+        self.path, self.state_path = folder / METRICS_FILE, folder / STATE_FILE
+        self.uri, self.facts, self.start, self.timing = uri, facts, start, timing
+        self._lock = threading.Lock()
+        self._states, self._damage = read_states(self.state_path)
+        self._num_rewrites = 0
+        self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
+        self._artifacts: list[Path] = []
+        self._status = ""
+        self._all_sent = False
+        self._stop = threading.Event()
+        self._store: MlflowStore | None = None
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+
+    # ---------------------------------------------------------------- called by the training thread
+    def begin(self) -> None:
+        self._thread.start()
+
+    def rewrite(self, repair: Repair, start: int) -> None:
+        """Replace metrics.jsonl. The thread later deletes the MLflow points of the removed records."""
+        self.start = start
+        if not repair.changed and (repair.lines or not self._states):
+            return
+        with self._lock:
+            self._num_rewrites += 1
+            for state in self._states.values():
+                state.sent_bytes = min(state.sent_bytes, repair.unchanged_bytes)
+                if repair.back_to is not None:
+                    state.back_to = min(repair.back_to, repair.back_to if state.back_to is None else state.back_to)
+            # The states first: after a kill in between, the next start finds the same lines to remove.
+            if self._states:
+                self._save()
+            if repair.changed:
+                write_text(self.path, b"".join(repair.lines).decode())
+
+    def end(self, status: str, artifacts: list[Path], in_a_hurry: bool) -> None:
+        """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit."""
+        self._status, self._artifacts = status, artifacts
+        self._stop.set()
+        self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
+        if not self._all_sent:
+            _warn(f"MLflow at {self.uri} has not received all of {self.path}: the next start sends the rest.")
+
+    # ---------------------------------------------------------------- the thread
+    def _run(self) -> None:
+        num_failures = 0
+        while True:
+            stopping = self._stop.is_set()
+            try:
+                self._send()
+                num_failures = 0
+                if stopping:
+                    self._all_sent = True
+                    self._close()
+                    return
+                self._stop.wait(self.timing.poll)
+            except Exception as error:
+                # Whatever the server or its client raises, training continues; the file keeps the metrics.
+                if not num_failures:
+                    reason = f"MLflow at {self.uri} cannot be reached ({_one_line(error)})"
+                    _warn(f"{reason}: training continues, metrics are kept in metrics.jsonl.")
+                if stopping:
+                    return
+                self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
+                num_failures += 1
+
+    def _send(self) -> None:
+        """Send all unsent lines in batches, and save after each how much was sent."""
+        store, state = self._connect()
+        assert state.run_id is not None
+        with self._lock:
+            back_to, rewrites = state.back_to, self._num_rewrites
+        if back_to is not None:
+            self._delete_points_after(store, state, back_to)
+        with self._lock:
+            if state.back_to is not None:
+                if rewrites != self._num_rewrites:
+                    return  # The run has gone back again meanwhile: delete those points first.
+                state.back_to = None
+                self._save()
+            rewrites = self._num_rewrites
+            lines = self._unsent_lines(state)
+        while lines:
+            num_bytes, num_metrics = 0, 0
+            records: list[Record] = []
+            while lines and num_metrics < _METRICS_PER_REQUEST:
+                line = lines.popleft()
+                num_bytes += len(line)
+                if record := parse_line(line):
+                    records.append(record)
+                    num_metrics += len(record.metrics)
+                elif line.strip():
+                    _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
+            store.log_metrics(state.run_id, records)
+            with self._lock:
+                if rewrites != self._num_rewrites:
+                    return  # The run has gone back meanwhile, which has changed sent_bytes.
+                state.sent_bytes += num_bytes
+                self._save()
+
+    def _unsent_lines(self, state: SyncState) -> deque[bytes]:
+        """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""
+        with open(self.path, "rb") as file:
+            if state.sent_bytes:
+                file.seek(state.sent_bytes - 1)
+                if file.read(1) != b"\n":  # The file was removed, and this is another one.
+                    state.sent_bytes = 0
+            file.seek(state.sent_bytes)
+            # A line without its end is still being written.
+            return deque(line for line in file if line.endswith(b"\n"))
+
+    def _connect(self) -> tuple[MlflowStore, SyncState]:
+        """Open the store, and find or create the MLflow run, once."""
+        if self._store is not None:
+            return self._store, self._states[self.uri]
+        store = MlflowStore(self.uri)
+        with self._lock:
+            state = self._states.setdefault(self.uri, SyncState())
+        if not state.run_id or not store.is_active(state.run_id):
+            self._find_or_create_run(store, state)
+        assert state.run_id is not None
+        if not state.has_parameters:
+            store.log_parameters(state.run_id, self.facts.parameters)
+            self._update(state, has_parameters=True)
+        if state.replaces:
+            store.delete_run(state.replaces)
+            self._update(state, replaces=None)
+        store.start_run(state.run_id, self.facts.tags)
+        self._store = store
+        return store, state
+
+    def _find_or_create_run(self, store: MlflowStore, state: SyncState) -> None:
+        """Continue the MLflow run that carries this folder's tag, or create one."""
+        experiment_id = store.experiment_id(self.facts.experiment, self.facts.artifact_location)
+        found = store.find_run(experiment_id, FOLDER_TAG, self.facts.tags[FOLDER_TAG])
+        # A new folder may have the path and the inode number of one that was removed.
+        if found and self._had_metrics:
+            run_id, has_parameters = found
+            # What it has received is not known: send all again, a database keeps equal points once.
+            self._update(state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=self.start)
+            outcome = f"continuing run {run_id}, which has this folder's tag."
+        else:
+            run_id = store.create_run(experiment_id, self.facts.name, self.facts.tags)
+            self._update(state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None)
+            outcome = f"no run at {self.uri} has this folder's tag, so everything is sent to a new one, {run_id}."
+        if self._damage:
+            _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
+        self._damage = ""
+
+    def _delete_points_after(self, store: MlflowStore, state: SyncState, step: int) -> None:
+        """Delete the points of later steps: in a database these alone; on a server by a new run that replaces the old one."""
+        assert state.run_id is not None
+        if store.delete_points_after(state.run_id, step) or not store.has_points_after(state.run_id, step):
+            return
+        old, new = state.run_id, store.create_copy(state.run_id)
+        _warn(
+            f"MLflow at {self.uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
+            f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."
+        )
+        self._update(state, run_id=new, sent_bytes=0, has_parameters=False, replaces=old)
+        self._store = None  # Connecting again sends the parameters and deletes the old run.
+        self._connect()
+
+    def _close(self) -> None:
+        run_id = self._states[self.uri].run_id
+        assert self._store is not None
+        assert run_id is not None
+        for path in self._artifacts:
+            if not path.exists():  # A run that failed early has no scores.
+                continue
+            try:
+                self._store.log_artifact(run_id, path)
+            except Exception as error:
+                _warn(f"MLflow at {self.uri} refused {path} ({_one_line(error)}).")
+        self._store.end_run(run_id, self._status)
+
+    def _update(self, state: SyncState, **fields: Any) -> None:
+        with self._lock:
+            for name, value in fields.items():
+                setattr(state, name, value)
+            self._save()
+
+    def _save(self) -> None:
+        """Write mlflow.json, the state in use last. The lock is held."""
+        if self.uri in self._states:
+            self._states[self.uri] = self._states.pop(self.uri)
+        write_states(self.state_path, self._states)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)

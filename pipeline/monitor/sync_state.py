@@ -1,0 +1,56 @@
+"""mlflow.json: which MLflow run belongs to a run folder, and which part of metrics.jsonl it has received."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.files import write_text
+from pipeline.monitor.metrics_file import MAX_INTEGER
+
+STATE_FILE = "mlflow.json"
+
+
+@dataclass
+class SyncState:
+    """State of one MLflow run; there is one for each tracking URI that the folder was sent to.
+
+    back_to: points of later steps must be deleted before more are sent; None if there are none.
+    replaces: ID of an MLflow run that this one replaces, and that must still be deleted.
+    """
+
+    run_id: str | None = None
+    sent_bytes: int = 0
+    has_parameters: bool = False
+    back_to: int | None = None
+    replaces: str | None = None
+
+
+def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
+    """Returns (tracking URI -> state, reason why the file is damaged); both are empty when there is no file."""
+    try:
+        states = json_record.read(path, dict[str, SyncState])
+        for state in states.values():
+            if not (0 <= state.sent_bytes < MAX_INTEGER and -1 <= (state.back_to or 0) < MAX_INTEGER):
+                raise UserError(f"{path}: sent_bytes or back_to is out of range.")
+        return states, ""
+    except FileNotFoundError:
+        return {}, ""
+    except UserError as error:
+        reason = str(error).removeprefix(str(path)).strip(" :.").removesuffix(": the file is damaged")
+        return {}, f"damaged ({reason})"
+
+
+def write_states(path: Path, states: dict[str, SyncState]) -> None:
+    """Replace the file. The state of the tracking URI in use must be the last."""
+    write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
+
+
+def run_id_of(folder: Path) -> str | None:
+    """ID of a folder's MLflow run at the tracking URI that was used last; None if it was never sent."""
+    try:
+        states, _ = read_states(folder / STATE_FILE)
+    except OSError:
+        return None
+    return next((state.run_id for state in reversed(states.values()) if state.run_id), None)

@@ -1,0 +1,37 @@
+"""How durations read, and progress.json while several threads write it."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.progress import ProgressFile, duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2.0 h"), (86400, "24.0 h"),
+        (172_800, "2.0 d"), (1_000_000, "11.6 d"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_file_is_whole_whichever_thread_writes_it(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path)
+    threads = [
+        threading.Thread(target=lambda n=n: [file.write({"thread": n, "text": "x" * 10_000 * n}) for _ in range(50)])
+        for n in (1, 2, 3)
+    ]
+    file.write({"thread": 0})
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        state = json.loads((tmp_path / "progress.json").read_text())
+        assert state["thread"] == 0 or state["text"] == "x" * 10_000 * state["thread"]
+        assert "updated" in state
+    file.remove()
+    assert not list(tmp_path.iterdir())
