@@ -290,7 +290,7 @@ def test_every_model_is_fine_tuned_at_another_size(case, tmp_path):
     save(model, tmp_path / "model.pt")
     height, width = model.config.image_size
     if getattr(model.config, "positions", "") == "relative":
-        with pytest.raises(UserError, match="relative positions of a 2 x 3 grid mean nothing on 4 x 3"):
+        with pytest.raises(UserError, match="relative positions of a 2 x 3 grid cannot be used on 4 x 3"):
             load(tmp_path / "model.pt", image_size=(2 * height, width))
         return
     larger = load(tmp_path / "model.pt", image_size=(2 * height, width), num_classes=7).eval()
