@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - these names are for importers
 """The models and their weights files. `vit.py` is the ViT, and the file to read first.
 
 Needs only torch and numpy, so that it can be used alone; safetensors is imported when such a file is read or written
@@ -20,35 +21,6 @@ from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import load, read_weights, safetensors_metadata, save, save_safetensors
-
-__all__ = [
-    "Config",
-    "MaskedViT",
-    "Model",
-    "ResNet",
-    "ResNetConfig",
-    "ViTConfig",
-    "VisionTransformer",
-    "attention_macs",
-    "build",
-    "config_from_dict",
-    "configure",
-    "create",
-    "forward_macs",
-    "load",
-    "num_parameters",
-    "parse_name",
-    "read_weights",
-    "resample_positions",
-    "resample_state",
-    "safetensors_metadata",
-    "save",
-    "save_safetensors",
-    "to_huggingface",
-    "to_npz",
-    "to_timm",
-    "training_flops_per_image",
-]
 
 
 def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, seed: int = 0, **changes: Any) -> Model:

@@ -6,10 +6,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Dense(nn.Linear):
-    """A linear layer without torch's initialisation, which draws from the global generator: `initialize` sets its values."""
+    """A linear layer with zero bias. The model's `initialize` sets the kernel, not torch, which uses the global generator."""
 
     def reset_parameters(self) -> None:
-        pass
+        nn.init.zeros_(self.bias)
 
 
 def lecun_normal(kernel: Tensor, generator: torch.Generator) -> None:

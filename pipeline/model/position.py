@@ -10,7 +10,7 @@ each block has a table of its own. Other letters as in vit.py; h x w patches.
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,11 @@ from pipeline.errors import UserError
 from pipeline.model.variants import ViTConfig
 
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
+_KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
+    "zoom": {"mode": "bilinear", "align_corners": True},
+    "bicubic": {"mode": "bicubic"},
+    "bicubic_antialias": {"mode": "bicubic", "antialias": True},
+}
 Grid = tuple[int, int]
 
 
@@ -114,6 +119,8 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     Returns (T, [1 +] rows*columns, D) in the table's dtype; the table itself if the grid does not change.
     Raises ValueError if the table does not fit the old grid, or is not square and no old grid is given.
     """
+    if kernel not in _KERNELS:
+        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
     num_rows = table.shape[1]
     if old_grid is None:
         # n and n - 1 are never both squares above 1, so the row of a class token is recognised.
@@ -131,10 +138,5 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     class_row, patch_rows = table[:, :num_class_rows], table[:, num_class_rows:]
     image = patch_rows.reshape(len(table), *old_grid, -1).permute(0, 3, 1, 2)  # (T, D, h, w)
     image = image.to(torch.promote_types(table.dtype, torch.float32))  # bf16 would round the interpolation weights
-    if kernel == "zoom":
-        image = F.interpolate(image, size=grid, mode="bilinear", align_corners=True)
-    elif kernel in ("bicubic", "bicubic_antialias"):
-        image = F.interpolate(image, size=grid, mode="bicubic", antialias=kernel == "bicubic_antialias")
-    else:
-        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
+    image = F.interpolate(image, size=grid, **_KERNELS[kernel])
     return torch.cat([class_row, image.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

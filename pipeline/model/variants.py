@@ -64,8 +64,16 @@ _MAX_SIDE, _MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**16, 2**17, 8, 1024
 RESNET_UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
 
+class _Config:
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, YAML and weights files; tuples become lists."""
+        values = asdict(self)  # type: ignore[call-overload]
+        # registers = 0 is omitted, so that files of models without registers are the same bytes as before the field existed.
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n != "registers" or v}
+
+
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(_Config):
     """The architecture of a ViT. Raises UserError for values that do not fit together."""
 
     width: int  # D, of every token
@@ -243,13 +251,9 @@ class ViTConfig:
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; tuples become lists."""
-        return _plain(self)
-
 
 @dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(_Config):
     """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
 
     units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
@@ -272,10 +276,6 @@ class ResNetConfig:
     def num_outputs(self) -> int:
         """Number of outputs of the head for one image: class logits."""
         return self.num_classes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; tuples become lists."""
-        return _plain(self)
 
 
 Config = ViTConfig | ResNetConfig
@@ -384,12 +384,6 @@ def _check_ranges(config: Config) -> None:
 def stem_reduction(stem: tuple[int, ...] | None) -> int:
     """The factor by which a hybrid's stem downsamples; 1 without a stem. stem: units of each stage."""
     return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-    # Omitted if zero, so that files of models without registers are the same bytes as before the field existed.
-    return {name: value for name, value in values.items() if name != "registers" or value}
 
 
 def _as_yaml(value: object) -> str:

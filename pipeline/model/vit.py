@@ -39,11 +39,10 @@ class PatchEmbedding(nn.Conv2d):
         super().__init__(channels, config.width, kernel_size=config.patch_size, stride=config.stride)
 
     def reset_parameters(self) -> None:
-        pass
+        nn.init.zeros_(cast(Tensor, self.bias))
 
     def initialize(self, generator: torch.Generator) -> None:
         lecun_normal(self.weight, generator)
-        nn.init.zeros_(cast(Tensor, self.bias))
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, rows*columns, D)"""
@@ -66,8 +65,6 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv.weight.chunk(3)  # three (D, D) kernels: Xavier's bound for one (3D, D) kernel is smaller
         for kernel in (q, k, v, self.out.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
-        for bias in (self.qkv.bias, self.out.bias):
-            nn.init.zeros_(bias)
         if self.relative is not None:
             self.relative.initialize(generator)
 
@@ -155,8 +152,6 @@ class AttentionPooling(nn.Module):
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.probe[0], self.query.weight, *self.key_value.weight.chunk(2), self.out.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
-        for bias in (self.query.bias, self.key_value.bias, self.out.bias):
-            nn.init.zeros_(bias)
         self.mlp.initialize(generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +178,7 @@ class VisionTransformer(nn.Module):
         self.stem = None if config.stem is None else HybridStem(config.stem)
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
         has_token = config.pool == "token"
-        self.class_token = nn.Parameter(torch.empty(1, 1, config.width)) if has_token else None
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if has_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
         self.dropout = nn.Dropout(config.dropout)
@@ -261,14 +256,15 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set every parameter as the official code does, from one generator; no-op on the meta device."""
+        """Initialise as the official code does, with one generator. Not set here: zero biases and class token, LayerNorms.
+
+        No-op on the meta device.
+        """
         if self.patch_embedding.weight.is_meta:
             return
         generator = torch.Generator("cpu").manual_seed(seed)
 
         self.patch_embedding.initialize(generator)
-        if self.class_token is not None:
-            nn.init.zeros_(self.class_token)
         if self.registers is not None:
             nn.init.normal_(self.registers, std=1e-6, generator=generator)  # as in DINOv2
         if isinstance(self.positions, nn.Parameter):
@@ -281,5 +277,4 @@ class VisionTransformer(nn.Module):
             self.stem.initialize(generator)
         if self.representation is not None:
             lecun_normal(self.representation.weight, generator)
-            nn.init.zeros_(self.representation.bias)
         initialize_head(self.head, self.config.head_bias)

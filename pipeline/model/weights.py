@@ -98,8 +98,7 @@ def read_weights(path: StrPath, say: Say = _silent) -> tuple[Config, dict[str, T
 
 def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
-        config, state, notes = read_npz(path)
-        return Weights(config, state, {}, notes)
+        return read_npz(path)
     content: Any
     if path.suffix == ".safetensors":
         tensors, metadata = files.open_safetensors(path)

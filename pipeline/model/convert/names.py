@@ -44,37 +44,37 @@ class Names(NamedTuple):
     registers: str | None = None
 
 
-def _flax_block(norm_1: str, attention: str, norm_2: str, mlp: str) -> dict[str, str | tuple[str, ...]]:
-    return {
-        "attention_norm": norm_1, "qkv": tuple(f"{attention}/{part}" for part in ("query", "key", "value")),
-        "out": f"{attention}/out", "mlp_norm": norm_2, "up": f"{mlp}/Dense_0", "down": f"{mlp}/Dense_1",
-    }  # fmt: skip
-
-
-# Flax numbered all modules of a block in one sequence ("pre-Linen", every released file), later by class ("Linen").
-_PRE_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
-_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
-_FLAX = {
-    "flax": True, "class_token": "cls", "positions": "Transformer/posembed_input/pos_embedding", "patch": "embedding",
-    "block": "Transformer/encoderblock_{}/", "norm": "Transformer/encoder_norm", "representation": "pre_logits",
-    "head": "head",
-}  # fmt: skip
 _MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
-_BIG_VISION_POOL = PoolNames(
-    "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out", "MAPHead_0/LayerNorm_0",
-    "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
+_LINEN = Names(
+    flax=True, class_token="cls", positions="Transformer/posembed_input/pos_embedding", patch="embedding",
+    block="Transformer/encoderblock_{}/", attention_norm="LayerNorm_0",
+    qkv=tuple(f"MultiHeadDotProductAttention_0/{part}" for part in ("query", "key", "value")),
+    out="MultiHeadDotProductAttention_0/out", mlp_norm="LayerNorm_1", up="MlpBlock_0/Dense_0", down="MlpBlock_0/Dense_1",
+    norm="Transformer/encoder_norm", representation="pre_logits", head="head",
 )  # fmt: skip
-_HUGGINGFACE = {
-    "flax": False, "class_token": "embeddings.cls_token", "positions": "embeddings.position_embeddings",
-    "patch": "embeddings.patch_embeddings.projection", "block": "encoder.layer.{}.",
-    "qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "out": "attention.output.dense", "norm": "layernorm", "representation": "pooler.dense", "head": "classifier",
-}  # fmt: skip
+_HUGGINGFACE = Names(
+    flax=False, class_token="embeddings.cls_token", positions="embeddings.position_embeddings",
+    patch="embeddings.patch_embeddings.projection", block="encoder.layer.{}.", attention_norm="layernorm_before",
+    qkv=tuple(f"attention.attention.{part}" for part in ("query", "key", "value")), out="attention.output.dense",
+    mlp_norm="layernorm_after", up="intermediate.dense", down="output.dense", norm="layernorm",
+    representation="pooler.dense", head="classifier",
+)  # fmt: skip
 
 NAMES = {
-    "released": Names(**_FLAX, **_PRE_LINEN),  # type: ignore[arg-type]
-    "linen": Names(**_FLAX, **_LINEN),  # type: ignore[arg-type]
-    "big_vision": Names(**{**_FLAX, "positions": "pos_embedding"}, **_LINEN, pool=_BIG_VISION_POOL),  # type: ignore[arg-type]
+    "linen": _LINEN,
+    # Old Flax numbered all modules of a block in one sequence, Linen by class. All released files have the old names.
+    "released": _LINEN._replace(
+        qkv=tuple(f"MultiHeadDotProductAttention_1/{part}" for part in ("query", "key", "value")),
+        out="MultiHeadDotProductAttention_1/out", mlp_norm="LayerNorm_2", up="MlpBlock_3/Dense_0",
+        down="MlpBlock_3/Dense_1",
+    ),
+    "big_vision": _LINEN._replace(
+        positions="pos_embedding",
+        pool=PoolNames(
+            "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out",
+            "MAPHead_0/LayerNorm_0", "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
+        ),
+    ),
     "timm": Names(
         flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
@@ -84,12 +84,9 @@ NAMES = {
             "attn_pool.mlp.fc1", "attn_pool.mlp.fc2",
         ),
     ),
-    "huggingface": Names(
-        **_HUGGINGFACE, attention_norm="layernorm_before", mlp_norm="layernorm_after", up="intermediate.dense",  # type: ignore[arg-type]
-        down="output.dense",
-    ),
-    "dinov2": Names(
-        **_HUGGINGFACE, registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",  # type: ignore[arg-type]
+    "huggingface": _HUGGINGFACE,
+    "dinov2": _HUGGINGFACE._replace(
+        registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2"
     ),
 }  # fmt: skip
 

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.model.convert.entries import Entries
+from pipeline.model.convert.entries import Entries, Weights
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
 from pipeline.model.files import StrPath, check_sizes, naming, one_line
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import Config, Gelu
 from pipeline.model.vit import VisionTransformer
 
 Layout = Literal["released", "linen", "big_vision", "bit"]
@@ -38,26 +37,26 @@ _MAX_BLOCKS = 1024  # Stacked in one array, as in some files of big_vision.
 TABLE = "Transformer/posembed_input/pos_embedding"
 
 
-def read_npz(path: StrPath, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
-    """Read official weights: (configuration found in the tensors, fp32 state dict, notes on what was assumed).
+def read_npz(path: StrPath) -> Weights:
+    """Read official weights, with the configuration found in their tensors.
 
-    Positions must be of a square grid. gelu: "tanh" is the official code's. The image size of a BiT, and of big_vision's
-    sine-cosine positions, is in no file: 224. Raises UserError naming the path, the key, and the expected and found shapes.
+    Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no file: 224.
+    Raises UserError naming the path, the key, and the expected and found shapes.
     """
     arrays = _read_arrays(path)
     with naming(path):
-        return from_npz(arrays, gelu)
+        return from_npz(arrays)
 
 
-def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
+def from_npz(arrays: Arrays) -> Weights:
     """As read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
     tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")
         bit = find_bit(tensors, (224, 224))
-        return bit, bit_entries(bit, flax=True).read(tensors), notes
+        return Weights(bit, bit_entries(bit, flax=True).read(tensors), {}, notes)
     layout = _layout(tensors)
-    hints = Hints(gelu, without_table="sincos2d" if layout == "big_vision" else None)
+    hints = Hints("tanh", without_table="sincos2d" if layout == "big_vision" else None)
     table = tensors.get("pos_embedding")
     if layout == "big_vision" and "cls" in tensors and table is not None and table.ndim == 3:
         # big_vision adds positions before the class token is put in front.
@@ -66,7 +65,7 @@ def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Ten
     config = find_config(tensors, NAMES[layout], hints)
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
-    return config, vit_entries(config, NAMES[layout]).read(tensors), notes
+    return Weights(config, vit_entries(config, NAMES[layout]).read(tensors), {}, notes)
 
 
 def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
