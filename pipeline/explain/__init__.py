@@ -1,4 +1,5 @@
-"""Pictures of what is inside weights: attention, Grad-CAM, positions, filters, the most confident mistakes.
+"""Drawings that explain weights: attention, Grad-CAM, positions, filters, and the most confident mistakes.
 
-Takes a loaded model and images from evaluate/. Called by `launch/explain.py`.
+explain.py writes them; attention.py, gradcam.py and parameters.py compute, figures.py and galleries.py draw. May import
+`evaluate/` and what it imports; called by `launch/explain.py`.
 """

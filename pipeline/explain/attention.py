@@ -1,14 +1,14 @@
-"""What a ViT attends to: each layer's weights, their way through all layers, and how far they reach.
+"""Attention of a ViT: the weights of each layer, attention rollout, and mean attention distance.
 
-The model computes attention without ever holding its weights; here they are computed again from the queries and keys of
-a forward pass, so training is not touched. Shape letters: B images, L layers, H heads, N tokens, h x w patches.
+The model itself never stores attention weights. Here they are computed from the queries and keys of a forward pass, through
+hooks, so that training is not affected. Shape letters: B images, L layers, H heads, N tokens, h x w patches.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,19 @@ from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.model.axial import AxialAttention
 from pipeline.model.vit import AttentionPooling, Block, SelfAttention
 
-# Weights of one layer that are held at a time, in numbers.
-_MOST_NUMBERS = 2**26
 POOLING = "pooling"
+OnWeights = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What the attention of B images comes to. All float32, on the CPU.
+    """A summary of the attention in B images. All float32, on the CPU.
 
-    maps: (B, L, H, h, w), of each head, how much it looks at each patch: the class token's weights, or, without a class
-        token, the mean of all tokens'. With attention pooling its weights are one layer more.
+    maps: (B, L, H, h, w), attention of each head to each patch: the class token's, or, without a class token, the mean of all
+        tokens'. Attention pooling is one layer more.
     layers: L names.
-    rollout: (B, h, w), attention rollout (Abnar & Zuidema 2020): through all layers, with residual connections as half
-        an identity; product: the same without identity, as the text of the ViT paper (D.8) has it.
+    rollout: (B, h, w), attention rollout (Abnar & Zuidema 2020): (A + I) / 2 of all layers multiplied.
+    product: (B, h, w), A of all layers multiplied, as the text of the ViT paper (D.8) has it.
     distances: (B, blocks, H), mean attention distance in pixels.
     """
 
@@ -41,76 +40,84 @@ class Attention:
     distances: Tensor
 
 
-def look(model: VisionTransformer, images: Tensor) -> Attention:
-    """images: (B, 3, height, width), as the model reads them; taken in parts that fit into memory."""
-    at_once = max(1, _MOST_NUMBERS // (model.config.num_heads * model.config.num_tokens**2))
-    return join([_look(model, part) for part in images.split(at_once)])
+def compute_attention(model: VisionTransformer, images: Tensor, max_weights: int = 2**26) -> Attention:
+    """The attention in images (B, 3, height, width), as the model reads them.
+
+    max_weights: images are processed in parts, so that no layer has more attention weights than this in memory.
+    """
+    part_size = max(1, max_weights // (model.config.num_heads * model.config.num_tokens**2))
+    parts = []
+    for part in images.split(part_size):
+        summary = _Summary(model, part)
+        forward_with_attention(model, part, summary.add)
+        parts.append(summary.result())
+    return concatenate(parts)
 
 
-def join(parts: Sequence[Attention]) -> Attention:
-    """That of all their images."""
-    return Attention(
-        torch.cat([part.maps for part in parts]),
-        parts[0].layers,
-        torch.cat([part.rollout for part in parts]),
-        torch.cat([part.product for part in parts]),
-        torch.cat([part.distances for part in parts]),
-    )
+def concatenate(parts: Sequence[Attention]) -> Attention:
+    """The attention in the images of all parts."""
+    tensors: Any = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("maps", "rollout", "product", "distances")
+    }
+    return replace(parts[0], **tensors)
 
 
-def _look(model: VisionTransformer, images: Tensor) -> Attention:
-    config = model.config
-    patches = config.num_tokens - config.grid[0] * config.grid[1]  # the first of them
-    between = distances(config).to(images.device)
-    maps, layers, reaches = [], [], []
-    identity = torch.eye(config.num_tokens, device=images.device).expand(len(images), -1, -1)
-    rolled, multiplied = identity, identity
-    pooling = None
+class _Summary:
+    """Reduces the weights of one layer after another to an `Attention`."""
 
-    def see(name: str, weights: Tensor) -> None:
-        nonlocal rolled, multiplied, pooling
-        # (B, H, N). Without a class token registers come first, and are read by no head.
-        seen = weights[:, :, 0] if model.class_token is not None else weights[:, :, patches:].mean(2)
-        maps.append(seen[:, :, patches:].unflatten(2, config.grid).cpu())
-        layers.append(name)
+    def __init__(self, model: VisionTransformer, images: Tensor):
+        self.config, self.has_token = model.config, model.class_token is not None
+        # The patches come last; before them the class token, and registers, which the head does not read.
+        self.first_patch = self.config.num_tokens - math.prod(self.config.grid)
+        self.patch_distances = patch_distances(self.config).to(images.device)
+        self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
+        self.rollout = self.product = self.identity
+        # (B, N), the share of each token in the input of the head: the class token, or the mean of the patches.
+        self.read_by_head = torch.zeros(len(images), self.config.num_tokens, device=images.device)
+        if self.has_token:
+            self.read_by_head[:, 0] = 1
+        else:
+            self.read_by_head[:, self.first_patch :] = 1 / (self.config.num_tokens - self.config.registers)
+        self.maps: list[Tensor] = []
+        self.layers: list[str] = []
+        self.distances: list[Tensor] = []
+
+    def add(self, name: str, weights: Tensor) -> None:
+        """weights: (B, H, N, N), or (B, H, 1, N) of attention pooling."""
+        first = self.first_patch
+        queries = weights[:, :, 0] if self.has_token else weights[:, :, first:].mean(2)
         if name == POOLING:
-            pooling = weights[:, :, 0].mean(1)
-            return
-        reaches.append((weights[:, :, patches:, patches:] * between).sum(3).mean(2).cpu())
-        mean = weights.mean(1)
-        rolled = (mean + identity) / 2 @ rolled
-        multiplied = mean @ multiplied
+            queries = weights[:, :, 0]
+            self.read_by_head = queries.mean(1)
+        else:
+            self.distances.append((weights[:, :, first:, first:] * self.patch_distances).sum(3).mean(2).cpu())
+            mean = weights.mean(1)
+            self.rollout = (mean + self.identity) / 2 @ self.rollout
+            self.product = mean @ self.product
+        self.maps.append(queries[:, :, first:].unflatten(2, self.config.grid).cpu())
+        self.layers.append(name)
 
-    watch(model, images, see)
-    read = _read_by_head(model, len(images)).to(images.device) if pooling is None else pooling
-    through = [torch.einsum("bn,bnm->bm", read, all_layers) for all_layers in (rolled, multiplied)]
-    rollout, product = (row[:, patches:].unflatten(1, config.grid).cpu() for row in through)
-    return Attention(torch.stack(maps, 1), layers, rollout, product, torch.stack(reaches, 1))
+    def result(self) -> Attention:
+        def of_patches(layers: Tensor) -> Tensor:
+            tokens = torch.einsum("bn,bnm->bm", self.read_by_head, layers)
+            return tokens[:, self.first_patch :].unflatten(1, self.config.grid).cpu()
 
-
-def _read_by_head(model: VisionTransformer, num_images: int) -> Tensor:
-    """(B, N), how much of each token the head reads: the class token, or all of them alike."""
-    num_tokens = model.config.num_tokens
-    if model.class_token is None:
-        registers = model.config.registers  # first, and read by no head
-        read = torch.full((num_images, num_tokens), 1 / (num_tokens - registers))
-        read[:, :registers] = 0
-        return read
-    return nn.functional.one_hot(torch.zeros(num_images, dtype=torch.int64), num_tokens).float()
+        rollout, product = of_patches(self.rollout), of_patches(self.product)
+        return Attention(torch.stack(self.maps, 1), self.layers, rollout, product, torch.stack(self.distances, 1))
 
 
 @torch.no_grad()
-def watch(model: VisionTransformer, images: Tensor, see: Callable[[str, Tensor], None]) -> Tensor:
-    """The model's output for these images; `see` is shown each layer's attention weights on the way.
+def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights: OnWeights) -> Tensor:
+    """The model's output for these images. `on_weights` is called for each layer, in order.
 
-    see: (name, weights), float32 (B, H, N queries, N keys), rows summing to one; of attention pooling, one query.
+    on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one query.
     """
     handles = []
     for number, block in enumerate(cast(list[Block], model.blocks), start=1):
-        show = partial(_show_block, see, f"block {number}", block.attention, model.config)
-        handles.append(block.attention.qkv.register_forward_hook(show))
+        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config)
+        handles.append(block.attention.qkv.register_forward_hook(hook))
     if model.pool is not None:
-        handles.append(model.pool.key_value.register_forward_hook(partial(_show_pooling, see, model.pool)))
+        handles.append(model.pool.key_value.register_forward_hook(partial(_pooling_hook, on_weights, model.pool)))
     try:
         return model(images)
     finally:
@@ -118,49 +125,46 @@ def watch(model: VisionTransformer, images: Tensor, see: Callable[[str, Tensor],
             handle.remove()
 
 
-def _show_block(
-    see: Callable[[str, Tensor], None], name: str, attention: SelfAttention, config: ViTConfig,
+def _block_hook(
+    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig,
     module: nn.Module, inputs: tuple[Tensor, ...], qkv: Tensor,
 ) -> None:  # fmt: skip
-    """A hook on `SelfAttention.qkv`, whose output holds what weights are made of."""
+    """Forward hook of `SelfAttention.qkv`."""
     q, k, _ = qkv.view(*qkv.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
     logits = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
     if attention.relative is not None:
         logits = logits + attention.relative(q).float()
     weights = logits.softmax(3)
-    see(
-        name,
-        _of_all_tokens(weights, config.grid, attention.along_rows)
-        if isinstance(attention, AxialAttention)
-        else weights,
-    )
+    if isinstance(attention, AxialAttention):
+        weights = _over_all_tokens(weights, config.grid, attention.along_rows)
+    on_weights(name, weights)
 
 
-def _show_pooling(
-    see: Callable[[str, Tensor], None], pool: AttentionPooling,
+def _pooling_hook(
+    on_weights: OnWeights, pool: AttentionPooling,
     module: nn.Module, inputs: tuple[Tensor, ...], key_value: Tensor,
 ) -> None:  # fmt: skip
-    """A hook on `AttentionPooling.key_value`."""
+    """Forward hook of `AttentionPooling.key_value`."""
     q = pool.query(pool.probe).view(1, 1, pool.num_heads, -1).transpose(1, 2).float()
     k = key_value.view(*key_value.shape[:2], 2, pool.num_heads, -1)[:, :, 0].transpose(1, 2).float()
-    see(POOLING, (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).softmax(3))
+    on_weights(POOLING, (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).softmax(3))
 
 
-def _of_all_tokens(weights: Tensor, grid: tuple[int, int], along_rows: bool) -> Tensor:
-    """(B*lines, H, n, n) within each row or column of the grid -> (B, H, N, N), zero between different ones."""
+def _over_all_tokens(weights: Tensor, grid: tuple[int, int], along_rows: bool) -> Tensor:
+    """(B*lines, H, n, n) within each row or column of the grid -> (B, H, N, N), zero between different lines."""
     (h, w), H, n = grid, weights.shape[1], weights.shape[2]
     lines = torch.arange(h if along_rows else w)
-    own = weights.view(-1, len(lines), H, n, n).transpose(0, 1)  # (lines, B, H, n, n)
-    whole = weights.new_zeros(own.shape[1], H, h, w, h, w)
+    within = weights.view(-1, len(lines), H, n, n).transpose(0, 1)  # (lines, B, H, n, n)
+    full = weights.new_zeros(within.shape[1], H, h, w, h, w)
     if along_rows:
-        whole[:, :, lines, :, lines, :] = own
+        full[:, :, lines, :, lines, :] = within
     else:
-        whole[:, :, :, lines, :, lines] = own
-    return whole.flatten(4).flatten(2, 3)
+        full[:, :, :, lines, :, lines] = within
+    return full.flatten(4).flatten(2, 3)
 
 
-def distances(config: ViTConfig) -> Tensor:
-    """(h*w, h*w) float32: between the centres of two patches, in pixels."""
+def patch_distances(config: ViTConfig) -> Tensor:
+    """(h*w, h*w) float32: distances between the centres of patches, in pixels."""
     rows, columns = (torch.arange(n, dtype=torch.float32) * config.stride * config.reduction for n in config.grid)
     centres = torch.cartesian_prod(rows, columns)
     return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")

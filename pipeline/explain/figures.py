@@ -1,12 +1,13 @@
-"""What was seen, as pictures for a page: each function gives a Matplotlib figure, `png` its bytes.
+"""Draws figures with Matplotlib; `png` encodes them.
 
 Colour maps are perceptually uniform (viridis). Pixels are uint8 (S, S, 3), maps float32 (h, w), at least 0.
 """
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,15 +25,15 @@ from pipeline.model import ViTConfig
 
 _DPI = 150
 _SMALL, _TEXT, _TITLE = 7, 8, 10  # points
-_TILE, _GAP, _LINE, _MARGIN, _LEAST = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
-_LETTERS = 17  # as many as fit over a tile
+_TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
+_MAX_CHARACTERS = 17  # of a line over a tile
 _MAP = matplotlib.colormaps["viridis"]
 _GREY = "0.35"
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A picture with lines of text over it. pixels: (height, width, 3). colour: of text and frame."""
+    """An image with lines of text over it. pixels: (height, width, 3). colour: of text and frame."""
 
     pixels: np.ndarray
     lines: Sequence[str] = ()
@@ -47,15 +48,15 @@ def png(figure: Figure) -> bytes:
 
 
 def gallery(rows: Sequence[Sequence[Tile | None]], title: str, note: str = "", bar: str = "") -> Figure:
-    """Tiles in rows, None where there is none. bar: text of a colour bar from 0 to the largest value, if any."""
+    """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none."""
     num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
     heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
-    inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _LEAST)
+    inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
     notes = textwrap.wrap(note, int(inside / 0.063))
     above, below = 0.3 + (len(notes) + 0.4) * _LINE, 0.65 if bar else 0.0
     width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
     figure = Figure(figsize=(width, height))
-    # One canvas in inches for all: axes of their own cost 30 ms a tile.
+    # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
     canvas = figure.add_axes((0, 0, 1, 1))
     canvas.set_axis_off()
     top = height - _MARGIN
@@ -86,18 +87,18 @@ def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
     canvas.add_patch(Rectangle((left, bottom), _TILE, _TILE, fill=False, edgecolor=edge, linewidth=line_width))
     for number, line in enumerate(reversed(tile.lines)):
         place = left + _TILE / 2, bottom + _TILE + 0.045 + number * _LINE
-        text, colour = shorten(line, _LETTERS), tile.colour or "black"
+        text, colour = shorten(line, _MAX_CHARACTERS), tile.colour or "black"
         canvas.text(*place, text, fontsize=_TEXT, color=colour, ha="center", parse_math=False)
 
 
 def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
-    """A map of patches, (h, w), for the pixels of the image, (height, width): linear between the patches' centres.
+    """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    Overlapping patches lie where they do. config: None for a map whose cells share the image evenly.
+    config: gives the places of the patches, which may overlap; None for a map whose cells divide the image evenly.
     """
 
     def weights(cells: int, side: int) -> np.ndarray:
-        patch = side / cells if config is None else config.patch_size * config.reduction
+        patch = side / cells if config is None else config.patch_pixels
         step = side / cells if config is None else config.stride * config.reduction
         centres = patch / 2 + step * np.arange(cells)
         return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
@@ -106,14 +107,14 @@ def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int])
 
 
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:
-    """A map in colours over the picture in grey; its largest value is the end of the colours."""
+    """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
     scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return 0.4 * grey + 0.6 * _MAP(scaled)[..., :3]
 
 
-def lit(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
-    """The picture, bright where the map is large (as ViT paper, Figure 6); never quite dark."""
+def brighten(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
+    """The image, bright where the map is large (ViT paper, Figure 6), and never fully dark."""
     scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return pixels / 255 * (0.15 + 0.85 * scaled**0.7)[..., None]
 
@@ -121,7 +122,7 @@ def lit(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray
 def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     """Mean attention distance of each head by depth (ViT paper, Figure 7, right).
 
-    distances: (blocks, H) in pixels. uniform: that of attention to all patches alike.
+    distances: (blocks, H) in pixels. uniform: the distance for uniform attention.
     """
     num_blocks, num_heads = distances.shape
     figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * num_blocks), 3.4), layout="constrained")
@@ -129,22 +130,20 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     ordered = distances.sort(dim=1).values
     for head in range(num_heads):
         colour = _MAP(0.9 * head / max(num_heads - 1, 1))
-        label = "a head" if head == num_heads // 2 else None
+        label = "head" if head == num_heads // 2 else None
         axes.plot(range(1, num_blocks + 1), ordered[:, head], "o", markersize=4, color=colour, alpha=0.85, label=label)
     axes.plot(range(1, num_blocks + 1), distances.mean(1), color="black", linewidth=1, label="mean of heads")
-    axes.axhline(uniform, color=_GREY, linestyle="--", linewidth=1, label="all patches alike")
-    axes.set_xlabel("block", fontsize=_TEXT)
-    axes.set_ylabel("mean attention distance (pixels)", fontsize=_TEXT)
+    axes.axhline(uniform, color=_GREY, linestyle="--", linewidth=1, label="uniform attention")
+    _style(axes, "block", "mean attention distance (pixels)")
     axes.set_title(title, fontsize=_TITLE, weight="bold", parse_math=False)
     axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=_SMALL, frameon=False, loc="upper left", ncols=3)
-    _plain(axes)
     return figure
 
 
 def draw_positions(similarity: Tensor, title: str) -> Figure:
-    """Cosine similarity of position embeddings, (T, h, w, h, w): each patch's map of all others, where the patch lies."""
+    """Cosine similarity of position embeddings, (T, h, w, h, w): at the place of each patch, its similarity to all patches."""
     num_tables = len(similarity)
     columns = min(4, num_tables)
     side = 4.6 if num_tables == 1 else 3.2
@@ -179,7 +178,7 @@ def draw_positions(similarity: Tensor, title: str) -> Figure:
 
 
 def draw_filters(filters: Filters, title: str) -> Figure:
-    """Principal components, each with its share of the variance; grey is zero, and each has a scale of its own."""
+    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own."""
     tiles = []
     for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
         pixels = 0.5 + component / (2 * component.abs().max())
@@ -191,9 +190,9 @@ def draw_filters(filters: Filters, title: str) -> Figure:
 
 
 def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
-    """An image as the model cuts it: with the borders of its patches, and as the sequence that it becomes."""
+    """An image with the borders of its patches, and cut into them."""
     h, w = config.grid
-    patch, step = config.patch_size * config.reduction, config.stride * config.reduction
+    patch, step = config.patch_pixels, config.stride * config.reduction
     figure = Figure(figsize=(8.2, 4.5), layout="constrained")
     whole, cut = figure.subplots(1, 2)
     whole.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0))
@@ -228,46 +227,36 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
 
 
 def draw_costs(costs: Sequence[Cost], own: Cost, title: str) -> Figure:
-    """Tokens, multiply-adds, and attention's part of them by the side of the image, a line for each patch side."""
+    """Tokens, multiply-adds and attention's share of them against the side of the image, a line for each patch side."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    tokens, macs, share = figure.subplots(1, 3)
-    patches = list(dict.fromkeys(cost.patch for cost in costs))
-    for number, patch in enumerate(patches):
-        line = [cost for cost in costs if cost.patch == patch]
-        style = {
-            "color": _MAP(0.85 * number / max(len(patches) - 1, 1)),
-            "label": f"patch {patch}",
-            "marker": ".",
-            "markersize": 4,
-        }
-        sides = [cost.image for cost in line]
-        tokens.plot(sides, [cost.tokens for cost in line], **style)
-        macs.plot(sides, [cost.macs / 1e9 for cost in line], **style)
-        share.plot(sides, [100 * cost.attention_macs / cost.macs for cost in line], **style)
-    mark = {
-        "marker": "o",
-        "markersize": 9,
-        "markerfacecolor": "none",
-        "color": "black",
-        "linestyle": "",
-        "label": "this model",
+    panels: dict[str, Callable[[Cost], float]] = {
+        "tokens": lambda cost: cost.tokens,
+        "GMACs of an image, forward": lambda cost: cost.macs / 1e9,
+        "of these for attention, %": lambda cost: 100 * cost.attention_macs / cost.macs,
     }
-    tokens.plot([own.image], [own.tokens], **mark)
-    macs.plot([own.image], [own.macs / 1e9], **mark)
-    share.plot([own.image], [100 * own.attention_macs / own.macs], **mark)
-    for axes, text in ((tokens, "tokens"), (macs, "GMACs of an image, forward"), (share, "of these for attention, %")):
-        axes.set_xlabel("image side (pixels)", fontsize=_TEXT)
-        axes.set_ylabel(text, fontsize=_TEXT)
-        _plain(axes)
-    for axes in (tokens, macs):
-        axes.set_yscale("log")
+    patches = list(dict.fromkeys(cost.patch for cost in costs))
+    mark: dict[str, Any] = {"markersize": 9, "markerfacecolor": "none", "color": "black", "label": "this model"}
+    all_axes = figure.subplots(1, 3)
+    for axes, (name, value) in zip(all_axes, panels.items(), strict=True):
+        for number, patch in enumerate(patches):
+            line = [cost for cost in costs if cost.patch == patch]
+            colour = _MAP(0.85 * number / max(len(patches) - 1, 1))
+            sides, values = [cost.image for cost in line], [value(cost) for cost in line]
+            axes.plot(sides, values, ".-", markersize=4, color=colour, label=f"patch {patch}")
+        axes.plot([own.image], [value(own)], "o", **mark)
+        _style(axes, "image side (pixels)", name)
+    tokens, macs, share = all_axes
+    tokens.set_yscale("log")
+    macs.set_yscale("log")
     share.set_ylim(0)
     tokens.legend(fontsize=_SMALL, frameon=False)
     figure.suptitle(title, fontsize=_TITLE, weight="bold")
     return figure
 
 
-def _plain(axes: Axes) -> None:
+def _style(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, fontsize=_TEXT)
+    axes.set_ylabel(y, fontsize=_TEXT)
     axes.tick_params(labelsize=_SMALL)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92", linewidth=0.6)

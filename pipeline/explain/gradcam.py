@@ -1,4 +1,4 @@
-"""Grad-CAM (Selvaraju et al., ICCV 2017): which places of an image speak for a class. Captum computes it."""
+"""Grad-CAM (Selvaraju et al., ICCV 2017), computed by Captum: the regions of an image that support a class."""
 
 from collections.abc import Callable
 from typing import cast
@@ -12,14 +12,13 @@ from pipeline.model.vit import Block
 
 
 def gradcam(model: Model, images: Tensor, classes: Tensor) -> Tensor:
-    """How much each place speaks for a class, float32 (B, h, w) on the CPU, at least 0.
+    """The Grad-CAM map of one class for each image, float32 (B, h, w) on the CPU, at least 0.
 
-    images: (B, 3, height, width). classes: int64 (B,), one for each image. The features are the last ones that still
-    have a place: of a ResNet what the head takes the mean of, of a ViT the patches that the last attention reads (after
-    it only the class token reaches the head).
+    images: (B, 3, height, width). classes: int64 (B,). The map is of the last spatial features: of a ResNet, the feature map
+    before the mean; of a ViT, the patch tokens that the last attention reads, after which only the class token reaches the
+    head.
     """
-    # Where the features pass as a map, (B, C, h, w), which is what Captum reads.
-    tap = nn.Identity()
+    tap = nn.Identity()  # The features pass through it as (B, C, h, w), which is what Captum reads.
     if isinstance(model, ResNet):
         return _attribute(lambda images: model.head(tap(model.feature_map(images)).mean((2, 3))), tap, images, classes)
     rows, columns = model.config.grid

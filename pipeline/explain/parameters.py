@@ -1,4 +1,4 @@
-"""What can be seen in the weights themselves, without an image: positions, filters, cost."""
+"""What the weights show without an image: similarity of positions, principal filters, and the cost of the model."""
 
 from dataclasses import dataclass, replace
 from typing import cast
@@ -11,13 +11,11 @@ from pipeline.errors import UserError
 from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs
 from pipeline.model.position import per_token
 
-_LARGEST_IMAGE = 3
-
 
 def position_similarity(model: VisionTransformer) -> Tensor | None:
-    """Cosine of the position embeddings of each two patches, float32 (T, h, w, h, w); None where none are added.
+    """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are none.
 
-    T is 1, or the number of blocks where each has a table of its own (ViT paper, Figure 7, centre).
+    T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre).
     """
     if model.positions is None:
         return None
@@ -31,8 +29,8 @@ def position_similarity(model: VisionTransformer) -> Tensor | None:
 class Filters:
     """Principal components of the first layer's filters (ViT paper, Figure 7, left).
 
-    components: float32 (n, 3, P, P), of length 1, the largest of their numbers positive. shares: (n,) of the variance.
-    num_filters: of which these are the components.
+    components: float32 (n, 3, P, P), of length 1, their largest value positive. shares: (n,), of the variance.
+    num_filters: number of filters that these are the components of.
     """
 
     components: Tensor
@@ -41,11 +39,11 @@ class Filters:
 
 
 def principal_filters(model: Model, most: int = 28) -> Filters:
-    """Of the patch embedding; of a ResNet, and of a hybrid's, the root. At most 28 components, as in the paper."""
+    """Of the patch embedding; of a ResNet or hybrid, of the root. most: number of components, by default the paper's."""
     stem = model if isinstance(model, ResNet) else model.stem
     first = cast(nn.Conv2d, model.patch_embedding if stem is None else stem.root)
     kernel = first.weight.detach().double().cpu()
-    if stem is not None:  # Its kernels are used standardised.
+    if stem is not None:  # ResNets standardise their kernels.
         deviation, mean = torch.std_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)
         kernel = (kernel - mean) / deviation
     filters = kernel.flatten(1)
@@ -58,35 +56,33 @@ def principal_filters(model: Model, most: int = 28) -> Filters:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one image's forward pass. patch, image: side in pixels. macs: multiply-adds; attention_macs: those among them
-    that grow with the square of the tokens.
-    """
+    """Cost of one image's forward pass."""
 
-    patch: int
-    image: int
+    patch: int  # side in pixels
+    image: int  # side in pixels
     tokens: int
-    macs: int
-    attention_macs: int
+    macs: int  # multiply-adds
+    attention_macs: int  # of these, those that grow with the square of the tokens
 
 
 def cost(config: ViTConfig) -> Cost:
-    """What this model costs."""
-    patch = config.patch_size * config.reduction
-    return Cost(patch, config.image_size[0], config.num_tokens, forward_macs(config), attention_macs(config))
+    return Cost(
+        config.patch_pixels, config.image_size[0], config.num_tokens, forward_macs(config), attention_macs(config)
+    )
 
 
 def costs(config: ViTConfig) -> list[Cost]:
-    """The same model with patches of half, once and twice the side, on images up to three times as large."""
+    """Costs of the model with half, the same and twice the patch side, on images of up to three times the side."""
     sizes = [size for size in (config.patch_size // 2, config.patch_size, 2 * config.patch_size) if size]
-    step = 2 * config.patch_size * config.reduction
-    sides = range(step, _LARGEST_IMAGE * config.image_size[0] + 1, step)
+    step = 2 * config.patch_pixels
+    sides = sorted({*range(step, 3 * config.image_size[0] + 1, step), config.image_size[0]})
     found = []
-    for size in dict.fromkeys(sizes):
+    for size in sizes:
         stride = None if config.patch_stride is None else max(1, config.patch_stride * size // config.patch_size)
-        for side in sorted({*sides, config.image_size[0]}):
+        for side in sides:
             try:
                 other = replace(config, patch_size=size, patch_stride=stride, image_size=(side, side))
-            except UserError:  # These patches are larger than this image.
+            except UserError:  # The patches do not fit the image.
                 continue
             if other.unseen == config.unseen:
                 found.append(cost(other))

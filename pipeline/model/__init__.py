@@ -1,10 +1,12 @@
-"""The models, for use by themselves: need torch and numpy, and nothing else that this project installs.
+# ruff: noqa: F401 - these names are for importers
+"""The models and their weights files. `vit.py` is the ViT, and the file to read first.
+
+Needs only torch and numpy, so that it can be used alone; safetensors is imported when such a file is read or written
+(`files.optional`). May import `errors`, `files`, `committed` and `json_record`; everything that handles a model calls it.
 
     from pipeline.model import create, load
     model = create("ViT-B/16", num_classes=21843)
     model = load("ViT-B_16.npz", image_size=384, num_classes=10)
-
-`vit.py` is the ViT, and the file to read first.
 """
 
 from typing import Any
@@ -20,45 +22,16 @@ from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, 
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import load, read_weights, safetensors_metadata, save, save_safetensors
 
-__all__ = [
-    "Config",
-    "MaskedViT",
-    "Model",
-    "ResNet",
-    "ResNetConfig",
-    "ViTConfig",
-    "VisionTransformer",
-    "attention_macs",
-    "build",
-    "config_from_dict",
-    "configure",
-    "create",
-    "forward_macs",
-    "load",
-    "num_parameters",
-    "parse_name",
-    "read_weights",
-    "resample_positions",
-    "resample_state",
-    "safetensors_metadata",
-    "save",
-    "save_safetensors",
-    "to_huggingface",
-    "to_npz",
-    "to_timm",
-    "training_flops_per_image",
-]
-
 
 def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, seed: int = 0, **changes: Any) -> Model:
-    """A new model with its paper's initial values, which depend on `seed` alone.
+    """A new model, initialised as in its paper; the values depend on `seed` only.
 
     name: "ViT-L/16": a size (ViT paper, Table 1; Ti, S and others of the authors' code) and a patch side in pixels;
-        "Axial-ViT-B/16"; a hybrid as "R50+ViT-B/16"; a ResNet as "BiT-R50x1".
-    image_size: side or (height, width) in pixels; of a ViT, divisible by the patch side.
+        "Axial-ViT-B/16"; a hybrid such as "R50+ViT-B/16"; a ResNet such as "BiT-R50x1".
+    image_size: side or (height, width) in pixels; for a ViT, divisible by the patch side.
     num_classes: 0 for no head: the model returns its features.
-    changes: fields of ViTConfig or ResNetConfig, which explain them (variants.py): width=..., pool="gap",
-        positions="sincos2d", representation=True, drop_path=0.1, ...; each alone, nothing else follows it.
-    Raises UserError for an unknown name or field and for numbers that do not fit together.
+    changes: fields of ViTConfig or ResNetConfig (variants.py), such as width=..., pool="gap", positions="sincos2d",
+        representation=True, drop_path=0.1. Changing one field changes no other.
+    Raises UserError for an unknown name or field and for values that do not fit together.
     """
     return build(configure(name, image_size, num_classes, **changes), seed)

@@ -1,7 +1,7 @@
-"""Axial-ViT (ViT paper, D.6): each block becomes two, one that attends along rows, one along columns.
+"""Axial-ViT (ViT paper, D.6): each block becomes two, one that attends along rows and one along columns.
 
-A token then meets the H*W others in two steps of W and H, so attention costs H*W*(H + W), not (H*W)^2; the price is a
-second MLP. How a class token would take part is not published; the head reads the mean of all tokens.
+A token reaches all h*w patches in two steps, so attention costs h*w*(h + w) instead of (h*w)^2, plus a second MLP. The paper
+does not say how a class token would take part, so the head reads the mean of all tokens. Letters as in vit.py; h x w patches.
 """
 
 from torch import Tensor
@@ -20,14 +20,14 @@ class AxialAttention(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
-        cells = x.view(B, *self.grid, D)
-        lines = cells if self.along_rows else cells.transpose(1, 2)
+        grid = x.view(B, *self.grid, D)
+        lines = grid if self.along_rows else grid.transpose(1, 2)  # (B, lines, tokens of a line, D)
         attended = super().forward(lines.reshape(-1, lines.shape[2], D)).view(lines.shape)
         return (attended if self.along_rows else attended.transpose(1, 2)).reshape(B, N, D)
 
 
 class AxialTransformer(VisionTransformer):
-    """A ViT of 2 x depth blocks: rows, columns, rows, columns, ..."""
+    """A ViT of 2 x depth blocks that attend along rows, columns, rows, columns, ..."""
 
     def new_attention(self, block: int) -> SelfAttention:
         return AxialAttention(self.config, along_rows=block % 2 == 0)

@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Builds the model of a configuration."""
 
 from pipeline.model.axial import AxialTransformer
 from pipeline.model.masked import MaskedViT
@@ -10,7 +10,7 @@ Model = VisionTransformer | ResNet
 
 
 def build(config: Config, seed: int = 0) -> Model:
-    """A new model of this configuration; see `create` for one by name."""
+    """A new model of this configuration; `create` builds one by name."""
     if isinstance(config, ResNetConfig):
         return ResNet(config, seed)
     if config.masked:

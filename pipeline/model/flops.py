@@ -1,6 +1,6 @@
-"""What a model costs: parameters and arithmetic, from its configuration alone.
+"""Number of parameters and FLOPs of a model, computed from its configuration.
 
-Letters as in vit.py: N tokens, D width, L depth, M MLP width, P patch side, C channels.
+Letters as in vit.py: N tokens, D width, M MLP width.
 """
 
 from functools import cache
@@ -14,16 +14,16 @@ from pipeline.model.variants import Config, ResNetConfig, ViTConfig
 
 @cache
 def num_parameters(config: Config) -> int:
-    """The exact number of parameters, head and representation layer included (ViT paper, Table 1, rounded)."""
+    """The exact number of parameters, with head and representation layer (ViT paper, Table 1, gives it rounded)."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def forward_macs(config: Config) -> int:
-    """Multiply-adds of one image's forward pass.
+    """Multiply-adds of the forward pass of one image.
 
-    Not counted: norms, softmax, activations, biases, the standardisation of kernels, and what follows the last block:
-    attention pooling (1 % of ViT-B/16), representation layer and head.
+    Not counted: norms, softmax, activations, biases, weight standardisation, and everything after the last block: attention
+    pooling (1 % of ViT-B/16), representation layer and head.
     """
     if isinstance(config, ResNetConfig):
         return _resnet_macs(config.units, config.width, config.image_size)
@@ -39,33 +39,31 @@ def forward_macs(config: Config) -> int:
 
 
 def attention_macs(config: ViTConfig) -> int:
-    """Those of the forward pass that grow with the square of the tokens: queries with keys, weights with values."""
+    """The part of forward_macs that is quadratic in N: queries with keys, attention weights with values."""
     rows, columns = config.grid
-    num_keys = columns + rows if config.axial else config.num_tokens  # that a token meets, in all blocks of one depth
-    products = 3 if config.positions == "relative" else 2  # the third: queries with the offsets' keys
+    num_keys = columns + rows if config.axial else config.num_tokens  # per token, in all blocks of one depth
+    products = 3 if config.positions == "relative" else 2  # the third: queries with the keys of the offsets
     return config.depth * products * config.num_tokens * num_keys * config.width
 
 
 def training_flops_per_image(config: Config) -> int:
-    """FLOPs of one image in training: 2 a multiply-add, and the backward pass costs twice the forward.
+    """FLOPs of training on one image: 2 per multiply-add, and the backward pass costs twice the forward pass.
 
-    This is how the ViT paper counts (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputation of
-    activations does not add to it, so that MFU = this * images/s / peak.
+    The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so
+    that MFU = this * images/s / peak.
     """
     return 3 * 2 * forward_macs(config)
 
 
 def _resnet_macs(units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:
-    def halved(size: tuple[int, int]) -> tuple[int, int]:
-        return -(-size[0] // 2), -(-size[1] // 2)
-
-    size = halved(image_size)
-    macs = size[0] * size[1] * 7 * 7 * 3 * width  # the root
-    size = halved(size)
+    height, columns = (-(-side // 2) for side in image_size)
+    macs = height * columns * 7 * 7 * 3 * width  # the root's convolution; its pooling halves the sides again
+    sides = [-(-height // 2), -(-columns // 2)]
     for inputs, mid, stride in unit_shapes(units, width):
-        macs += size[0] * size[1] * inputs * mid
-        size = halved(size) if stride == 2 else size
-        macs += size[0] * size[1] * (9 * mid**2 + mid * 4 * mid)
+        before = sides[0] * sides[1]
+        sides = [-(-side // stride) for side in sides]
+        after = sides[0] * sides[1]
+        macs += before * inputs * mid + after * (9 * mid**2 + mid * 4 * mid)
         if stride == 2 or inputs != 4 * mid:
-            macs += size[0] * size[1] * inputs * 4 * mid  # the shortcut
+            macs += after * inputs * 4 * mid  # the shortcut
     return macs

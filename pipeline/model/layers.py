@@ -1,21 +1,42 @@
-"""What every model here is made of: a dense layer, initial values, and a look at the images that come in."""
+"""Parts that the ViT and the ResNets share: the dense layer, initialisation, activation checkpointing, input checks."""
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Dense(nn.Linear):
-    """A linear layer whose values the model's `initialize` sets: nothing is drawn from the global generator."""
+    """A linear layer with zero bias. The model's `initialize` sets the kernel, not torch, which uses the global generator."""
 
     def reset_parameters(self) -> None:
-        pass
+        nn.init.zeros_(self.bias)
 
 
 def lecun_normal(kernel: Tensor, generator: torch.Generator) -> None:
-    """Normal with variance 1/fan_in, cut at two sigma, widened so that the variance holds after the cut (flax's)."""
+    """Normal with variance 1/fan_in, truncated at two sigma and rescaled to keep the variance (as in Flax)."""
     fan_in = kernel[0].numel()
-    std = fan_in**-0.5 / 0.87962566  # the std of a unit normal cut at +-2
+    std = fan_in**-0.5 / 0.87962566  # the std of a unit normal truncated at +-2
     nn.init.trunc_normal_(kernel, std=std, a=-2 * std, b=2 * std, generator=generator)
+
+
+def initialize_head(head: nn.Module, bias: float) -> None:
+    """Zero kernel, constant bias; no-op for a model without a head (nn.Identity)."""
+    if isinstance(head, Dense):
+        nn.init.zeros_(head.weight)
+        nn.init.constant_(head.bias, bias)
+
+
+def run_block(block: nn.Module, x: Tensor, recompute: bool) -> Tensor:
+    """block(x). recompute: drop its activations and compute them again in the backward pass (activation checkpointing)."""
+    return checkpoint(block, x, use_reentrant=False) if recompute and torch.is_grad_enabled() else block(x)
+
+
+def kernel_names(model: nn.Module) -> set[str]:
+    """Names of the kernels of dense layers and convolutions, the only parameters with weight decay.
+
+    Biases, norms, class token and positions have none (big_vision, optax.py: wd_mults = `.*/kernel$`).
+    """
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 
 
 def check_images(images: Tensor, image_size: tuple[int, int]) -> None:

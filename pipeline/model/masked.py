@@ -1,34 +1,32 @@
-"""Masked patch prediction (ViT paper, B.1.2): a ViT that reads an image with half of its patches corrupted.
+"""Masked patch prediction (ViT paper, B.1.2): a ViT that predicts the corrupted half of an image's patches.
 
-What stands in a corrupted patch's place, and what is asked of it, is drawn outside (`pipeline/objectives/masked_patches.py`). Weights that are
-read from a file leave the mask token and this head out: what stays is a plain ViT.
+`pipeline/objectives/masked_patches.py` draws which patches are corrupted, and makes the targets. `load` drops the mask token
+and this head: what remains is a plain ViT.
 """
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.model.layers import Dense
+from pipeline.model.layers import Dense, initialize_head
 from pipeline.model.variants import ViTConfig
 from pipeline.model.vit import VisionTransformer
 
 
 class MaskedViT(VisionTransformer):
-    """A ViT with a mask token, and a head that reads the token of each corrupted patch. Both begin as zeros, as the class
-    token and the head of the plain one."""
+    """A ViT with a mask token and a head that reads the tokens of the corrupted patches; both are initialised to zero."""
 
     def __init__(self, config: ViTConfig, seed: int = 0):
         super().__init__(config, seed)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.width))
         self.head = Dense(config.width, config.patch_outputs)
-        nn.init.zeros_(self.head.weight)
-        nn.init.constant_(self.head.bias, config.head_bias)
+        initialize_head(self.head, config.head_bias)
 
     def forward(self, images: Tensor, sources: Tensor, corrupted: Tensor) -> Tensor:  # type: ignore[override]
         """Predictions (B, corrupted patches, `patch_outputs`) from images (B, 3, height, width) in [-1, 1].
 
-        sources: int64 (B, patches), which patch's embedding each patch gets, its own, another's, or number `patches`: the
-            mask token.
-        corrupted: int64 (B, corrupted patches), those whose tokens the head reads.
+        sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the number
+            of patches for the mask token.
+        corrupted: int64 (B, corrupted patches), indices of the patches to predict.
         """
         patches = self.embed(images)
         B, N, D = patches.shape

@@ -1,16 +1,16 @@
-"""Where a token is: the tables that are added to tokens, relative attention, and either on another patch grid.
+"""Position embeddings: tables that are added to the tokens, relative attention, and resampling to another patch grid.
 
-A table holds what the model stores: a parameter, or for sine-cosine a constant. T is 1, or the number of blocks where
-each block has a table of its own.
+A table is what the model stores: a parameter, or a constant for sine-cosine positions. T is 1, or the number of blocks if
+each block has a table of its own. Other letters as in vit.py; h x w patches.
 
-    learned    (T, N, D)         one vector for each place in the sequence, the class token's first
-    learned2d  (T, h + w, D/2)   one for each row, then one for each column; a patch gets both, side by side
+    learned    (T, N, D)         one vector for each token of the sequence, the class token first
+    learned2d  (T, h + w, D/2)   one vector for each row, then one for each column; a patch gets both, concatenated
     sincos2d   (1, N, D)         fixed; zeros for the class token
 """
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,16 @@ from pipeline.errors import UserError
 from pipeline.model.variants import ViTConfig
 
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
+_KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
+    "zoom": {"mode": "bilinear", "align_corners": True},
+    "bicubic": {"mode": "bicubic"},
+    "bicubic_antialias": {"mode": "bicubic", "antialias": True},
+}
 Grid = tuple[int, int]
 
 
 def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
-    """What a new model stores: a table yet to be filled, the fixed one (in no weights file), or nothing."""
+    """What a new model stores: an uninitialised parameter, a fixed table (a buffer, not saved), or None."""
     num_tables = config.num_blocks if config.positions_at == "blocks" else 1
     if config.positions == "learned":
         return nn.Parameter(torch.empty(num_tables, config.num_positions, config.width))
@@ -34,7 +39,7 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
 
 
 def per_token(table: Tensor, config: ViTConfig) -> Tensor:
-    """The table as (T, N, D), to be added to the tokens."""
+    """The table as (T, N, D), to be added to the tokens (without registers, which have no position)."""
     if config.positions != "learned2d":
         return table
     (h, w), num_tables = config.grid, len(table)
@@ -47,7 +52,7 @@ def per_token(table: Tensor, config: ViTConfig) -> Tensor:
 def sincos2d(config: ViTConfig) -> Tensor:
     """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000.
 
-    As MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows.
+    As in MoCo v3 and big_vision (models/vit.py, posemb_sincos_2d); x counts columns, y rows.
     """
     h, w = config.grid
     quarter = config.width // 4
@@ -59,10 +64,10 @@ def sincos2d(config: ViTConfig) -> Tensor:
 
 
 class RelativePositions(nn.Module):
-    """Relative attention in one dimension (ViT paper, D.4): each offset between two places of the sequence has a key.
+    """Relative attention in one dimension (ViT paper, D.4): a learned key for each offset between two tokens.
 
-    Queries attend to it beside the content's keys; its logits are added before the softmax. One table for each block,
-    shared by its heads (Shaw et al. 2018); the paper does not say.
+    Queries are multiplied with these keys too, and the logits are added before the softmax. The heads of a block share one
+    table (Shaw et al. 2018), which the ViT paper does not specify.
     """
 
     def __init__(self, num_tokens: int, head_dim: int):
@@ -73,32 +78,32 @@ class RelativePositions(nn.Module):
         nn.init.normal_(self.table, std=0.02, generator=generator)
 
     def forward(self, q: Tensor) -> Tensor:
-        """(B, H, N, D/H) queries -> (B, H, N, N) logits, scaled as those of the content."""
-        places = torch.arange(q.shape[2], device=q.device)
-        keys = self.table[places[:, None] - places + q.shape[2] - 1]  # (N, N, D/H)
+        """(B, H, N, D/H) queries -> (B, H, N, N) logits, scaled by 1 / sqrt(D/H)."""
+        indices = torch.arange(q.shape[2], device=q.device)
+        keys = self.table[indices[:, None] - indices + q.shape[2] - 1]  # (N, N, D/H)
         return torch.einsum("bhqd,qkd->bhqk", q, keys) / math.sqrt(q.shape[3])
 
 
 def resample_state(
     state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, kernel: Kernel = "zoom"
 ) -> dict[str, Tensor]:
-    """A model's state with its positions on the patch grid of another image size; see resample_positions.
+    """A model's state dict with its positions resampled to the patch grid of another image size (resample_positions).
 
-    Raises UserError for relative positions: an offset of a sequence is another offset on another grid.
+    Raises UserError for relative positions, which cannot be resampled: an offset means another distance on another grid.
     """
     state = dict(state)
     if old.grid == new.grid:
         return state
     if old.positions == "relative":
         raise UserError(
-            f"model: relative positions of a {old.grid[0]} x {old.grid[1]} grid mean nothing on {new.grid[0]} x "
+            f"model: relative positions of a {old.grid[0]} x {old.grid[1]} grid cannot be used on {new.grid[0]} x "
             f"{new.grid[1]}. Keep image_size = {old.image_size[0]} x {old.image_size[1]}."
         )
     if old.positions == "learned":
         state["positions"] = resample_positions(state["positions"], new.grid, kernel, old.grid)
     elif old.positions == "learned2d":
         parts = zip(state["positions"].split(old.grid, dim=1), old.grid, new.grid, strict=True)
-        resampled = [resample_positions(part, (length, 1), kernel, (then, 1)) for part, then, length in parts]
+        resampled = [resample_positions(part, (size, 1), kernel, (old_size, 1)) for part, old_size, size in parts]
         state["positions"] = torch.cat(resampled, dim=1)
     return state
 
@@ -106,35 +111,32 @@ def resample_state(
 def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_grid: Grid | None = None) -> Tensor:
     """Resize learned positions to another patch grid (ViT paper, section 3.2).
 
-    table: (T, 1 + h*w, D) or (T, h*w, D), floats; the class token's row, if there, is kept as it is.
+    table: (T, 1 + h*w, D) or (T, h*w, D), floats; the row of the class token, if any, is kept as it is.
     grid: (rows, columns) of the new grid; need not be square.
-    kernel: "zoom" is what the official code does (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic"
-        what Hugging Face and DINOv2 do at run time, "bicubic_antialias" what timm does (corners not aligned).
-    old_grid: (rows, columns) of the table; without it the table must be square.
-    Returns (T, [1 +] rows*columns, D) of the table's dtype. An unchanged grid gives the table itself.
-    Raises ValueError when the table is not of the old grid, or not a square grid and no old grid is given.
+    kernel: "zoom" is the official code's (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic" is that of
+        Hugging Face and DINOv2 at run time, "bicubic_antialias" timm's (corners not aligned).
+    old_grid: (rows, columns) of the table; by default the table must be square.
+    Returns (T, [1 +] rows*columns, D) in the table's dtype; the table itself if the grid does not change.
+    Raises ValueError if the table does not fit the old grid, or is not square and no old grid is given.
     """
+    if kernel not in _KERNELS:
+        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
     num_rows = table.shape[1]
     if old_grid is None:
-        # n and n - 1 are never both squares above 1, so the class token's row cannot be mistaken.
+        # n and n - 1 are never both squares above 1, so the row of a class token is recognised.
         side = math.isqrt(num_rows)
         old_grid = side, side
     num_class_rows = num_rows - old_grid[0] * old_grid[1]
     if num_class_rows not in (0, 1):
         raise ValueError(
-            f"a position table of {num_rows} rows is no {old_grid[0]} x {old_grid[1]} grid, with or without a class "
-            f"token. Give old_grid=(rows, columns)."
+            f"a position table of {num_rows} rows does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
+            f"class token. Give old_grid=(rows, columns)."
         )
     if grid == old_grid:
         return table
 
     class_row, patch_rows = table[:, :num_class_rows], table[:, num_class_rows:]
     image = patch_rows.reshape(len(table), *old_grid, -1).permute(0, 3, 1, 2)  # (T, D, h, w)
-    image = image.to(torch.promote_types(table.dtype, torch.float32))  # bf16 would round the corners' weights
-    if kernel == "zoom":
-        image = F.interpolate(image, size=grid, mode="bilinear", align_corners=True)
-    elif kernel in ("bicubic", "bicubic_antialias"):
-        image = F.interpolate(image, size=grid, mode="bicubic", antialias=kernel == "bicubic_antialias")
-    else:
-        raise ValueError(f'kernel = "{kernel}" is unknown: use "zoom", "bicubic" or "bicubic_antialias".')
+    image = image.to(torch.promote_types(table.dtype, torch.float32))  # bf16 would round the interpolation weights
+    image = F.interpolate(image, size=grid, **_KERNELS[kernel])
     return torch.cat([class_row, image.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

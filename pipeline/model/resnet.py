@@ -1,27 +1,27 @@
-"""ResNets with GroupNorm and standardised kernels, which depend on no batch: BiT, and the one in front of a hybrid ViT.
+"""ResNets with GroupNorm and weight standardisation: BiT, and the stem of a hybrid ViT.
 
-BiT (Kolesnikov et al., ECCV 2020, arXiv 1912.11370) is the paper's baseline, of pre-activation units; the hybrid's stem
-has units that normalise after each convolution. Each is written as its authors' code computes it, which decides whether
-published weights give the published logits: google-research/big_transfer, bit_pytorch/models.py, and
+BiT (Kolesnikov et al., ECCV 2020, arXiv 1912.11370), the ViT paper's baseline, has pre-activation units; the hybrid's stem
+has post-activation units. Their padding and epsilons differ too. Each follows its authors' code exactly, so that published
+weights give the published logits: google-research/big_transfer, bit_pytorch/models.py, and
 google-research/vision_transformer, vit_jax/models_resnet.py.
+
+Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
 """
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.layers import Dense, check_images, lecun_normal
+from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
 from pipeline.model.variants import ResNetConfig
 
 GROUPS = 32
 
 
 class StdConv(nn.Conv2d):
-    """A convolution without bias whose kernel is standardised for each output channel: mean 0, variance 1 (Qiao 2019)."""
+    """A convolution without bias, its kernel standardised to mean 0 and variance 1 per output channel (Qiao 2019)."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1):
         super().__init__(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
@@ -30,14 +30,14 @@ class StdConv(nn.Conv2d):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float()  # of bf16 weights, the statistics too would be rounded
+        weight = self.weight.float()  # in bf16 the statistics would be rounded too
         variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
         standard = (weight - mean) / torch.sqrt(variance + 1e-10)
         return F.conv2d(x, standard.to(x.dtype), None, self.stride, self.padding)
 
 
 class PreActivationUnit(nn.Module):
-    """BiT's bottleneck: each convolution reads a normalised, rectified input. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
+    """BiT's bottleneck: norm and ReLU before each convolution. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
 
     def __init__(self, inputs: int, mid: int, stride: int):
         super().__init__()
@@ -59,10 +59,10 @@ class PreActivationUnit(nn.Module):
 
 
 class ResNet(nn.Module):
-    """BiT: a root that reduces 4 times, stages of pre-activation units, the mean over all places, a linear head.
+    """BiT: a root that downsamples 4 times, stages of pre-activation units, global average pooling, a linear head.
 
-    Built on the CPU (or on the meta device: shapes only), with initial values that depend on `seed` alone.
-    `activation_checkpointing = True` recomputes each unit in the backward pass: less memory, a third more work.
+    Built on the CPU, or on the meta device for shapes alone; the initial values depend on `seed` only.
+    `activation_checkpointing = True` recomputes each unit in the backward pass: less memory, a third more computation.
     """
 
     def __init__(self, config: ResNetConfig, seed: int = 0):
@@ -76,45 +76,42 @@ class ResNet(nn.Module):
         self.initialize(seed)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features when the model has no head.
+        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features if the model has no head.
 
         Raises ValueError for images of another shape or of an integer type.
         """
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, C), what the head reads: the mean over all places."""
+        """(B, 3, height, width) -> (B, C), the input of the head: the mean of the feature map."""
         return self.feature_map(images).mean((2, 3))
 
     def feature_map(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, C, h, w), the features of each place."""
+        """(B, 3, height, width) -> (B, C, h, w)"""
         check_images(images, self.config.image_size)
-        # Zeros, as the authors' code: what is pooled may be negative, and pooling's own padding is minus infinity.
+        # Zero padding as in the authors' code: values may be negative here, and max_pool2d itself pads with minus infinity.
         x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
         for unit in self.units:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(unit, x, use_reentrant=False)
-            else:
-                x = unit(x)
+            x = run_block(unit, x, self.activation_checkpointing)
         return F.relu(self.norm(x))
 
     def weight_decay_mask(self) -> set[str]:
-        """Names of the parameters that decay: the kernels; biases and norms do not."""
-        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+        """Names of the parameters with weight decay: the kernels of the convolutions and the head."""
+        return kernel_names(self)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Kernels as flax draws them, a zero head (big_vision, models/bit_paper.py); nothing on the meta device."""
+        """Kernels as in Flax, a zero head (big_vision, models/bit_paper.py); no-op on the meta device."""
         if self.root.weight.is_meta:
             return
-        _initialize(self.modules(), torch.Generator("cpu").manual_seed(seed))
-        if isinstance(self.head, Dense):
-            nn.init.zeros_(self.head.weight)
-            nn.init.constant_(self.head.bias, self.config.head_bias)
+        _initialize_kernels(self, torch.Generator("cpu").manual_seed(seed))
+        initialize_head(self.head, self.config.head_bias)
 
 
 def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
-    """(input channels, inner channels, stride) of every unit, in order. Stages double the width, and halve the sides."""
+    """(input channels, inner channels, stride) of every unit in order. Each stage but the first doubles the width and halves
+    height and width of the feature map.
+    """
     shapes, inputs = [], width
     for stage, count in enumerate(units):
         mid = width * 2**stage
@@ -125,7 +122,7 @@ def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]
 
 
 class SameStdConv(StdConv):
-    """As the hybrid's code computes it: padding "SAME", which is uneven, and 1e-5 added to the deviation."""
+    """StdConv as in the hybrid's code: padding "SAME", which may be asymmetric, and 1e-5 added to the deviation."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float()
@@ -135,7 +132,7 @@ class SameStdConv(StdConv):
 
 
 class PostActivationUnit(nn.Module):
-    """The hybrid's bottleneck: each convolution is normalised, then rectified. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
+    """The hybrid's bottleneck: norm and ReLU after each convolution. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
 
     def __init__(self, inputs: int, mid: int, stride: int):
         super().__init__()
@@ -161,8 +158,9 @@ class PostActivationUnit(nn.Module):
 class HybridStem(nn.Module):
     """The ResNet whose output a hybrid ViT reads instead of pixels (ViT paper, section 3.1).
 
-    units: of each stage. (3, 4, 6, 3) is ResNet-50, reducing 32 times; (3, 4, 9) has its last stage's units in the one
-    before, reducing 16 times; () is the root alone, 4 times. (B, 3, height, width) -> (B, num_channels, h, w).
+    units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its last
+    stage into the third and downsamples 16 times; () is the root alone, 4 times.
+    (B, 3, height, width) -> (B, num_channels, h, w).
     """
 
     def __init__(self, units: tuple[int, ...], width: int = 64):
@@ -174,27 +172,25 @@ class HybridStem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.root(images)))
-        x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)  # nothing rectified is below the zeros
+        x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)  # zero padding: after ReLU nothing is below it
         for unit in self.units:
             x = unit(x)
         return x
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Kernels as flax draws them; each unit's last scale 0, so that it begins as its shortcut."""
-        _initialize(self.modules(), generator)
+        """Kernels as in Flax; the last norm's scale of each unit is 0, so that a new unit computes its shortcut alone."""
+        _initialize_kernels(self, generator)
         for unit in cast(list[PostActivationUnit], self.units):
             nn.init.zeros_(unit.norm3.weight)
 
 
-def _initialize(modules: Iterable[nn.Module], generator: torch.Generator) -> None:
-    for module in modules:
+def _initialize_kernels(model: nn.Module, generator: torch.Generator) -> None:
+    for module in model.modules():
         if isinstance(module, StdConv):
             lecun_normal(module.weight, generator)
-        elif isinstance(module, nn.GroupNorm):
-            module.reset_parameters()  # weight 1, bias 0
 
 
 def _pad_same(x: Tensor, kernel_size: int, stride: int) -> Tensor:
-    """Zeros around the image as TensorFlow's "SAME": ceil(side / stride) outputs, the odd row and column at the end."""
+    """Zero padding as TensorFlow's "SAME": ceil(side / stride) outputs; an odd row or column goes to the end."""
     height, width = (max((-(-side // stride) - 1) * stride + kernel_size - side, 0) for side in x.shape[2:])
     return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))

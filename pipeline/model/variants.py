@@ -1,9 +1,9 @@
-"""The models by name, and the frozen description of each: `ViTConfig` or `ResNetConfig`."""
+"""Models by name, and their configurations: `ViTConfig` and `ResNetConfig`."""
 
 import difflib
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from pipeline import json_record
 from pipeline.errors import UserError
@@ -13,7 +13,7 @@ Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]
 Positions = Literal["learned", "learned2d", "sincos2d", "relative", "none"]
 PositionsAt = Literal["stem", "blocks", "shared"]
-# ViT paper, B.1.2: the mean colour of 3 bits a channel; 16 such colours, of the patch made 4 x 4; the pixels themselves.
+# Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 ImageSize = int | tuple[int, int]
 
@@ -26,7 +26,7 @@ class Variant(NamedTuple):
 
 
 # B, L, H: ViT paper, Table 1. Ti, S: google-research/vision_transformer, vit_jax/configs/models.py.
-# The rest: google-research/big_vision, models/vit.py (mu is its size for tests).
+# The others: google-research/big_vision, models/vit.py (mu is its size for tests).
 VARIANTS = {
     "mu":     Variant(32, 1, 128, 2),
     "Ti":     Variant(192, 12, 768, 3),
@@ -41,9 +41,9 @@ VARIANTS = {
     "e":      Variant(1792, 56, 15360, 16),
 }  # fmt: skip
 
-# Name -> size of the ViT, units of the ResNet's stages in front of it, patch side in cells of its output. The number in a
-# name is how many pixels a token stands for (ViT paper, section 4.1; vit_jax/configs/models.py), but for R+Ti/16: its
-# root alone reduces 4 times, not 2 as a comment there says, so its tokens stand for 32.
+# Name -> size of the ViT, units of each stage of the ResNet stem, patch side in cells of the stem's output. The number in a
+# name is the side of a token in pixels (ViT paper, section 4.1; vit_jax/configs/models.py). R+Ti/16 is an exception: its root
+# downsamples 4 times, not 2 as a comment there says, so the side of its tokens is 32.
 HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R50+ViT-B/16": ("B", (3, 4, 9), 1),
     "R50+ViT-B/32": ("B", (3, 4, 6, 3), 1),
@@ -53,77 +53,80 @@ HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R+Ti/16": ("Ti", (), 8),
 }
 
-# The largest values accepted, far above every published model: a damaged file must not make us build anything larger.
-_LARGEST = {
-    "width": 2**16, "depth": 1024, "mlp_width": 2**18, "num_heads": 2**12, "patch_size": 2**12, "num_classes": 2**24,
+# Field -> (smallest, largest) value. Far above every published model: a damaged file must not allocate more than these.
+_RANGES = {
+    "width": (1, 2**16), "depth": (1, 1024), "mlp_width": (1, 2**18), "num_heads": (1, 2**12), "patch_size": (1, 2**12),
+    "num_classes": (0, 2**24), "head_bias": (-1000, 1000), "registers": (0, 256),
 }  # fmt: skip
-_LARGEST_SIDE, _MOST_TOKENS, _MOST_STAGES, _MOST_UNITS = 2**16, 2**17, 8, 1024
-_LARGEST_EPS, _LARGEST_HEAD_BIAS, _MOST_REGISTERS = 1.0, 1000.0, 256
+_MAX_SIDE, _MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**16, 2**17, 8, 1024
 
 # Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py).
 RESNET_UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
 
+class _Config:
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, YAML and weights files; tuples become lists."""
+        values = asdict(self)  # type: ignore[call-overload]
+        # registers = 0 is omitted, so that files of models without registers are the same bytes as before the field existed.
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n != "registers" or v}
+
+
 @dataclass(frozen=True)
-class ViTConfig:
-    """What decides the shape and the function of a ViT. Raises UserError for numbers that do not fit together."""
+class ViTConfig(_Config):
+    """The architecture of a ViT. Raises UserError for values that do not fit together."""
 
     width: int  # D, of every token
-    depth: int  # blocks
-    mlp_width: int  # hidden units of the MLP in a block
+    depth: int  # number of blocks
+    mlp_width: int  # hidden units of a block's MLP
     num_heads: int
-    patch_size: int  # P, in pixels; of a hybrid, in cells of the ResNet's output
+    patch_size: int  # P, in pixels; in a hybrid, in cells of the stem's output
     image_size: tuple[int, int]  # height, width, in pixels
     num_classes: int  # 0: no head, the model returns its features
     representation: bool = False  # Dense(D) and tanh before the head ("pre_logits"), as in the official I21k weights
-    gelu: Gelu = "tanh"  # the official code computes tanh; timm and HF compute erf
-    dropout: float = 0.0  # probability to drop; ViT paper, Table 3
-    head_bias: float = 0.0  # initial value of the head's bias; -10 is usual with a sigmoid loss over 21k classes
-    drop_path: float = 0.0  # probability that the last block's branches are left out; the first block's is 0
-    pool: Pool = "token"  # the head reads a class token, the tokens' mean, or an attention-weighted mean (MAP)
+    gelu: Gelu = "tanh"  # tanh: the official code; erf: timm and Hugging Face
+    dropout: float = 0.0  # dropout rate; ViT paper, Table 3
+    head_bias: float = 0.0  # initial bias of the head; -10 is usual with a sigmoid loss over 21k classes
+    drop_path: float = 0.0  # stochastic depth: drop rate of the last block; it grows linearly from 0 in the first block
+    pool: Pool = "token"  # input of the head: the class token, the mean of the tokens, or attention pooling (MAP)
     positions: Positions = "learned"  # ViT paper, D.4: 1-D, 2-D, fixed sine-cosine, relative, or none
-    positions_at: PositionsAt = "stem"  # added once; or before every block: a table for each, or the same one (shared)
+    positions_at: PositionsAt = "stem"  # added once, or before each block: a table for each, or one for all (shared)
     patch_stride: int | None = None  # cells from patch to patch; below patch_size they overlap. None: patch_size
-    stem: tuple[int, ...] | None = None  # a hybrid: units of each stage of the ResNet in front; () is its root alone
+    stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
-    layer_norm_eps: float = 1e-6  # flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
-    masked: Masked | None = None  # pre-training by masked patch prediction (masked.py): what is predicted of a patch
-    registers: int = 0  # tokens after the class token without a position, read by no head (arXiv 2309.16588)
+    layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
+    masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
+    registers: int = 0  # extra tokens without a position, not read by the head (arXiv 2309.16588)
 
     def __post_init__(self) -> None:
         _check_ranges(self)
-        for name in ("width", "depth", "mlp_width", "num_heads", "patch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model: {name} = {getattr(self, name)} must be at least 1.")
         if self.width % self.num_heads:
             raise UserError(
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
-                f"Use {_nearest_multiples(self.width, self.num_heads)} wide, or another number of heads."
+                f"Use width {_nearest_multiples(self.width, self.num_heads)}, or another number of heads."
             )
         if self.gelu not in ("tanh", "erf"):
             raise UserError(f'model: gelu = "{self.gelu}" is unknown: use "tanh" (official code) or "erf" (timm, HF).')
         for name in ("dropout", "drop_path"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"model: {name} = {getattr(self, name)} must be in [0, 1).")
-        if not 0 < self.layer_norm_eps <= _LARGEST_EPS:
-            raise UserError(
-                f"model: layer_norm_eps = {self.layer_norm_eps} must be greater than 0, and at most {_LARGEST_EPS:g}."
-            )
+        if not 0 < self.layer_norm_eps <= 1:
+            raise UserError(f"model: layer_norm_eps = {self.layer_norm_eps} must be greater than 0, and at most 1.")
         self._check_positions()
         self._check_registers()
         if self.axial and self.pool == "token":
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if not 1 <= self.stride <= self.patch_size:
             raise UserError(
-                f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a longer one "
-                "leaves pixels that no patch sees."
+                f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a larger one "
+                "leaves pixels that no patch covers."
             )
         if self.masked or self.stem is not None or min(self.image_size) < self.patch_size:
             self.check_covered()
-        if self.num_tokens > _MOST_TOKENS:
+        if self.num_tokens > _MAX_TOKENS:
             raise UserError(
                 f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
-                f"{self.num_tokens:,} tokens, more than {_MOST_TOKENS:,}. Use larger patches or a smaller image."
+                f"{self.num_tokens:,} tokens, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
             )
         if self.masked:
             self._check_masked()
@@ -131,23 +134,21 @@ class ViTConfig:
     def _check_masked(self) -> None:
         if self.num_classes or self.representation or self.pool == "map" or self.axial:
             raise UserError(
-                "model: masked patch prediction reads the tokens of patches, and has neither classes nor a representation "
-                "layer, attention pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
+                "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
+                "pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
             )
         if self.masked == "small_patch" and self.patch_pixels % 4:
             raise UserError(
-                f"model: masked = small_patch makes 4 x 4 of each patch, whose side is {self.patch_pixels} pixels. Use a "
-                "patch side divisible by 4, or mean_color."
+                f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels. Use "
+                "a patch side divisible by 4, or mean_color."
             )
 
     def _check_registers(self) -> None:
-        if not 0 <= self.registers <= _MOST_REGISTERS:
-            raise UserError(f"model: registers = {self.registers} must be from 0 to {_MOST_REGISTERS}.")
-        odd = self.positions == "relative" or self.positions_at != "stem" or self.axial or self.pool == "map"
-        if self.registers and (odd or self.masked):
+        needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
+        if self.registers and (needs_positions or self.pool == "map" or self.masked):
             raise UserError(
-                "model: registers have no position, and are read by no head. Use them with pool=token or pool=gap, positions "
-                "at the stem that are not relative, and neither axial blocks nor masked patch prediction."
+                "model: registers have no position, and the head does not read them. Use them with pool=token or pool=gap, "
+                "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
             )
 
     def _check_positions(self) -> None:
@@ -162,31 +163,29 @@ class ViTConfig:
             )
 
     def check_covered(self) -> None:
-        """Raise UserError if there are pixels that no patch sees: for a new model that is a mistake."""
+        """Raise UserError if no patch covers the last rows or columns of pixels, which is a mistake in a new model."""
+        patch, step = self.patch_pixels, self.stride * self.reduction  # in pixels
         for side, unseen in zip(self.image_size, self.unseen, strict=True):
-            if unseen:
-                self._refuse_side(side)
-
-    def _refuse_side(self, side: int) -> NoReturn:
-        patch, step = self.patch_size * self.reduction, self.stride * self.reduction  # in pixels
-        below = patch + max(side - patch, 0) // step * step
-        nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
-        if step == patch:
-            why = f"is not divisible by patch_size = {patch}"
-            why += f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
-        else:
-            why = f"is not patch_size = {patch} and whole strides of {step}"
-        raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
+            if not unseen:
+                continue
+            below = patch + max(side - patch, 0) // step * step
+            nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
+            if step == patch:
+                why = f"is not divisible by patch_size = {patch}"
+                why += f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
+            else:
+                why = f"is not patch_size = {patch} plus a multiple of the stride {step}"
+            raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
 
     @property
     def stride(self) -> int:
-        """Cells from patch to patch."""
+        """Cells from patch to patch; a cell is a pixel, or in a hybrid one position of the stem's output."""
         return self.patch_size if self.patch_stride is None else self.patch_stride
 
     @property
     def reduction(self) -> int:
-        """Pixels to a side of one cell of what is cut into patches: 1 when that is the image itself."""
-        return 1 if self.stem is None else 4 * 2 ** max(len(self.stem) - 1, 0)
+        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples."""
+        return stem_reduction(self.stem)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -196,15 +195,15 @@ class ViTConfig:
 
     @property
     def unseen(self) -> tuple[int, int]:
-        """(rows, columns) of pixels at the lower and right edge that no patch sees, as in the official code (padding
-        "VALID"): 6 of ViT-H/14's 384 in the ViT paper's fine-tuning."""
-        patch, step = self.patch_size * self.reduction, self.stride * self.reduction
+        """(rows, columns) of pixels at the lower and right edge that no patch covers, as in the official code (padding
+        "VALID"): 6 of the 384 of ViT-H/14 in the ViT paper's fine-tuning."""
+        patch, step = self.patch_pixels, self.stride * self.reduction
         height, width = (side if side < patch else (side - patch) % step for side in self.image_size)
         return height, width
 
     @property
     def unseen_note(self) -> str:
-        """A line on what no patch sees; empty where they see all."""
+        """A line about pixels that no patch covers; empty if there are none."""
         if not any(self.unseen):
             return ""
         return (
@@ -219,81 +218,71 @@ class ViTConfig:
 
     @property
     def num_corrupted(self) -> int:
-        """Patches of an image that masked prediction is asked of: half of them (ViT paper, B.1.2)."""
+        """Number of patches that masked prediction corrupts: half of them (ViT paper, B.1.2)."""
         rows, columns = self.grid
         return (rows * columns + 1) // 2
 
     @property
     def patch_outputs(self) -> int:
-        """Numbers that are predicted of a corrupted patch."""
+        """Number of outputs for each corrupted patch."""
         return {None: 0, "mean_color": 512, "small_patch": 16 * 512, "pixels": 3 * self.patch_pixels**2}[self.masked]
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head makes of an image: logits of classes, or predictions of its corrupted patches."""
+        """Number of outputs of the head for one image: class logits, or predictions of its corrupted patches."""
         return self.num_corrupted * self.patch_outputs if self.masked else self.num_classes
 
     @property
     def num_tokens(self) -> int:
-        """What the blocks read: patches, the class token if there is one, and registers."""
+        """N: patches, the class token if any, and registers."""
         return self.num_positions + self.registers
 
     @property
     def num_positions(self) -> int:
-        """Tokens that may have a position: patches, and the class token if there is one."""
+        """Number of tokens with a position: patches, and the class token if any."""
         return (self.pool == "token") + self.grid[0] * self.grid[1]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks as the model runs them: `depth`, and twice that of an axial ViT, by rows and by columns."""
+        """Number of blocks that run: `depth`, or twice that in an axial ViT."""
         return self.depth * 2 if self.axial else self.depth
 
     @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; pairs become lists."""
-        return _plain(self)
-
 
 @dataclass(frozen=True)
-class ResNetConfig:
-    """What decides the shape of a BiT ResNet (arXiv 1912.11370). Raises UserError for numbers that do not fit."""
+class ResNetConfig(_Config):
+    """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
 
-    units: tuple[int, ...]  # bottleneck units in each stage; each stage but the first halves height and width
-    width: int  # channels after the root; stage i is 4 * 2^i times as wide
-    image_size: tuple[int, int]  # height, width, in pixels; any
+    units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
+    width: int  # channels after the root; stage i has 4 * 2^i times as many
+    image_size: tuple[int, int]  # height, width, in pixels
     num_classes: int  # 0: no head, the model returns its features
-    head_bias: float = 0.0  # initial value of the head's bias
+    head_bias: float = 0.0  # initial bias of the head
 
     def __post_init__(self) -> None:
         _check_ranges(self)
-        if self.width < 1 or self.width % 32:
+        if self.width % 32:
             raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
-        if min(self.image_size) < 1 or min(self.units, default=0) < 1:
-            raise UserError(f"model: image_size = {self.image_size} and units = {self.units} must be at least 1.")
 
     @property
     def num_features(self) -> int:
-        """Channels of what the head reads."""
+        """Channels of the features that the head reads."""
         return 4 * self.width * 2 ** (len(self.units) - 1)
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head makes of an image: logits of classes."""
+        """Number of outputs of the head for one image: class logits."""
         return self.num_classes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, YAML and weights files; tuples become lists."""
-        return _plain(self)
 
 
 Config = ViTConfig | ResNetConfig
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of to_dict: a ResNet's has `units`. Raises UserError for a field that is unknown or missing."""
+    """The inverse of to_dict. Raises UserError for unknown or missing fields and wrong types."""
     cls: type[Config] = ResNetConfig if "units" in values else ViTConfig
     known = [field.name for field in fields(cls)]
     if unknown := sorted(map(str, values.keys() - set(known))):
@@ -309,13 +298,13 @@ def configure(
 ) -> Config:
     """The configuration of a named model.
 
-    name: "ViT-L/16": a size and a patch side in pixels, any; "Axial-ViT-B/16"; a hybrid, "R50+ViT-B/16"; or a ResNet,
+    name: "ViT-L/16": a size and any patch side in pixels; "Axial-ViT-B/16"; a hybrid, "R50+ViT-B/16"; or a ResNet,
         "BiT-R101x3": layers and width factor.
     image_size: side or (height, width) in pixels.
-    covered: refuse an image size of which the patches do not see all pixels (`ViTConfig.unseen`).
-    changes: fields of the configuration by name; None leaves what the name says. A field that the model does not have
-        may be given with the value that means nothing.
-    Raises UserError for an unknown name or field, and for numbers that do not fit together.
+    covered: refuse an image size with pixels that no patch covers (`ViTConfig.unseen`).
+    changes: fields of the configuration by name; None keeps the value that the name implies. A ResNet also accepts fields
+        of a ViT, but only with their defaults.
+    Raises UserError for an unknown name or field, and for values that do not fit together.
     """
     cls, values = _resnet(name) if name.startswith("BiT-") else _vit(name)
     own = {field.name for field in fields(cls)}
@@ -334,13 +323,13 @@ def configure(
 
 
 def parse_name(name: str) -> tuple[Variant, int]:
-    """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side may be given. Raises UserError for an unknown name."""
+    """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side is accepted. Raises UserError for an unknown name."""
     match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)
     if match is None or match[1] not in VARIANTS:
         patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
         known = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
         known += [f"Axial-{plain}" for plain in known if "-B/" in plain] + [*HYBRIDS, *_RESNETS]
-        raise UserError(f"model: {_quoted(name)} is no model that we know{_did_you_mean(name, known)}")
+        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, known)}")
     return VARIANTS[match[1]], int(match[2])
 
 
@@ -354,12 +343,12 @@ def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
     return height, width
 
 
-# Of the BiT paper and the ViT paper, for advice; any width factor may be given.
+# The ResNets of the BiT and ViT papers, for suggestions in errors; any width factor is accepted.
 _RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
 
 
 def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
-    """The class and the fields that a name stands for."""
+    """The class of the configuration, and the fields that the name implies."""
     if name in HYBRIDS:
         letter, stem, patch_size = HYBRIDS[name]
         return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}
@@ -372,37 +361,29 @@ def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
 def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
     match = re.fullmatch(r"BiT-R(\d{1,5})x([1-9]\d{0,2})", name, re.ASCII)
     if match is None or int(match[1]) not in RESNET_UNITS:
-        raise UserError(f"model: {_quoted(name)} is no model that we know{_did_you_mean(name, _RESNETS)}")
+        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, _RESNETS)}")
     return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
 
 
 def _check_ranges(config: Config) -> None:
-    """Raise UserError for a number that no model has."""
-    if config.num_classes < 0:
-        raise UserError(f"model: num_classes = {json_record.quoted(config.num_classes)} is negative; 0 means no head.")
-    for name, largest in _LARGEST.items():
-        if (value := getattr(config, name, 1)) > largest:
-            raise UserError(f"model: {name} = {json_record.quoted(value)} is more than {largest:,}, the most accepted.")
-    if not all(1 <= side <= _LARGEST_SIDE for side in config.image_size):
-        sides = json_record.quoted(config.image_size)
-        raise UserError(f"model: image_size = {sides} must be from 1 to {_LARGEST_SIDE:,} pixels.")
-    units = (config.units if isinstance(config, ResNetConfig) else config.stem) or ()
-    if len(units) > _MOST_STAGES or not all(1 <= unit <= _MOST_UNITS for unit in units):
-        name = "units" if isinstance(config, ResNetConfig) else "stem"
+    """Raise UserError for a value that no model has."""
+    for name, (smallest, largest) in _RANGES.items():
+        if not smallest <= (value := getattr(config, name, smallest)) <= largest:
+            raise UserError(f"model: {name} = {quoted(value)} must be from {smallest:,} to {largest:,}.")
+    if not all(1 <= side <= _MAX_SIDE for side in config.image_size):
+        raise UserError(f"model: image_size = {quoted(config.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
+    name, units, min_stages = (
+        ("units", config.units, 1) if isinstance(config, ResNetConfig) else ("stem", config.stem or (), 0)
+    )
+    if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
         raise UserError(
-            f"model: {name} = {json_record.quoted(units)} must have at most {_MOST_STAGES} stages, each of 1 to "
-            f"{_MOST_UNITS} units."
-        )
-    if not abs(config.head_bias) <= _LARGEST_HEAD_BIAS:
-        raise UserError(
-            f"model: head_bias = {config.head_bias} must be from {-_LARGEST_HEAD_BIAS:g} to {_LARGEST_HEAD_BIAS:g}."
+            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS} units."
         )
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-    # Left out where there are none: files of models without registers stay, byte for byte, what they were.
-    return {name: value for name, value in values.items() if name != "registers" or value}
+def stem_reduction(stem: tuple[int, ...] | None) -> int:
+    """The factor by which a hybrid's stem downsamples; 1 without a stem. stem: units of each stage."""
+    return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
 
 
 def _as_yaml(value: object) -> str:
@@ -415,8 +396,8 @@ def _nearest_multiples(value: int, step: int) -> str:
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:
-    # Compared in lower case, so that "vit-l/16" finds "ViT-L/16"; the sort is stable, so ties go to the earlier entry.
-    def likeness(candidate: str) -> float:
+    # In lower case, so that "vit-l/16" finds "ViT-L/16". `max` returns the first of several equal entries.
+    def similarity(candidate: str) -> float:
         return difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
 
-    return f'; did you mean "{max(known, key=likeness)}"? Known: {", ".join(known)}.'
+    return f'; did you mean "{max(known, key=similarity)}"? Known: {", ".join(known)}.'

@@ -1,7 +1,8 @@
-"""The Vision Transformer (Dosovitskiy et al., ICLR 2021, arXiv 2010.11929), all of it.
+"""The Vision Transformer (ViT; Dosovitskiy et al., ICLR 2021, arXiv 2010.11929).
 
-An image is cut into patches; each patch, flattened and projected, is a word; a class token is put in front of the
-sentence; a plain Transformer encoder reads it; what has become of the class token describes the image.
+An image is cut into patches. Each patch is flattened and projected to a vector, a token. A learned class token is put in
+front, position embeddings are added, and a Transformer encoder processes the sequence. The head classifies the image from
+the final state of the class token.
 
     z_0   = [class; x_1 E; x_2 E; ...] + E_pos          Eq. 1   VisionTransformer.encode
     z'_l  = MSA(LN(z_{l-1})) + z_{l-1}                  Eq. 2   Block
@@ -14,9 +15,9 @@ Shape letters
     C  channels    P  patch side, in pixels
     M  MLP width   K  classes
 
-Where the paper is silent we do as its authors' code does (google-research/vision_transformer, vit_jax/models_vit.py).
-What it varies is a line here and has its own file: other positions (`position.py`), a ResNet that is read instead of
-pixels (`resnet.py`), attention along rows and columns (`axial.py`).
+Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
+vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
+with a ResNet in front (`resnet.py`), axial attention (`axial.py`), masked patch prediction (`masked.py`).
 """
 
 from typing import cast
@@ -24,26 +25,24 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.model import position
-from pipeline.model.layers import Dense, check_images, lecun_normal
+from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
 from pipeline.model.resnet import HybridStem
 from pipeline.model.variants import ViTConfig
 
 
 class PatchEmbedding(nn.Conv2d):
-    """A convolution with kernel P x P and stride P (less, where patches overlap): one linear map of each patch."""
+    """The linear projection of each patch, as a convolution with a P x P kernel and stride P (less: patches overlap)."""
 
     def __init__(self, channels: int, config: ViTConfig):
         super().__init__(channels, config.width, kernel_size=config.patch_size, stride=config.stride)
 
     def reset_parameters(self) -> None:
-        pass
+        nn.init.zeros_(cast(Tensor, self.bias))
 
     def initialize(self, generator: torch.Generator) -> None:
         lecun_normal(self.weight, generator)
-        nn.init.zeros_(cast(Tensor, self.bias))
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, rows*columns, D)"""
@@ -51,7 +50,7 @@ class PatchEmbedding(nn.Conv2d):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention (ViT paper, Appendix A): softmax(q k^T / sqrt(D/H)) v, in H heads at once."""
+    """Multi-head self-attention (ViT paper, Appendix A): softmax(q k^T / sqrt(D/H)) v in each head. (B, N, D) -> same."""
 
     def __init__(self, config: ViTConfig, num_tokens: int):
         super().__init__()
@@ -63,11 +62,9 @@ class SelfAttention(nn.Module):
         self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
 
     def initialize(self, generator: torch.Generator) -> None:
-        q, k, v = self.qkv.weight.chunk(3)  # three (D, D) kernels: the bound of one (3D, D) would be smaller
+        q, k, v = self.qkv.weight.chunk(3)  # three (D, D) kernels: Xavier's bound for one (3D, D) kernel is smaller
         for kernel in (q, k, v, self.out.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
-        for bias in (self.qkv.bias, self.out.bias):
-            nn.init.zeros_(bias)
         if self.relative is not None:
             self.relative.initialize(generator)
 
@@ -80,7 +77,7 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between, the same for every token: D -> M -> D."""
+    """Two dense layers with a GELU between them, applied to each token: D -> M -> D."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -101,10 +98,10 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training a sample skips the branch, with probability `rate`.
+    """Stochastic depth (Huang et al. 2016): in training, drops a sample's residual branch with probability `rate`.
 
-    The samples that take it are scaled by 1 / (1 - rate), so that the mean stays. Drawn, like dropout, from torch's
-    generator, which the engine seeds for each step.
+    The branches that are kept are scaled by 1 / (1 - rate), which preserves the mean. Like dropout, it draws from torch's
+    global generator, which the training engine seeds at each step.
     """
 
     def __init__(self, rate: float):
@@ -115,12 +112,12 @@ class DropPath(nn.Module):
         """(B, N, D) -> same"""
         if not self.training or self.rate == 0:
             return branch
-        taken = branch.new_empty(len(branch), 1, 1).bernoulli_(1 - self.rate)
-        return branch * (taken / (1 - self.rate))
+        kept = branch.new_empty(len(branch), 1, 1).bernoulli_(1 - self.rate)
+        return branch * (kept / (1 - self.rate))
 
 
 class Block(nn.Module):
-    """One encoder block, pre-norm: each branch reads a normalised copy and adds to the stream. (B, N, D) -> same."""
+    """One pre-norm encoder block: attention, then MLP, each on a normalised input and with a residual. (B, N, D) -> same."""
 
     def __init__(self, config: ViTConfig, attention: SelfAttention, drop_path: float):
         super().__init__()
@@ -140,7 +137,7 @@ class Block(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """A head's reading of all tokens (big_vision, models/vit.py, MAPHead): one learned query attends to them; an MLP."""
+    """Pooling by attention (big_vision, models/vit.py, MAPHead): one learned query attends to all tokens, then an MLP."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -155,8 +152,6 @@ class AttentionPooling(nn.Module):
     def initialize(self, generator: torch.Generator) -> None:
         for kernel in (self.probe[0], self.query.weight, *self.key_value.weight.chunk(2), self.out.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
-        for bias in (self.query.bias, self.key_value.bias, self.out.bias):
-            nn.init.zeros_(bias)
         self.mlp.initialize(generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,15 +159,15 @@ class AttentionPooling(nn.Module):
         B, N, D = x.shape
         q = self.query(self.probe).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
         k, v = self.key_value(x).view(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        read = self.out(F.scaled_dot_product_attention(q, k, v).reshape(B, D))
-        return read + self.mlp(self.mlp_norm(read))
+        pooled = self.out(F.scaled_dot_product_attention(q, k, v).reshape(B, D))
+        return pooled + self.mlp(self.mlp_norm(pooled))
 
 
 class VisionTransformer(nn.Module):
-    """ViT. By default with a class token, and learned 1-D positions that are added once.
+    """ViT; by default with a class token and learned 1-D position embeddings, as in the paper.
 
-    Built on the CPU (or on the meta device: shapes only), with initial values that depend on `seed` alone.
-    `activation_checkpointing = True` recomputes each block in the backward pass: less memory, a third more work.
+    Built on the CPU, or on the meta device for shapes alone; the initial values depend on `seed` only.
+    `activation_checkpointing = True` recomputes each block in the backward pass: less memory, a third more computation.
     """
 
     def __init__(self, config: ViTConfig, seed: int = 0):
@@ -183,9 +178,9 @@ class VisionTransformer(nn.Module):
         self.stem = None if config.stem is None else HybridStem(config.stem)
         self.patch_embedding = PatchEmbedding(3 if self.stem is None else self.stem.num_channels, config)
         has_token = config.pool == "token"
-        self.class_token = nn.Parameter(torch.empty(1, 1, config.width)) if has_token else None
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if has_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
-        self.positions = position.new_table(config)  # a parameter; fixed positions are a buffer
+        self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
         self.dropout = nn.Dropout(config.dropout)
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
@@ -197,20 +192,21 @@ class VisionTransformer(nn.Module):
         self.initialize(seed)
 
     def new_attention(self, block: int) -> SelfAttention:
-        """Of block number `block`: all tokens attend to all."""
+        """The attention layer of block number `block`."""
         return SelfAttention(self.config, self.config.num_tokens)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features when the model has no head.
+        """(B, 3, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
 
         Raises ValueError for images of another shape or of an integer type.
         """
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, D), what the head reads: the class token, after the tanh layer if any.
+        """(B, 3, height, width) -> (B, D), the input of the head.
 
-        Without a class token: the mean of the patches' tokens ("gap"), or what attention pooling makes of them ("map").
+        It is the class token, the mean of the patch tokens (pool "gap") or their attention pooling ("map"), followed by
+        the representation layer and its tanh, if there is one.
         """
         tokens = self.encode(self.embed(images))
         if self.pool is not None:
@@ -220,77 +216,65 @@ class VisionTransformer(nn.Module):
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, rows*columns, D) patch embeddings, as yet without positions."""
+        """(B, 3, height, width) -> (B, rows*columns, D) patch embeddings, without positions."""
         check_images(images, self.config.image_size)
         return self.patch_embedding(images if self.stem is None else self.stem(images))
 
     def encode(self, patches: Tensor) -> Tensor:
-        """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and its LayerNorm."""
+        """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm."""
         x = self.dropout(self.add_registers(self.add_positions(self.add_class_token(patches), block=0)))
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = run_block(block, x, self.activation_checkpointing)
         return self.norm(x)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
-        """(B, rows*columns, D) -> the class token in front, where the model has one."""
+        """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""
         if self.class_token is None:
             return patches
-        # Not len(patches), which torch.export would take as a constant.
+        # patches.shape[0], because torch.export would turn len(patches) into a constant.
         return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
 
     def add_registers(self, x: Tensor) -> Tensor:
-        """-> (B, N, D): the registers after the class token, where the model has them (Darcet et al., arXiv 2309.16588)."""
+        """Inserts the registers, if any, after the class token (Darcet et al., arXiv 2309.16588): -> (B, N, D)."""
         if self.registers is None:
             return x
-        after = 0 if self.class_token is None else 1
-        return torch.cat([x[:, :after], self.registers.expand(x.shape[0], -1, -1), x[:, after:]], dim=1)
+        first = 0 if self.class_token is None else 1
+        return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
     def add_positions(self, x: Tensor, block: int) -> Tensor:
-        """(B, N, D) -> same, with the positions that belong before this block: by default once, before the first."""
+        """Adds the position embeddings that belong before this block; by default only before the first. x -> same shape."""
         if self.positions is None or (block > 0 and self.config.positions_at == "stem"):
             return x
         tables = position.per_token(self.positions, self.config)  # one, or one for each block
         return x + tables[block % len(tables)]
 
     def weight_decay_mask(self) -> set[str]:
-        """Names of the parameters that decay: the kernels of dense layers and of convolutions.
-
-        Biases, norms, the class token and the positions do not (big_vision, optax.py: wd_mults = `.*/kernel$`).
-        """
-        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+        """Names of the parameters with weight decay: the kernels of dense layers and convolutions."""
+        return kernel_names(self)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set every parameter as the official code does, from one generator; does nothing on the meta device."""
+        """Initialise as the official code does, with one generator. Not set here: zero biases and class token, LayerNorms.
+
+        No-op on the meta device.
+        """
         if self.patch_embedding.weight.is_meta:
             return
         generator = torch.Generator("cpu").manual_seed(seed)
 
         self.patch_embedding.initialize(generator)
-        if self.class_token is not None:
-            nn.init.zeros_(self.class_token)
         if self.registers is not None:
-            nn.init.normal_(self.registers, std=1e-6, generator=generator)  # as DINOv2 does
+            nn.init.normal_(self.registers, std=1e-6, generator=generator)  # as in DINOv2
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=0.02, generator=generator)
         for block in cast(list[Block], self.blocks):
             block.initialize(generator)
-        for norm in self.modules():
-            if isinstance(norm, nn.LayerNorm):
-                norm.reset_parameters()  # weight 1, bias 0
         if self.pool is not None:
             self.pool.initialize(generator)
         if self.stem is not None:
             self.stem.initialize(generator)
-
         if self.representation is not None:
             lecun_normal(self.representation.weight, generator)
-            nn.init.zeros_(self.representation.bias)
-        if isinstance(self.head, Dense):
-            nn.init.zeros_(self.head.weight)
-            nn.init.constant_(self.head.bias, self.config.head_bias)
+        initialize_head(self.head, self.config.head_bias)

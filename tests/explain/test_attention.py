@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.explain.attention import POOLING, distances, look, watch
+from pipeline.explain.attention import POOLING, compute_attention, forward_with_attention, patch_distances
 from pipeline.explain.gradcam import gradcam
 from pipeline.model import ResNetConfig, VisionTransformer
 
@@ -42,7 +42,7 @@ def random_images(size: tuple[int, int] = (SIDE, SIDE), count: int = 2) -> Tenso
 
 def seen(model: VisionTransformer, images: Tensor) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    watch(model, images, weights.__setitem__)
+    forward_with_attention(model, images, weights.__setitem__)
     return weights
 
 
@@ -90,11 +90,11 @@ def test_looking_changes_nothing_and_leaves_nothing() -> None:
     model, images = vit(), random_images()
     with torch.no_grad():
         before = model(images)
-        assert torch.equal(watch(model, images, lambda name, weights: None), before)
-    look(model, images)
+        assert torch.equal(forward_with_attention(model, images, lambda name, weights: None), before)
+    compute_attention(model, images)
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="images are"):
-        look(model, images[:, :2])
+        compute_attention(model, images[:, :2])
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -106,21 +106,21 @@ def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
     places = list(itertools.product(range(rows), range(columns)))
     apart = [math.hypot(a[0] - b[0], a[1] - b[1]) * step for a in places for b in places]
     expected = sum(apart) / len(places) / model.config.num_tokens
-    found = look(model, random_images((8, 12))).distances
+    found = compute_attention(model, random_images((8, 12))).distances
     assert found.shape == (2, 3, 2)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
-    np.testing.assert_allclose(distances(model.config).mean(), sum(apart) / len(apart), rtol=1e-5)
+    np.testing.assert_allclose(patch_distances(model.config).mean(), sum(apart) / len(apart), rtol=1e-5)
 
 
 def test_mean_distance_of_a_hybrid_is_in_pixels() -> None:
     config = models.configure("R50+ViT-B/16", (32, 48))
-    assert distances(config)[0].tolist() == pytest.approx([0, 16, 32, 16, 16 * 2**0.5, 16 * 5**0.5])
+    assert patch_distances(config)[0].tolist() == pytest.approx([0, 16, 32, 16, 16 * 2**0.5, 16 * 5**0.5])
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
     model, images = vit(**KINDS[kind]), random_images()
-    found, weights = look(model, images), seen(model, images)
+    found, weights = compute_attention(model, images), seen(model, images)
     pooling = weights.pop(POOLING, None)
     N, (h, w) = model.config.num_tokens, model.config.grid
     for image in range(2):
@@ -138,7 +138,7 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
 
 def test_rollout_of_uniform_and_of_identity_attention() -> None:
     model = uniform(num_heads=1)
-    found = look(model, random_images())
+    found = compute_attention(model, random_images())
     # ((U + I) / 2)^L = U + (I - U) / 2^L
     np.testing.assert_allclose(found.rollout, (1 - 2.0**-3) / 17, rtol=1e-5)
     np.testing.assert_allclose(found.product, 1 / 17, rtol=1e-5)
@@ -152,7 +152,7 @@ def test_rollout_of_uniform_and_of_identity_attention() -> None:
         for block in model.blocks:
             block.attention_norm.weight.fill_(1)
             block.attention.qkv.weight[:24] = block.attention.qkv.weight[24:48] = 20 * torch.eye(24)
-    found = look(model, random_images())
+    found = compute_attention(model, random_images())
     for values in (found.rollout, found.product, found.maps, found.distances):
         np.testing.assert_allclose(values, 0, atol=1e-6)
 
@@ -160,18 +160,17 @@ def test_rollout_of_uniform_and_of_identity_attention() -> None:
 def test_maps_are_the_row_of_the_class_token_or_the_mean_of_all() -> None:
     for kind in ("token", "map"):
         model, images = vit(**KINDS[kind]), random_images()
-        found, weights = look(model, images), seen(model, images)
+        found, weights = compute_attention(model, images), seen(model, images)
         assert found.layers == list(weights)
         for layer, attention in enumerate(weights.values()):
             row = attention[:, :, 0, 1:] if kind == "token" else attention.mean(2)
             assert torch.allclose(found.maps[:, layer].flatten(2), row, atol=1e-6)
 
 
-def test_parts_that_fit_into_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_fit_into_memory_give_the_same() -> None:
     model, images = vit(), random_images(count=5)
-    whole = look(model, images)
-    monkeypatch.setattr("pipeline.explain.attention._MOST_NUMBERS", 2 * 2 * 17**2)
-    in_parts = look(model, images)
+    whole = compute_attention(model, images)
+    in_parts = compute_attention(model, images, max_weights=2 * 2 * 17**2)
     for name in ("maps", "rollout", "product", "distances"):
         assert torch.allclose(getattr(in_parts, name), getattr(whole, name), atol=1e-6)
 

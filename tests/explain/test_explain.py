@@ -174,6 +174,6 @@ def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
     assert even[1, 1] == even[6, 6] == 1
     assert even[1, 6] == 0
 
-    lit = figures.lit(np.full((16, 16, 3), 200, np.uint8), values, overlapping)
+    lit = figures.brighten(np.full((16, 16, 3), 200, np.uint8), values, overlapping)
     np.testing.assert_allclose(lit[8, 13], 200 / 255 * (0.15 + 0.85 * (found[8, 13] / 5) ** 0.7), rtol=1e-6)
     np.testing.assert_allclose(lit[0], 200 / 255 * 0.15, rtol=1e-6)

@@ -113,7 +113,7 @@ def test_what_is_assumed_of_big_visions_files_is_said(tmp_path, random_arrays):
     said = []
     read_weights(write(tmp_path, arrays | {"params/t": np.ones(1, np.float32)}), said.append)
     assert said == [
-        "1 arrays outside of params/img/ are left out: no part of this model",
+        "1 arrays outside of params/img/ are left out: not part of this model",
         "the class token has no position in the file: zeros",
     ]
     del arrays["params/img/pos_embedding"]
@@ -182,8 +182,8 @@ def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_
         ("ViT-mu/4", {"positions_at": "blocks"}, None, "cannot hold positions that are added before every block"),
         ("ViT-mu/4", {"patch_stride": 2}, None, "cannot hold overlapping patches"),
         ("ViT-mu/4", {"pool": "gap"}, "released", "cannot hold pool = gap"),
-        ("R26+S/32", HYBRID, "big_vision", "cannot hold a ResNet in front"),
-        ("Axial-ViT-mu/4", {}, None, "cannot hold rows and columns attended to in turn"),
+        ("R26+S/32", HYBRID, "big_vision", "cannot hold a ResNet stem"),
+        ("Axial-ViT-mu/4", {}, None, "cannot hold axial attention"),
     ],
 )
 def test_what_a_file_cannot_hold_is_refused(name, changes, layout, message):

@@ -167,9 +167,9 @@ def test_an_unknown_name_gets_the_nearest_known(name, nearest):
     [
         ({"image_size": 225}, "225 is not divisible by patch_size = 16. Nearest sizes: 224 or 240"),
         ({"image_size": (224, 10)}, "10 is not divisible by patch_size = 16. Nearest sizes: 16."),
-        ({"width": 100}, "width = 100 is not divisible by num_heads = 12. Use 96 or 108 wide"),
-        ({"depth": 0}, "depth = 0 must be at least 1"),
-        ({"num_classes": -1}, "num_classes = -1"),
+        ({"width": 100}, "width = 100 is not divisible by num_heads = 12. Use width 96 or 108"),
+        ({"depth": 0}, "depth = 0 must be from 1 to 1,024"),
+        ({"num_classes": -1}, "num_classes = -1 must be from 0"),
         ({"gelu": "exact"}, 'gelu = "exact" is unknown'),
         ({"dropout": 1.0}, "dropout = 1.0 must be in"),
     ],

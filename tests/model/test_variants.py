@@ -188,14 +188,14 @@ def test_drop_path_skips_samples_and_keeps_the_mean():
     [
         ("Axial-ViT-B/16", {"pool": "token"}, "Use pool=gap or pool=map"),
         ("ViT-B/16", {"patch_stride": 17}, "patch_stride = 17 must be from 1 to patch_size = 16"),
-        ("ViT-B/16", {"patch_stride": 12}, "image_size = 224 is not patch_size = 16 and whole strides of 12. Nearest sizes: 220"),
+        ("ViT-B/16", {"patch_stride": 12}, "image_size = 224 is not patch_size = 16 plus a multiple of the stride 12. Nearest sizes: 220"),
         ("ViT-B/16", {"positions": "relative", "positions_at": "shared"}, "relative adds nothing to the tokens"),
         ("ViT-B/16", {"positions": "sincos2d", "width": 90, "num_heads": 1}, "needs a width divisible by 4, not 90"),
         ("ViT-B/16", {"drop_path": 1.0}, "drop_path = 1.0 must be in [0, 1)"),
         ("R50+ViT-B/32", {"image_size": 240}, "240 is not divisible by patch_size = 32 (1 x 32). Nearest sizes: 224 or 256"),
         ("R50+ViT-B/8", {}, 'did you mean "R50+ViT-B/16"'),
         ("BiT-R50", {}, 'did you mean "BiT-R50x1"'),
-        ("BiT-R18x1", {}, "no model that we know"),
+        ("BiT-R18x1", {}, "is an unknown model; did you mean"),
         ("BiT-R50x1", {"dropout": 0.1}, "BiT-R50x1 has no dropout. Set model.dropout=0.0"),
         ("BiT-R50x1", {"representation": True}, "Set model.representation=false"),
         ("BiT-R50x1", {"width": 48}, "width = 48 must be a multiple of 32"),
@@ -290,7 +290,7 @@ def test_every_model_is_fine_tuned_at_another_size(case, tmp_path):
     save(model, tmp_path / "model.pt")
     height, width = model.config.image_size
     if getattr(model.config, "positions", "") == "relative":
-        with pytest.raises(UserError, match="relative positions of a 2 x 3 grid mean nothing on 4 x 3"):
+        with pytest.raises(UserError, match="relative positions of a 2 x 3 grid cannot be used on 4 x 3"):
             load(tmp_path / "model.pt", image_size=(2 * height, width))
         return
     larger = load(tmp_path / "model.pt", image_size=(2 * height, width), num_classes=7).eval()

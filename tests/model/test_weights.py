@@ -92,9 +92,9 @@ def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
     assert same_values(load(str(tmp_path)), tiny())
 
     (tmp_path / "checkpoints" / "latest").write_text("step-000030\n")
-    with pytest.raises(UserError, match=r'names "step-000030", but no weights are there'):
+    with pytest.raises(UserError, match=r'names "step-000030", which contains no weights'):
         load(tmp_path)
-    with pytest.raises(UserError, match=r"holds none of checkpoints/latest, model\.safetensors"):
+    with pytest.raises(UserError, match=r"contains neither checkpoints/latest nor model\.safetensors"):
         load(tmp_path / "checkpoints")
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")
@@ -267,13 +267,13 @@ def test_doubled_class_names_are_said_not_refused(tmp_path):
     ("change", "message"),
     [
         ({"layer_norm_eps": 1e30}, "layer_norm_eps = 1e+30 must be greater than 0, and at most 1"),
-        ({"depth": 10**12}, "depth = 1000000000000 is more than 1,024"),
+        ({"depth": 10**12}, "depth = 1000000000000 must be from 1 to 1,024"),
         ({"width": "32"}, "model: width = '32' must be a whole number"),
         ({"image_size": [8, 0]}, "image_size = (8, 0) must be from 1 to"),
         ({"image_size": [65536, 65536]}, "tokens, more than 131,072"),
         ({"registers": 10**9}, "registers = 1000000000 must be from 0 to 256"),
-        ({"stem": [1] * 1000}, "must have at most 8 stages"),
-        ({"head_bias": 1e300}, "head_bias = 1e+300 must be from -1000 to 1000"),
+        ({"stem": [1] * 1000}, "must have 0 to 8 stages"),
+        ({"head_bias": 1e300}, "head_bias = 1e+300 must be from -1,000 to 1,000"),
         ({"gelu": 7}, "model: gelu = 7 must be one of 'tanh', 'erf'"),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_description_out_of_any_range_is_refused(tmp_path, change, message):
         (torch.full((32,), torch.nan), "holds 32 NaN or Inf"),
         (torch.full((32,), 1e300, dtype=torch.float64), "holds 32 NaN or Inf"),
         (torch.ones(1).expand(32), "claims more values than the file holds"),
-        (torch.ones(32).to_sparse(), "is no plain tensor"),
+        (torch.ones(32).to_sparse(), "is not a dense tensor on the CPU, but torch.sparse_coo"),
     ],
 )
 def test_weights_are_finite_floats(tmp_path, tensor, message):

@@ -1,10 +1,11 @@
-"""The weights of other projects, in and out: what their files call each tensor, and how its axes lie.
+"""Conversion between our state dicts and the weights files of other projects. May import the files of pipeline.model except
+`weights.py`, which calls it.
 
-entries.py       one tensor of a file and its place in our state; both directions follow from it
-names.py         what each project calls the parts of a ViT
-resnets.py       the same of a ResNet: BiT, and the one in front of a hybrid
+entries.py       a file's tensor and its place in our state dict; reading and writing both follow from a list of them
+names.py         the projects' names for the parts of a ViT, and the configuration found in a file's tensors
+resnets.py       the same for BiT and for the stem of a hybrid
 official.py      .npz of google-research/vision_transformer, big_vision and big_transfer
 state_dicts.py   state dicts of timm, Hugging Face and DINOv2
-plain.py         which of our models their files can hold
-preprocessing.py what their configuration files say of the images, and ours for theirs
+plain.py         which of our models these files can hold
+preprocessing.py the projects' settings of image preprocessing, and ours
 """

@@ -1,21 +1,33 @@
-"""One tensor of a file and its place in our state. A list of them, `Entries`, is a file format: read and written by it.
+"""File formats as lists of entries. An entry is one tensor of a file and the part of our state dict that it holds.
 
-Flax stores a dense kernel as (inputs, outputs), attention with its heads apart, and a convolution as HWIO; torch stores
-(outputs, inputs), and OIHW. Some files fuse what others store apart (query, key, value); several entries of one name
-are then the parts of one parameter, in the order of its rows.
+Flax stores a dense kernel as (inputs, outputs), attention with the heads as an axis of their own, and a convolution as HWIO;
+torch stores (outputs, inputs) and OIHW. Some files store query, key and value separately and others in one tensor: several
+entries of one name are the parts of one parameter, in the order of its rows.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.model.variants import Config
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Weights(NamedTuple):
+    """A weights file in our terms."""
+
+    config: Config
+    state: dict[str, Tensor]  # fp32, on the CPU
+    extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
+    notes: list[str]  # what was assumed, converted and left out, a line each
 
 
 class Entry(NamedTuple):
@@ -26,64 +38,59 @@ class Entry(NamedTuple):
 
 
 class Entries(list[Entry]):
-    """What a file of one architecture holds, no more, no less. flax: its axes and endings are flax's, else torch's."""
+    """All tensors in a file of one architecture. flax: the file has Flax's axes and key suffixes, else torch's."""
 
     def __init__(self, flax: bool):
         super().__init__()
         self.flax = flax
 
     def table(self, key: str, name: str, *shape: int) -> None:
-        """A tensor that lies the same way everywhere."""
+        """A tensor of the same shape in the file and in our state dict."""
         self.append(Entry(key, shape, name, shape))
 
-    def norm(self, key: str, name: str, width: int, flax_endings: tuple[str, str] = ("scale", "bias")) -> None:
+    def norm(self, key: str, name: str, width: int, flax_suffixes: tuple[str, str] = ("scale", "bias")) -> None:
         """A LayerNorm or GroupNorm."""
-        for ours, flax in zip(("weight", "bias"), flax_endings, strict=True):
+        for ours, flax in zip(("weight", "bias"), flax_suffixes, strict=True):
             self.table(f"{key}/{flax}" if self.flax else f"{key}.{ours}", f"{name}.{ours}", width)
 
     def dense(self, key: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-        """A linear layer with a bias. Of flax's, inputs or outputs may lie apart, as (heads, of each)."""
-        whole = math.prod(outputs), math.prod(inputs)
-        if self.flax:
-            self.append(Entry(f"{key}/kernel", inputs + outputs, f"{name}.weight", whole))
-            self.append(Entry(f"{key}/bias", outputs, f"{name}.bias", whole[:1]))
-        else:
-            self.append(Entry(f"{key}.weight", whole, f"{name}.weight", whole))
-            self.append(Entry(f"{key}.bias", whole[:1], f"{name}.bias", whole[:1]))
+        """A linear layer with a bias. In Flax inputs or outputs may have two axes, (heads, head width)."""
+        shape = math.prod(outputs), math.prod(inputs)
+        self._kernel(key, name, inputs + outputs, shape)
+        self.append(Entry(self._bias(key), outputs if self.flax else shape[:1], f"{name}.bias", shape[:1]))
 
     def conv(self, key: str, name: str, inputs: int, outputs: int, side: int, bias: bool = False) -> None:
-        """A convolution of side x side cells."""
-        shape = (outputs, inputs, side, side)
-        if self.flax:
-            self.append(Entry(f"{key}/kernel", (side, side, inputs, outputs), f"{name}.weight", shape))
-        else:
-            self.append(Entry(f"{key}.weight", shape, f"{name}.weight", shape))
+        """A convolution with a kernel of side x side."""
+        self._kernel(key, name, (side, side, inputs, outputs), (outputs, inputs, side, side))
         if bias:
-            self.table(f"{key}/bias" if self.flax else f"{key}.bias", f"{name}.bias", outputs)
+            self.table(self._bias(key), f"{name}.bias", outputs)
+
+    def _kernel(self, key: str, name: str, flax_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        in_file = (f"{key}/kernel", flax_shape) if self.flax else (f"{key}.weight", shape)
+        self.append(Entry(*in_file, f"{name}.weight", shape))
+
+    def _bias(self, key: str) -> str:
+        return f"{key}/bias" if self.flax else f"{key}.bias"
 
     def read(self, tensors: Tensors) -> dict[str, Tensor]:
-        """A file's tensors -> our state, fp32, which shares no memory with them.
-
-        Raises UserError naming the key and the shapes, for what is missing, of another shape, not finite, or too much.
-        """
-        self._check(tensors)
+        """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError (check_tensors)."""
+        check_tensors(tensors, {entry.key: entry.shape for entry in self})
         parts: dict[str, list[Tensor]] = {}
         for entry in self:
             parts.setdefault(entry.name, []).append(self._to_torch(tensors[entry.key].float(), entry))
         return {name: torch.cat(found).contiguous() for name, found in parts.items()}
 
     def write(self, state: Tensors) -> dict[str, Tensor]:
-        """Our state -> the file's tensors, fp32 on the CPU, in order and each with memory of its own."""
+        """Our state dict -> the file's tensors, fp32 on the CPU, in order and without shared memory."""
         tensors: dict[str, Tensor] = {}
-        rows: dict[str, int] = {}  # of each parameter, how many are written
+        rows: dict[str, int] = {}  # number of rows written of each parameter
         for entry in self:
             row = rows.get(entry.name, 0)
             part = state[entry.name].detach()[row : row + entry.torch_shape[0]]
             rows[entry.name] = row + entry.torch_shape[0]
-            tensors[entry.key] = self._to_file(part.to("cpu", torch.float32), entry).clone(
-                memory_format=torch.contiguous_format
-            )
-        assert {name: len(tensor) for name, tensor in state.items()} == rows, "every row of the state is written"
+            tensor = self._to_file(part.to("cpu", torch.float32), entry)
+            tensors[entry.key] = tensor.clone(memory_format=torch.contiguous_format)
+        assert {name: len(tensor) for name, tensor in state.items()} == rows, "every row of the state dict is written"
         return tensors
 
     def _to_torch(self, tensor: Tensor, entry: Entry) -> Tensor:
@@ -101,28 +108,41 @@ class Entries(list[Entry]):
             part = part.T
         return part.reshape(entry.shape)
 
-    def _check(self, tensors: Tensors) -> None:
-        for entry in self:
-            if entry.key not in tensors:
-                raise UserError(f'"{entry.key}" {entry.shape} is missing.')
-            tensor = tensors[entry.key]
-            if tuple(tensor.shape) != entry.shape:
-                raise UserError(f'"{entry.key}" should be {entry.shape}, but is {tuple(tensor.shape)}.')
-            check_values(entry.key, tensor)
-        unexpected = sorted(tensors.keys() - {entry.key for entry in self})
-        if unexpected:
-            found = tuple(tensors[unexpected[0]].shape)
-            raise UserError(f'"{unexpected[0]}" {found} is not part of this model ({len(unexpected)} such).')
+
+def check_tensors(tensors: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless there are exactly these tensors, with these shapes and finite values.
+
+    The error names the key, the expected shape and what was found.
+    """
+    for key, shape in shapes.items():
+        if key not in tensors:
+            raise UserError(f'"{key}" {shape} is missing.')
+        tensor = tensors[key]
+        if not isinstance(tensor, Tensor):
+            raise UserError(f'"{key}" should be a tensor {shape}, but is {json_record.type_name(type(tensor))}.')
+        if tuple(tensor.shape) != shape:
+            raise UserError(f'"{key}" should be {shape}, but is {tuple(tensor.shape)}.')
+        check_values(key, tensor)
+    unexpected = sorted(tensors.keys() - shapes.keys(), key=str)
+    if unexpected:
+        tensor = tensors[unexpected[0]]
+        shape_found = f" {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
+        raise UserError(f'"{unexpected[0]}"{shape_found} is not part of this model ({len(unexpected)} such).')
 
 
 def check_values(key: str, tensor: Tensor) -> None:
-    """Raise UserError for a tensor of anything but finite floats, all of which its file holds."""
+    """Raise UserError unless the tensor holds finite floats on the CPU, all of them in its own memory."""
     if tensor.dtype not in _FLOATS:
         raise UserError(f'"{key}" should hold floats, but holds {str(tensor.dtype).removeprefix("torch.")}.')
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise UserError(f'"{key}" is no plain tensor ({tensor.layout} on {tensor.device}).')
-    # A stride of 0 lets a few bytes claim to be any number of values.
+        raise UserError(f'"{key}" is not a dense tensor on the CPU, but {tensor.layout} on {tensor.device}.')
+    # With a stride of 0, a few bytes could claim to be any number of values.
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise UserError(f'"{key}" {tuple(tensor.shape)} claims more values than the file holds.')
-    if not (finite := torch.isfinite(tensor.float())).all():  # As fp32: a float64 of 1e300 is infinite there.
+    if not (finite := torch.isfinite(tensor.float())).all():  # In fp32, where a float64 of 1e300 is infinite.
         raise UserError(f'"{key}" {tuple(tensor.shape)} holds {int((~finite).sum())} NaN or Inf.')
+
+
+def key_pattern(template: str) -> str:
+    """The regular expression of a key's template, a group of digits for each {...} in it."""
+    return r"(\d+)".join(map(re.escape, re.split(r"\{.*?\}", template)))

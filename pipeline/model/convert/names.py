@@ -1,4 +1,4 @@
-"""What each project calls the parts of a ViT, and from that: its tensors, one by one, and a configuration found in them."""
+"""Names of the parts of a ViT in other projects' files: the entries of such a file, and the configuration found in it."""
 
 import math
 import re
@@ -7,16 +7,16 @@ from typing import Literal, NamedTuple
 
 from pipeline.errors import UserError
 from pipeline.model.convert import resnets
-from pipeline.model.convert.entries import Entries, Tensors
-from pipeline.model.variants import VARIANTS, Gelu, ViTConfig
+from pipeline.model.convert.entries import Entries, Tensors, key_pattern
+from pipeline.model.variants import VARIANTS, Gelu, ViTConfig, stem_reduction
 
 
 class PoolNames(NamedTuple):
-    """Of attention pooling."""
+    """Names of the parts of attention pooling."""
 
     probe: str
     query: str
-    key_value: tuple[str, ...]  # one fused, or two
+    key_value: tuple[str, ...]  # one tensor for both, or two
     out: str
     norm: str
     up: str
@@ -24,7 +24,7 @@ class PoolNames(NamedTuple):
 
 
 class Names(NamedTuple):
-    """{} stands for the number of a block; the block's parts follow its name."""
+    """Names of the parts of a ViT. {} is the number of a block; the names of its parts follow."""
 
     flax: bool
     class_token: str
@@ -32,7 +32,7 @@ class Names(NamedTuple):
     patch: str
     block: str
     attention_norm: str
-    qkv: tuple[str, ...]  # one fused, or three
+    qkv: tuple[str, ...]  # one tensor for all, or three
     out: str
     mlp_norm: str
     up: str
@@ -44,37 +44,37 @@ class Names(NamedTuple):
     registers: str | None = None
 
 
-def _flax_block(norm_1: str, attention: str, norm_2: str, mlp: str) -> dict[str, str | tuple[str, ...]]:
-    return {
-        "attention_norm": norm_1, "qkv": tuple(f"{attention}/{part}" for part in ("query", "key", "value")),
-        "out": f"{attention}/out", "mlp_norm": norm_2, "up": f"{mlp}/Dense_0", "down": f"{mlp}/Dense_1",
-    }  # fmt: skip
-
-
-# Flax numbered the modules of a block in one row ("pre-Linen", every released file), later by class ("Linen").
-_PRE_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
-_LINEN = _flax_block("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
-_FLAX = {
-    "flax": True, "class_token": "cls", "positions": "Transformer/posembed_input/pos_embedding", "patch": "embedding",
-    "block": "Transformer/encoderblock_{}/", "norm": "Transformer/encoder_norm", "representation": "pre_logits",
-    "head": "head",
-}  # fmt: skip
 _MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
-_BIG_VISION_POOL = PoolNames(
-    "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out", "MAPHead_0/LayerNorm_0",
-    "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
+_LINEN = Names(
+    flax=True, class_token="cls", positions="Transformer/posembed_input/pos_embedding", patch="embedding",
+    block="Transformer/encoderblock_{}/", attention_norm="LayerNorm_0",
+    qkv=tuple(f"MultiHeadDotProductAttention_0/{part}" for part in ("query", "key", "value")),
+    out="MultiHeadDotProductAttention_0/out", mlp_norm="LayerNorm_1", up="MlpBlock_0/Dense_0", down="MlpBlock_0/Dense_1",
+    norm="Transformer/encoder_norm", representation="pre_logits", head="head",
 )  # fmt: skip
-_HUGGINGFACE = {
-    "flax": False, "class_token": "embeddings.cls_token", "positions": "embeddings.position_embeddings",
-    "patch": "embeddings.patch_embeddings.projection", "block": "encoder.layer.{}.",
-    "qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "out": "attention.output.dense", "norm": "layernorm", "representation": "pooler.dense", "head": "classifier",
-}  # fmt: skip
+_HUGGINGFACE = Names(
+    flax=False, class_token="embeddings.cls_token", positions="embeddings.position_embeddings",
+    patch="embeddings.patch_embeddings.projection", block="encoder.layer.{}.", attention_norm="layernorm_before",
+    qkv=tuple(f"attention.attention.{part}" for part in ("query", "key", "value")), out="attention.output.dense",
+    mlp_norm="layernorm_after", up="intermediate.dense", down="output.dense", norm="layernorm",
+    representation="pooler.dense", head="classifier",
+)  # fmt: skip
 
 NAMES = {
-    "released": Names(**_FLAX, **_PRE_LINEN),  # type: ignore[arg-type]
-    "linen": Names(**_FLAX, **_LINEN),  # type: ignore[arg-type]
-    "big_vision": Names(**{**_FLAX, "positions": "pos_embedding"}, **_LINEN, pool=_BIG_VISION_POOL),  # type: ignore[arg-type]
+    "linen": _LINEN,
+    # Old Flax numbered all modules of a block in one sequence, Linen by class. All released files have the old names.
+    "released": _LINEN._replace(
+        qkv=tuple(f"MultiHeadDotProductAttention_1/{part}" for part in ("query", "key", "value")),
+        out="MultiHeadDotProductAttention_1/out", mlp_norm="LayerNorm_2", up="MlpBlock_3/Dense_0",
+        down="MlpBlock_3/Dense_1",
+    ),
+    "big_vision": _LINEN._replace(
+        positions="pos_embedding",
+        pool=PoolNames(
+            "MAPHead_0/probe", f"{_MAP}/query", (f"{_MAP}/key", f"{_MAP}/value"), f"{_MAP}/out",
+            "MAPHead_0/LayerNorm_0", "MAPHead_0/MlpBlock_0/Dense_0", "MAPHead_0/MlpBlock_0/Dense_1",
+        ),
+    ),
     "timm": Names(
         flax=False, class_token="cls_token", positions="pos_embed", patch="patch_embed.proj", block="blocks.{}.",
         attention_norm="norm1", qkv=("attn.qkv",), out="attn.proj", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",
@@ -84,29 +84,26 @@ NAMES = {
             "attn_pool.mlp.fc1", "attn_pool.mlp.fc2",
         ),
     ),
-    "huggingface": Names(
-        **_HUGGINGFACE, attention_norm="layernorm_before", mlp_norm="layernorm_after", up="intermediate.dense",  # type: ignore[arg-type]
-        down="output.dense",
-    ),
-    "dinov2": Names(
-        **_HUGGINGFACE, registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2",  # type: ignore[arg-type]
+    "huggingface": _HUGGINGFACE,
+    "dinov2": _HUGGINGFACE._replace(
+        registers="embeddings.register_tokens", attention_norm="norm1", mlp_norm="norm2", up="mlp.fc1", down="mlp.fc2"
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the tensors do not say: from the file beside them, else as their project computes."""
+class Hints:
+    """What the tensors do not tell: from the configuration file, else the project's defaults."""
 
     gelu: Gelu
     layer_norm_eps: float = 1e-6
-    num_heads: int | None = None  # None: as in the tensors, or of the size that they are known by
+    num_heads: int | None = None  # None: from the tensors, else of the named size that they fit
     image_size: tuple[int, int] | None = None  # None: the grid is square
-    without_table: Literal["none", "sincos2d"] | None = None  # positions of a file that has none; None: refused
+    without_table: Literal["none", "sincos2d"] | None = None  # if the file has no positions; None: refused
 
 
 def vit_entries(config: ViTConfig, names: Names) -> Entries:
-    """Every tensor of a ViT of this configuration, in a file that has these names."""
+    """Every tensor of a ViT of this configuration, in a file with these names."""
     entries = Entries(names.flax)
     D, M, K, P = (config.width,), (config.mlp_width,), (config.num_classes,), config.patch_size
     heads = (config.num_heads, config.head_dim) if names.flax else D
@@ -151,79 +148,75 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     return entries
 
 
-def find_config(tensors: Tensors, names: Names, facts: Facts) -> ViTConfig:
-    """Sizes from the tensors. What they leave contradictory, reading the entries finds afterwards."""
+class _Shapes:
+    """Shapes of a file's tensors, with errors for those that are missing or have another number of axes."""
 
-    def shape(key: str, pattern: str) -> tuple[int, ...]:
-        if key not in tensors:
+    def __init__(self, tensors: Tensors, names: Names):
+        self.tensors, self.names = tensors, names
+
+    def of(self, key: str, pattern: str) -> tuple[int, ...]:
+        """pattern: the expected shape in letters, such as "(D, M)"."""
+        if key not in self.tensors:
             raise UserError(f'"{key}" {pattern} is missing; is this a ViT?')
-        found = tuple(tensors[key].shape)
+        found = tuple(self.tensors[key].shape)
         if len(found) != len(pattern.split(",")):
             raise UserError(f'"{key}" should be {pattern}, but is {found}.')
-        if 0 in found and key != names.positions:
+        if 0 in found and key != self.names.positions:
             raise UserError(f'"{key}" {found} is empty.')
         return found
 
-    def outputs(key: str, flax_pattern: str, torch_pattern: str) -> int:
-        """Of a dense layer."""
-        if names.flax:
-            return shape(f"{key}/kernel", flax_pattern)[-1]
-        return shape(f"{key}.weight", torch_pattern)[0]
+    def outputs(self, key: str, flax_pattern: str, torch_pattern: str) -> int:
+        """Outputs of a dense layer."""
+        if self.names.flax:
+            return self.of(f"{key}/kernel", flax_pattern)[-1]
+        return self.of(f"{key}.weight", torch_pattern)[0]
 
-    def has(key: str) -> bool:
-        return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & tensors.keys())
+    def has_layer(self, key: str) -> bool:
+        return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & self.tensors.keys())
 
+
+def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
+    """The configuration, from the tensors' shapes. Contradictions between them are found when the entries are read."""
+    shapes = _Shapes(tensors, names)
     if names.flax:
-        patch_size, _, _, width = shape(f"{names.patch}/kernel", "(P, P, 3, D)")
+        patch_size, _, _, width = shapes.of(f"{names.patch}/kernel", "(P, P, 3, D)")
     else:
-        width, _, patch_size, _ = shape(f"{names.patch}.weight", "(D, 3, P, P)")
+        width, _, patch_size, _ = shapes.of(f"{names.patch}.weight", "(D, 3, P, P)")
     stem = resnets.find_stem(tensors)
     has_pool = names.pool is not None and names.pool.probe in tensors
-    first = names.block.format(0)
-    has_table = names.positions in tensors or facts.without_table is None
-    rows = shape(names.positions, "(1, 1 + N, D)")[1] if has_table else None
+    has_table = names.positions in tensors or hints.without_table is None
+    rows = shapes.of(names.positions, "(1, 1 + N, D)")[1] if has_table else None
     has_token = names.class_token in tensors
     if names.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
-        has_token = True  # and it is missing, as the check of all tensors will say
-    depth = len({match[1] for key in tensors if (match := re.match(_block_pattern(names), key))})
-    mlp_width = outputs(first + names.up, "(D, M)", "(M, D)")
+        has_token = True  # and it is missing, which reading the entries reports
+    depth = len({match[1] for key in tensors if (match := re.match(key_pattern(names.block), key))})
+    mlp_width = shapes.outputs(names.block.format(0) + names.up, "(D, M)", "(M, D)")
     if names.flax:
-        num_heads = _heads_apart(tensors, names, width)
+        num_heads = _flax_heads(tensors, names, width)
     else:
-        num_heads = facts.num_heads or _usual_heads(width, depth, mlp_width)
-    registers = 0
-    if names.registers is not None and names.registers in tensors:
-        registers = shape(names.registers, "(1, R, D)")[1]
+        num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width)
+    has_registers = names.registers is not None and names.registers in tensors
+    cell = patch_size * stem_reduction(stem)
     return ViTConfig(
-        registers=registers,
+        registers=shapes.of(names.registers or "", "(1, R, D)")[1] if has_registers else 0,
         width=width,
         depth=depth,
         mlp_width=mlp_width,
         num_heads=num_heads,
         patch_size=patch_size,
-        image_size=_image_size(facts.image_size, pixels_of_patch(patch_size, stem), names.positions, rows, has_token),
-        num_classes=outputs(names.head, "(D, K)", "(K, D)") if has(names.head) else 0,
-        representation=has(names.representation),
-        gelu=facts.gelu,
+        image_size=_image_size(hints.image_size, cell, names.positions, rows, has_token),
+        num_classes=shapes.outputs(names.head, "(D, K)", "(K, D)") if shapes.has_layer(names.head) else 0,
+        representation=shapes.has_layer(names.representation),
+        gelu=hints.gelu,
         pool="map" if has_pool else "token" if has_token else "gap",
-        positions="learned" if rows is not None else facts.without_table or "none",
+        positions="learned" if rows is not None else hints.without_table or "none",
         stem=stem,
-        layer_norm_eps=facts.layer_norm_eps,
+        layer_norm_eps=hints.layer_norm_eps,
     )
 
 
-def pixels_of_patch(patch_size: int, stem: tuple[int, ...] | None) -> int:
-    """Side in pixels of what a token stands for."""
-    return patch_size * (1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0))
-
-
-def _block_pattern(names: Names) -> str:
-    before, after = names.block.split("{}")
-    return re.escape(before) + r"(\d+)" + re.escape(after)
-
-
-def _heads_apart(tensors: Tensors, names: Names, width: int) -> int:
-    """Flax keeps the heads apart."""
+def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:
+    """Number of heads in a Flax file, where they are an axis of the query's kernel."""
     query = f"{names.block.format(0)}{names.qkv[0]}/kernel"
     if query not in tensors or tensors[query].ndim != 3 or math.prod(tensors[query].shape[1:]) != width:
         found = f"is {tuple(tensors[query].shape)}" if query in tensors else "is missing"
@@ -232,23 +225,26 @@ def _heads_apart(tensors: Tensors, names: Names, width: int) -> int:
 
 
 def _usual_heads(width: int, depth: int, mlp_width: int) -> int:
-    """Torch keeps the heads together: their number is known by the sizes that have a name."""
+    """Number of heads of the named size with these numbers: torch's tensors do not tell it."""
     for variant in VARIANTS.values():
         if (variant.width, variant.depth, variant.mlp_width) == (width, depth, mlp_width):
             return variant.num_heads
     raise UserError(
-        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is no size that "
-        'we know. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
+        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is not a known "
+        'size. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
     )
 
 
 def _image_size(
-    told: tuple[int, int] | None, cell: int, table: str, rows: int | None, has_token: bool
+    hint: tuple[int, int] | None, cell: int, table: str, rows: int | None, has_token: bool
 ) -> tuple[int, int]:
-    """(height, width) in pixels, from a patch's side and the rows of the table; without a table as told, else 224."""
+    """(height, width) in pixels: the hint if it fits the table of positions, else that of a square grid.
+
+    cell: side of a patch in pixels. table: its key, for errors. rows: its number of rows; None: no table, 224 without a hint.
+    """
     patches = 0 if rows is None else rows - has_token
-    if told is not None and (rows is None or math.prod(side // cell for side in told) == patches):
-        return told
+    if hint is not None and (rows is None or math.prod(side // cell for side in hint) == patches):
+        return hint
     if rows is None:
         return 224 // cell * cell, 224 // cell * cell
     side = math.isqrt(max(patches, 0))

@@ -1,16 +1,15 @@
-"""The official `.npz` weights, in and out.
+"""Reads and writes the official `.npz` weights. Their layouts:
 
-    released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, modules of a block in one row
-    linen        the same as its code holds them in memory, modules numbered by class
-    big_vision   google-research/big_vision: positions without the class token's, attention pooling, blocks that may be
-                 stacked in one array, and a prefix: params/, params/img/ or opt/target/
+    released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, a block's modules in one sequence
+    linen        the same with modules numbered by class, as its code holds them in memory
+    big_vision   google-research/big_vision: no position of the class token, attention pooling, blocks perhaps stacked in one
+                 array, and a prefix: params/, params/img/ or opt/target/
     bit          google-research/big_transfer
 
-names.py and resnets.py say what each calls its tensors. What these projects compute: tanh GELU, LayerNorm's eps 1e-6.
+The keys are in names.py and resnets.py. The defaults of these projects: tanh GELU, LayerNorm eps 1e-6.
 """
 
 import math
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -22,59 +21,58 @@ from torch import Tensor
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.model.convert.entries import Entries
-from pipeline.model.convert.names import NAMES, Facts, find_config, vit_entries
+from pipeline.model.convert.entries import Entries, Weights
+from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
-from pipeline.model.files import check_sizes, one_line
+from pipeline.model.files import StrPath, check_sizes, naming, one_line
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import Config, Gelu
 from pipeline.model.vit import VisionTransformer
 
 Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]
 
 PREFIXES = ("params/img/", "params/", "opt/target/")
-_MOST_BLOCKS = 1024  # In one array, as big_vision may stack them.
+_MAX_BLOCKS = 1024  # Stacked in one array, as in some files of big_vision.
 TABLE = "Transformer/posembed_input/pos_embedding"
 
 
-def read_npz(path: str | os.PathLike[str], gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
-    """Read official weights: -> (configuration found in the tensors, fp32 state of the model, what was assumed).
+def read_npz(path: StrPath) -> Weights:
+    """Read official weights, with the configuration found in their tensors.
 
-    Positions must be of a square grid. gelu: "tanh" is what the official code computes. The image size of a BiT, and of
-    big_vision's sine-cosine positions, is in no file: 224. Raises UserError naming the path, the key, and the expected
-    and found shapes.
+    Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no file: 224.
+    Raises UserError naming the path, the key, and the expected and found shapes.
     """
     arrays = _read_arrays(path)
-    try:
-        return from_npz(arrays, gelu)
-    except UserError as error:
-        raise UserError(f"{path}: {one_line(error)}") from error
+    with naming(path):
+        return from_npz(arrays)
 
 
-def from_npz(arrays: Arrays, gelu: Gelu = "tanh") -> tuple[Config, dict[str, Tensor], list[str]]:
+def from_npz(arrays: Arrays) -> Weights:
     """As read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
-    tensors, notes = _normalised({key: _tensor(key, array) for key, array in arrays.items()})
+    tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")
         bit = find_bit(tensors, (224, 224))
-        return bit, bit_entries(bit, flax=True).read(tensors), notes
+        return Weights(bit, bit_entries(bit, flax=True).read(tensors), {}, notes)
     layout = _layout(tensors)
-    facts = Facts(gelu, without_table="sincos2d" if layout == "big_vision" else None)
-    if layout == "big_vision":
-        notes += _give_class_token_a_place(tensors)
-    config = find_config(tensors, NAMES[layout], facts)
+    hints = Hints("tanh", without_table="sincos2d" if layout == "big_vision" else None)
+    table = tensors.get("pos_embedding")
+    if layout == "big_vision" and "cls" in tensors and table is not None and table.ndim == 3:
+        # big_vision adds positions before the class token is put in front.
+        tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+        notes.append("the class token has no position in the file: zeros")
+    config = find_config(tensors, NAMES[layout], hints)
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
-    return config, vit_entries(config, NAMES[layout]).read(tensors), notes
+    return Weights(config, vit_entries(config, NAMES[layout]).read(tensors), {}, notes)
 
 
 def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
-    """The model's weights as the official files hold them: key -> fp32 array, ready for np.savez(path, **arrays).
+    """The model's weights in an official layout: key -> fp32 array, for np.savez(path, **arrays).
 
-    layout: None is the one that can hold the model: bit, released where there is a class token, else big_vision.
-    Raises UserError for a model that those files cannot hold.
+    layout: None chooses one that can hold the model: bit, released if there is a class token, else big_vision.
+    Raises UserError for a model that the layout cannot hold.
     """
     if isinstance(model, ResNet):
         return _arrays(bit_entries(model.config, flax=True), dict(model.state_dict()))
@@ -90,7 +88,7 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
     arrays = _arrays(vit_entries(config, NAMES[layout]), state)
     if not is_big_vision:
         return arrays
-    if config.pool == "token":  # its positions are added before the class token comes
+    if config.pool == "token":  # big_vision adds no position to it
         positions = arrays["pos_embedding"]
         arrays |= {"cls": arrays["cls"] + positions[:, :1], "pos_embedding": positions[:, 1:].copy()}
     return {f"params/{key}": array for key, array in arrays.items()}
@@ -100,26 +98,26 @@ def _arrays(entries: Entries, state: dict[str, Tensor]) -> dict[str, np.ndarray]
     return {key: tensor.numpy() for key, tensor in entries.write(state).items()}
 
 
-def _normalised(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors under the names of names.py; and what that took."""
+def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """(the tensors under the keys of names.py and resnets.py, notes)."""
     notes = []
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
     if prefix:
         kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if others := len(tensors) - len(kept):
-            notes.append(f"{others} arrays outside of {prefix} are left out: no part of this model")
+            notes.append(f"{others} arrays outside of {prefix} are left out: not part of this model")
         tensors = kept
     # Some BiT files number their convolutions.
     tensors = {re.sub(r"(standardized_conv2d)_\d+", r"\1", key): tensor for key, tensor in tensors.items()}
-    # Older norms have an axis for each of the image's.
+    # In older files, norms also have axes for the batch and the image.
     for key, tensor in tensors.items():
         if key.rpartition("/")[2] in ("scale", "bias", "gamma", "beta") and tensor.shape[:-1] == (1, 1, 1):
             tensors[key] = tensor.flatten()
     stacked = "Transformer/encoderblock/"
     for key in [key for key in tensors if key.startswith(stacked)]:
         stack = tensors.pop(key)
-        if not (stack.ndim and stack.numel() and len(stack) <= _MOST_BLOCKS):
-            raise UserError(f'"{key}" {tuple(stack.shape)} is no stack of 1 to {_MOST_BLOCKS} blocks.')
+        if not (stack.ndim and stack.numel() and len(stack) <= _MAX_BLOCKS):
+            raise UserError(f'"{key}" {tuple(stack.shape)} is not a stack of 1 to {_MAX_BLOCKS} blocks.')
         for i, tensor in enumerate(stack):
             tensors[f"Transformer/encoderblock_{i}/{key.removeprefix(stacked)}"] = tensor
     return tensors, notes
@@ -132,28 +130,19 @@ def _layout(tensors: dict[str, Tensor]) -> Layout:
     return "linen" if TABLE in tensors else "big_vision"
 
 
-def _give_class_token_a_place(tensors: dict[str, Tensor]) -> list[str]:
-    """big_vision adds positions before the class token comes: nothing is added to it."""
-    table = tensors.get("pos_embedding")
-    if "cls" not in tensors or table is None or table.ndim != 3:
-        return []
-    tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-    return ["the class token has no position in the file: zeros"]
-
-
 def _tensor(key: str, array: np.ndarray) -> Tensor:
-    if array.dtype == np.dtype("V2"):  # how numpy, which has none, keeps bfloat16
+    if array.dtype == np.dtype("V2"):  # bfloat16, which numpy does not have
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
         raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def _read_arrays(path: StrPath) -> dict[str, np.ndarray]:
     try:
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
-            raise UserError(f"{path}: holds one array, not an .npz of named arrays.")
+            raise UserError(f"{path}: holds one array; an .npz of named arrays is needed.")
         with file:
             check_sizes(file.zip)
             for entry in file.zip.infolist():
@@ -163,16 +152,16 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file.") from error
-    # Depending on the byte that is wrong, a damaged zip or array header raises nearly anything; for pickles, ValueError.
+    # A damaged zip or array header can raise nearly anything; an array of objects raises ValueError.
     except Exception as error:
         reason = one_line(error)
         if "allow_pickle" in reason or "pickled" in reason:
             reason = "it holds Python objects, which are never loaded because that can run code"
-        raise UserError(f"{path}: not a readable .npz ({reason}). Fetch it again and compare its size.") from error
+        raise UserError(f"{path}: not a readable .npz ({reason}). Download it again and compare its size.") from error
 
 
 def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise ValueError for an array whose header claims more values than follow: numpy would allocate them first."""
+    """Raise ValueError if the array's header claims more values than the entry has; numpy would allocate memory for them."""
     with archive.open(entry) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -1,4 +1,4 @@
-"""Which of our models another project's files can hold: the plain ones, and those that are plain in other words."""
+"""Converts our ViTs to the form that other projects' files can hold, or refuses those that they cannot hold."""
 
 from dataclasses import replace
 
@@ -12,26 +12,26 @@ from pipeline.model.vit import VisionTransformer
 
 
 def as_plain(
-    model: VisionTransformer, holder: str, pools: tuple[Pool, ...], hybrids: bool, representation: bool
+    model: VisionTransformer, target: str, pools: tuple[Pool, ...], hybrids: bool, representation: bool
 ) -> tuple[ViTConfig, dict[str, Tensor]]:
-    """(configuration, state) with one learned table of positions at the stem: the same function of images, bit for bit.
+    """(configuration, state dict) with one learned table of positions, which computes the same function bit for bit.
 
-    2-D and sine-cosine tables are written out, and no positions are zeros. holder: who cannot hold the rest, whose name
-    and reason the UserError gives. pools, hybrids, representation: what it can hold.
+    2-D and sine-cosine positions become such a table, and no positions become zeros. target: name of the format, for errors.
+    pools, hybrids, representation: what the format can hold. Raises UserError for a model that it cannot hold.
     """
     config, state = model.config, dict(model.state_dict())
-    cannot = {
-        "rows and columns attended to in turn": config.axial,
+    unsupported = {
+        "axial attention": config.axial,
         "relative positions": config.positions == "relative",
         "positions that are added before every block": config.positions_at != "stem",
         "overlapping patches": config.stride != config.patch_size,
         "register tokens": config.registers > 0,
         f"pool = {config.pool}": config.pool not in pools,
-        "a ResNet in front (a hybrid)": config.stem is not None and not hybrids,
+        "a ResNet stem (a hybrid)": config.stem is not None and not hybrids,
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
     }
-    for what in (what for what, is_so in cannot.items() if is_so):
-        raise UserError(f"{holder} cannot hold {what}; format = safetensors, onnx or torch_export can.")
+    for feature in (feature for feature, is_present in unsupported.items() if is_present):
+        raise UserError(f"{target} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
     if config.positions != "learned":
         if model.positions is None:
             state["positions"] = torch.zeros(1, config.num_positions, config.width)

@@ -1,8 +1,8 @@
-"""What the files beside weights say of the images: read into our words, and ours written in theirs.
+"""Image preprocessing of weights: other projects' settings in our terms, and ours in theirs.
 
-Ours are those of AugmentConfig: image_size, eval_crop ("center" after its short side is resized to eval_resize, "resize"
-of all of it, or "resize_center" after that), resize_filter. Our models read (x - 0.5) / 0.5; another mean and deviation are folded into the
-patch embedding.
+Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop after the short side is resized to eval_resize;
+"resize": the whole image is resized; "resize_center": center crop after that), resize_filter. Our models read
+(x - 0.5) / 0.5; another mean and deviation are folded into the patch embedding.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,16 @@ from pipeline.errors import UserError
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)
-# ImageNet's, which DINOv2 and DeiT III were trained with.
+# DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-_LARGEST_SIDE = 2**16
+_MAX_SIDE = 2**16
+Size = int | list[int] | dict[str, int | None]
 Three = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class View:
-    """Ours, as weights keep it; None where nothing is known."""
+class SavedPreprocessing:
+    """Our settings, as a weights file stores them; None if unknown."""
 
     image_size: int | None = None
     eval_resize: int | None = None
@@ -35,16 +34,16 @@ class View:
     resize_filter: Literal["linear", "antialias", "bilinear"] | None = None
 
     def check(self) -> None:
-        """Raise UserError for sizes that no image has."""
+        """Raise UserError for impossible sizes."""
         for name, least in (("image_size", 1), ("eval_resize", 0)):
             value = getattr(self, name)
             if value is not None:
-                _in_range("extra", f"preprocessing.{name}", value, least, _LARGEST_SIDE)
+                _in_range("extra", f"preprocessing.{name}", value, least, _MAX_SIDE)
 
 
 @dataclass(frozen=True)
 class _Processor:
-    """What we read of preprocessor_config.json."""
+    """The fields of preprocessor_config.json that are read."""
 
     do_center_crop: bool | None = None
     do_rescale: bool | None = None
@@ -52,14 +51,14 @@ class _Processor:
     do_normalize: bool | None = None
     image_mean: Three | None = None
     image_std: Three | None = None
-    size: int | list[int] | dict[str, int | None] | None = None
-    crop_size: int | list[int] | dict[str, int | None] | None = None
+    size: Size | None = None
+    crop_size: Size | None = None
     resample: int | None = None
 
 
 @dataclass(frozen=True)
 class _Pretrained:
-    """What we read of the `pretrained_cfg` in timm's config.json."""
+    """The fields of `pretrained_cfg` in timm's config.json that are read."""
 
     input_size: tuple[int, int, int] | None = None
     crop_pct: float | None = None
@@ -69,13 +68,13 @@ class _Pretrained:
 
 
 class Preprocessing(NamedTuple):
-    view: dict[str, Any]  # our words; {} where nothing is known
+    view: dict[str, Any]  # our settings; {} if unknown
     mean: tuple[float, ...] = HALF
     std: tuple[float, ...] = HALF
 
 
 def from_huggingface(processor: Json) -> Preprocessing:
-    """Of preprocessor_config.json. Raises UserError for values that no images have, and pixels not scaled to [0, 1]."""
+    """The settings in preprocessor_config.json. Raises UserError for impossible values and pixels not scaled to [0, 1]."""
     if not processor:
         return Preprocessing({})
     where = "preprocessor_config.json"
@@ -87,7 +86,7 @@ def from_huggingface(processor: Json) -> Preprocessing:
     factor = 1 / 255 if found.rescale_factor is None else found.rescale_factor
     factor = 1.0 if found.do_rescale is False else factor
     if not abs(factor * 255 - 1) <= 1e-3:
-        raise UserError(f"its images are scaled by {factor:g}, not by 1/255; only that can be read.")
+        raise UserError(f"its images are scaled by {factor:g}; only 1/255 is supported.")
     mean, std = _statistics(where, "image_", found.image_mean or HALF, found.image_std or HALF)
     if found.do_normalize is False:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -102,7 +101,7 @@ def from_huggingface(processor: Json) -> Preprocessing:
 
 
 def from_timm(cfg: Json) -> Preprocessing:
-    """Of the `pretrained_cfg` in timm's config.json. Raises UserError for values that no images have."""
+    """The settings in `pretrained_cfg` of timm's config.json. Raises UserError for impossible values."""
     if not cfg:
         return Preprocessing({})
     where = "config.json: pretrained_cfg"
@@ -120,7 +119,7 @@ def from_timm(cfg: Json) -> Preprocessing:
 
 
 def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
-    """preprocessor_config.json of a model that reads images of this (height, width)."""
+    """The content of preprocessor_config.json. image_size: (height, width)."""
     height_width = {"height": image_size[0], "width": image_size[1]}
     common = {
         "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
@@ -136,7 +135,7 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
 
 
 def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
-    """The part of timm's `pretrained_cfg` that is about images."""
+    """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
     crop = view.get("eval_crop", "center")
     return {
         "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF), "interpolation": "bilinear",
@@ -146,41 +145,36 @@ def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
 
 
 def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
-    """The short side before a central crop, in the proportion that the weights were evaluated with, else 8/7."""
+    """The short side before a center crop, in proportion to the one in `view`, else 8/7 of the crop."""
     short = min(image_size)
-    told = view.get("eval_resize", 0)
-    return round(told * short / view.get("image_size", short)) if told else round(short * 8 / 7)
+    resize = view.get("eval_resize", 0)
+    return round(resize * short / view.get("image_size", short)) if resize else round(short * 8 / 7)
 
 
 def fold_normalisation(weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Change a patch embedding in place, from one of (x - mean) / std to one of (x - 0.5) / 0.5, x in [0, 1].
+    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - 0.5) / 0.5, x in [0, 1].
 
-    weight: (D, 3, P, P), bias: (D,). With y what it will read, (x - mean) / std = y * 0.5 / std + (0.5 - mean) / std.
+    weight: (D, 3, P, P), bias: (D,). It holds that (x - mean) / std = y * 0.5 / std + (0.5 - mean) / std.
     """
     wide = weight.double()
-    scale, shift = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in _of_halves(mean, std))
-    bias += (wide * shift).sum((1, 2, 3)).to(bias.dtype)
-    weight.copy_((wide * scale).to(weight.dtype))
+    means, stds = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+    bias += (wide * ((0.5 - means) / stds)).sum((1, 2, 3)).to(bias.dtype)
+    weight.copy_((wide * (0.5 / stds)).to(weight.dtype))
 
 
-def _of_halves(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[list[float], list[float]]:
-    pairs = list(zip(mean, std, strict=True))
-    return [0.5 / s for _, s in pairs], [(0.5 - m) / s for m, s in pairs]
-
-
-def _side(size: int | list[int] | dict[str, int | None]) -> int:
+def _side(size: Size) -> int:
     if isinstance(size, dict):
         return size.get("height") or size.get("shortest_edge") or 224
     return size[0] if isinstance(size, list) else size
 
 
-def _check_size(where: str, name: str, size: int | list[int] | dict[str, int | None] | None) -> None:
+def _check_size(where: str, name: str, size: Size | None) -> None:
     if isinstance(size, list) and not size and name != "input_size":
         raise UserError(f"{where}: {name} = [] must be a size in pixels.")
     sides = list(size.values()) if isinstance(size, dict) else size if isinstance(size, list) else [size]
     for side in sides:
         if side is not None:
-            _in_range(where, name, side, 1, _LARGEST_SIDE)
+            _in_range(where, name, side, 1, _MAX_SIDE)
 
 
 def _statistics(where: str, prefix: str, mean: Three, std: Three) -> tuple[Three, Three]:

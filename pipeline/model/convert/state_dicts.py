@@ -1,6 +1,6 @@
-"""State dicts of timm, Hugging Face and DINOv2, in and out, with the configuration files that lie beside them.
+"""Reads and writes state dicts of timm, Hugging Face and DINOv2, with their configuration files.
 
-What these projects compute: erf GELU unless they say otherwise; LayerNorm's eps 1e-6, Hugging Face's ViT 1e-12.
+The defaults of these projects: erf GELU; LayerNorm eps 1e-6, in Hugging Face's ViT 1e-12.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import check_values
-from pipeline.model.convert.names import NAMES, Facts, find_config, pixels_of_patch, vit_entries
+from pipeline.model.convert.entries import Weights, check_values
+from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig
+from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig, stem_reduction
 from pipeline.model.vit import VisionTransformer
 
 GELUS: dict[str, Gelu] = {
@@ -29,25 +29,25 @@ GELUS: dict[str, Gelu] = {
     "gelu_python_tanh": "tanh",
 }  # fmt: skip
 
-# What these projects' ViTs have and ours does not: in a key -> why not.
-FOREIGN = {
+# Part of a key -> the unsupported feature that it belongs to.
+_UNSUPPORTED = {
     "dist_token": "a distillation token",
     "distillation_token": "a distillation token",
-    "fc_norm.": "a norm after pooling (fc_norm); ours is before it",
+    "fc_norm.": "a norm after pooling (fc_norm)",
     "mlp.w12.": "a SwiGLU MLP",
     "mlp.weights_in.": "a SwiGLU MLP",
     "norm_pre.": "a norm before the blocks",
 }
 
-# Hugging Face's own names since transformers 5; its files keep the earlier ones.
+# Names in memory since transformers 5 -> names in its files, which are still the old ones.
 _NEW_NAMES = [
     (r"^layers\.(\d+)\.", r"encoder.layer.\1."), (r"attention\.([qkv])_proj\.", r"attention.attention.\1."),
     (r"attention\.attention\.q\.", "attention.attention.query."), (r"attention\.attention\.k\.", "attention.attention.key."),
     (r"attention\.attention\.v\.", "attention.attention.value."), (r"attention\.o_proj\.", "attention.output.dense."),
 ]  # fmt: skip
-_NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # of its ViT, not of its DINOv2
+_NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # ViT, but not DINOv2
 
-# LayerScale: how its factors are called, and the layer whose outputs they scale.
+# LayerScale: names of its factors, and the layer whose outputs they scale.
 _LAYER_SCALES = [
     (r"(blocks\.\d+\.)(?:ls1\.gamma|gamma_1)", "attn.proj"),
     (r"(blocks\.\d+\.)(?:ls2\.gamma|gamma_2)", "mlp.fc2"),
@@ -55,7 +55,7 @@ _LAYER_SCALES = [
     (r"(encoder\.layer\.\d+\.)layer_scale2\.lambda1", "mlp.fc2"),
 ]
 
-# Sizes and patch sides, or a hybrid's stem, under which timm knows a model.
+# timm's names: (our size, patch side) -> its size; stem -> its hybrid; its BiTs.
 _TIMM_NAMES = {
     ("Ti", 16): "tiny", ("S", 16): "small", ("S", 32): "small", ("B", 8): "base", ("B", 16): "base", ("B", 32): "base",
     ("L", 16): "large", ("L", 32): "large", ("H", 14): "huge", ("g", 14): "giant", ("G", 14): "gigantic",
@@ -66,20 +66,18 @@ _TIMM_HYBRIDS = {
 }  # fmt: skip
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
-
-# Hugging Face's name for a kind of model -> what to do about weights that we cannot read.
 _HUGGINGFACE_KINDS = ("vit", "dinov2", "dinov2_with_registers")
-_WAY_ROUND = {
+_ALTERNATIVES = {  # Model type of Hugging Face -> what to do instead.
     "siglip": "Use big_vision's .npz of it, or timm's weights of the same model (vit_*_siglip_*).",
-    "clip": "CLIP has a norm before the blocks, which ours has not: there is no way to load it.",
-    "deit": "Without the distillation token, timm's weights of it (deit_*) can be read.",
+    "clip": "CLIP has a norm before the blocks, which is not supported: there is no way to load it.",
+    "deit": "Use timm's weights of the model without a distillation token (deit_*).",
 }
 _TIMM_KINDS = ("vit", "deit", "flexivit", "resnetv2", "dinov2", "test_vit")
 
 
 @dataclass(frozen=True)
 class _HuggingFaceConfig:
-    """What we read of Hugging Face's config.json."""
+    """The fields of Hugging Face's config.json that are read."""
 
     model_type: str | None = None
     num_attention_heads: int | None = None
@@ -92,6 +90,8 @@ class _HuggingFaceConfig:
 
 @dataclass(frozen=True)
 class _TimmArgs:
+    """The fields of `model_args` in timm's config.json that are read."""
+
     num_heads: int | None = None
     img_size: int | list[int] | None = None
     global_pool: str | None = None
@@ -101,7 +101,7 @@ class _TimmArgs:
 
 @dataclass(frozen=True)
 class _TimmConfig:
-    """What we read of timm's config.json."""
+    """The fields of timm's config.json that are read."""
 
     architecture: str | None = None
     global_pool: str | None = None
@@ -111,31 +111,30 @@ class _TimmConfig:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The configuration files that lie beside weights, as plain data; {} where there is none."""
+class ConfigFiles:
+    """The configuration files in the folder of weights, as plain data; {} for a missing one."""
 
     config: Json = field(default_factory=dict)  # config.json
     processor: Json = field(default_factory=dict)  # preprocessor_config.json
 
 
-def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
-    """-> (configuration, fp32 state that shares no memory, extra: what of classes, preprocessing, notes is known).
+def from_state_dict(tensors: Mapping[str, Tensor], beside: ConfigFiles) -> Weights:
+    """The weights in our terms; the tensors returned share no memory with the given ones.
 
-    Raises UserError naming the key and the shapes, or what such a model has that ours does not.
+    Raises UserError naming the key and the shapes, or the feature of the model that is not supported.
     """
     kind = _text(beside.config, "model_type")
     if kind and kind not in _HUGGINGFACE_KINDS:
-        family = next((name for name in _WAY_ROUND if kind.startswith(name)), "")
-        way_out = _WAY_ROUND.get(family, "It computes something else than a plain ViT: there is no way to load it.")
+        family = next((name for name in _ALTERNATIVES if kind.startswith(name)), "")
+        remedy = _ALTERNATIVES.get(family, "It is another architecture than the plain ViT: there is no way to load it.")
         known = ", ".join(_HUGGINGFACE_KINDS)
-        raise UserError(f'its config.json says model_type = "{kind[:100]}"; what can be read is {known}. {way_out}')
+        raise UserError(f'its config.json says model_type = "{kind[:100]}"; what can be read is {known}. {remedy}')
     tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         check_values(key, tensor)
-    for key in tensors:
-        for part, what in FOREIGN.items():
+        for part, feature in _UNSUPPORTED.items():
             if part in key:
-                raise UserError(f'it has {what} ("{key}"), which our ViT has not.')
+                raise UserError(f'it has {feature} ("{key}"), which is not supported.')
     if "patch_embed.proj.weight" in tensors or is_bit(tensors):
         try:
             return _from_timm(tensors, beside.config)
@@ -145,7 +144,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Conf
                 known = "vit_*, deit_*, deit3_*, flexivit_*, resnetv2_*_bit"
                 raise UserError(
                     f'its config.json says architecture = "{architecture[:100]}"; of timm\'s models {known} can be read. '
-                    f"What does not fit: {error}"
+                    f"The first difference: {error}"
                 ) from error
             raise
     if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in tensors):
@@ -154,58 +153,50 @@ def from_state_dict(tensors: Mapping[str, Tensor], beside: Beside) -> tuple[Conf
     raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
 
 
-def _from_timm(tensors: dict[str, Tensor], config: Json) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
     found: _TimmConfig = json_record.convert(config, _TimmConfig, "config.json")
     args, cfg = found.model_args or _TimmArgs(), found.pretrained_cfg or {}
-    extra: dict[str, Any] = {"notes": []}
-    notes = extra["notes"]
-    if found.label_names:
-        extra["classes"] = found.label_names
+    notes: list[str] = []
+    extra: dict[str, Any] = {"classes": found.label_names} if found.label_names else {}
     images = preprocessing.from_timm(cfg)
     size = _pair("model_args.img_size", args.img_size or images.view.get("image_size"))
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
         bit = find_bit(tensors, size or (224, 224))
-        _refuse_normalisation(images)
-        return bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images)
+        _check_normalisation(images)
+        return Weights(bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images), notes)
 
-    if "register_tokens" in tensors:  # facebookresearch/dinov2's name for it
+    if "register_tokens" in tensors:  # the name in facebookresearch/dinov2
         tensors["reg_token"] = tensors.pop("register_tokens")
     pool = args.global_pool or found.global_pool or "token"
     if pool not in ("token", "map") and "cls_token" in tensors:
-        raise UserError(f"its head reads global_pool = {pool} beside a class token; ours reads one or the other.")
-    scaled = _simplify(tensors, notes)
+        raise UserError(f"its head reads global_pool = {pool} beside a class token; only one of them is supported.")
+    has_layer_scale = _simplify(tensors, notes)
     if "cls_token" in tensors and _has_no_class_row(tensors, size):
         table = tensors["pos_embed"]
         tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
-    if scaled and not cfg:
-        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
-        notes.append(
-            "LayerScale and no config.json: images taken as normalised by ImageNet's mean, as DINOv2 and DeiT III"
-        )
-    facts = Facts(
+    if has_layer_scale and not cfg:
+        images = _assume_imagenet("config.json", notes)
+    hints = Hints(
         _gelu(args.act_layer or "gelu"), num_heads=args.num_heads, image_size=size,
         without_table="none" if args.pos_embed in ("none", "") else None,
     )  # fmt: skip
-    return _read(tensors, "timm", facts, images, extra)
+    return _read(tensors, "timm", hints, images, extra, notes)
 
 
-def _from_huggingface(tensors: dict[str, Tensor], beside: Beside) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+def _from_huggingface(tensors: dict[str, Tensor], beside: ConfigFiles) -> Weights:
     prefix = next(k for k in tensors if k.endswith("embeddings.patch_embeddings.projection.weight"))
     prefix = prefix.removesuffix("embeddings.patch_embeddings.projection.weight")
-    tensors = {_earlier_name(key.removeprefix(prefix), _NEW_NAMES): tensor for key, tensor in tensors.items()}
+    tensors = {_name_in_file(key.removeprefix(prefix), _NEW_NAMES): tensor for key, tensor in tensors.items()}
     kind = "dinov2" if "encoder.layer.0.norm1.weight" in tensors else "huggingface"
     if kind == "huggingface":
-        tensors = {_earlier_name(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
+        tensors = {_name_in_file(key, _NEW_MLP): tensor for key, tensor in tensors.items()}
     config: _HuggingFaceConfig = json_record.convert(beside.config, _HuggingFaceConfig, "config.json")
-    extra: dict[str, Any] = {"notes": []}
-    notes = extra["notes"]
+    notes: list[str] = []
     if not beside.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
-    scaled = _simplify(tensors, notes)
-    if tensors.pop("embeddings.mask_token", None) is not None:
-        notes.append("the mask token, of pre-training alone, is left out")
+    has_layer_scale = _simplify(tensors, notes)
     head, norm = tensors.get("classifier.weight"), tensors.get("layernorm.weight")
     if kind == "dinov2" and head is not None and norm is not None and head.shape[-1:] == (2 * norm.numel(),):
         for name in ("classifier.weight", "classifier.bias"):
@@ -215,39 +206,45 @@ def _from_huggingface(tensors: dict[str, Tensor], beside: Beside) -> tuple[Confi
             "are weights without a head. Fine-tune them, or use their features"
         )
     if (config.pooler_act or "tanh") != "tanh":
-        raise UserError(f"its pooler computes {config.pooler_act}; ours computes tanh.")
-    if "classifier.weight" in tensors and (names := _class_names(config.id2label or {})):
-        extra["classes"] = names
+        raise UserError(f"its pooler computes {config.pooler_act}; only tanh is supported.")
+    names = _class_names(config.id2label or {}) if "classifier.weight" in tensors else None
     images = preprocessing.from_huggingface(beside.processor)
-    if scaled and not beside.processor:
-        images = Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
-        notes.append("LayerScale and no preprocessor_config.json: images taken as normalised by ImageNet's mean")
-    usual_eps = 1e-6 if kind == "dinov2" else 1e-12
-    eps = usual_eps if config.layer_norm_eps is None else config.layer_norm_eps
-    facts = Facts(
+    if has_layer_scale and not beside.processor:
+        images = _assume_imagenet("preprocessor_config.json", notes)
+    default_eps = 1e-6 if kind == "dinov2" else 1e-12
+    eps = default_eps if config.layer_norm_eps is None else config.layer_norm_eps
+    hints = Hints(
         _gelu(config.hidden_act or "gelu"), eps, config.num_attention_heads, _pair("image_size", config.image_size)
     )
-    return _read(tensors, kind, facts, images, extra)
+    return _read(tensors, kind, hints, images, {"classes": names} if names else {}, notes)
 
 
 def _read(
-    tensors: dict[str, Tensor], kind: str, facts: Facts, images: Preprocessing, extra: dict[str, Any]
-) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
-    config = find_config(tensors, NAMES[kind], facts)
+    tensors: dict[str, Tensor], kind: str, hints: Hints, images: Preprocessing, extra: dict[str, Any], notes: list[str]
+) -> Weights:
+    config = find_config(tensors, NAMES[kind], hints)
     state = vit_entries(config, NAMES[kind]).read(tensors)
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         if config.stem is not None:
-            _refuse_normalisation(images)
+            _check_normalisation(images)
         weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
         preprocessing.fold_normalisation(weight, bias, images.mean, images.std)
-        extra["notes"].append(
-            f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding"
-        )
-    return config, state, _with_view(extra, images)
+        notes.append(f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding")
+    return Weights(config, state, _with_view(extra, images), notes)
+
+
+def _assume_imagenet(missing: str, notes: list[str]) -> Preprocessing:
+    notes.append(
+        f"LayerScale and no {missing}: images taken as normalised by ImageNet's mean, as in DINOv2 and DeiT III"
+    )
+    return Preprocessing({}, preprocessing.IMAGENET_MEAN, preprocessing.IMAGENET_STD)
 
 
 def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
-    """Rewrite in place what is ours in other words: LayerScale, and q, k, v without biases. -> whether it had the first."""
+    """Convert, in place, what our ViT expresses otherwise: LayerScale, and q, k, v without biases; drop the mask token.
+
+    Returns whether there was LayerScale.
+    """
     folded = 0
     for pattern, layer in _LAYER_SCALES:
         for key in [key for key in tensors if re.fullmatch(pattern, key)]:
@@ -262,8 +259,9 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
             folded += 1
     if folded:
         notes.append(f"LayerScale's {folded} tensors folded into the layers that they scale")
-    if tensors.pop("mask_token", None) is not None:
-        notes.append("the mask token, of pre-training alone, is left out")
+    for name in ("mask_token", "embeddings.mask_token"):
+        if tensors.pop(name, None) is not None:
+            notes.append("the mask token, which only pre-training uses, is left out")
     kernels = [key for key in tensors if re.search(r"attn\.qkv\.weight$|attention\.(query|key|value)\.weight$", key)]
     biases = [key.removesuffix("weight") + "bias" for key in kernels]
     if kernels and not any(bias in tensors for bias in biases):
@@ -276,7 +274,7 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
 def to_timm(
     model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """-> (state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
+    """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
 
     Raises UserError for a model that timm does not have.
     """
@@ -300,7 +298,7 @@ def to_timm(
 
 
 def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
-    """(a name that timm knows, the arguments that make it this model). Raises UserError for what timm does not have."""
+    """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
     if isinstance(config, ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
         if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
@@ -325,15 +323,15 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     for (letter, patch), size in _TIMM_NAMES.items():
         if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
             return f"vit_{size}_patch{patch}_224", args
-    return "vit_base_patch16_224", args  # the arguments say what it is
+    return "vit_base_patch16_224", args  # any name will do: the arguments override it
 
 
 def to_huggingface(
     model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """-> (state dict, config.json, preprocessor_config.json) of a ViTForImageClassification, or without a head a ViTModel.
+    """(state dict, config.json, preprocessor_config.json) of a ViTForImageClassification, or of a ViTModel without a head.
 
-    Without a head the representation layer is its pooler. Raises UserError for a model that it cannot hold.
+    The representation layer becomes the pooler of a ViTModel. Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors, onnx can.")
@@ -359,25 +357,25 @@ def to_huggingface(
     return tensors, found, preprocessing.to_huggingface(view, config.image_size)
 
 
-def _earlier_name(key: str, renames: list[tuple[str, str]]) -> str:
+def _name_in_file(key: str, renames: list[tuple[str, str]]) -> str:
     for pattern, replacement in renames:
         key = re.sub(pattern, replacement, key)
     return key
 
 
 def _text(config: Json, name: str) -> str:
-    """A field of config.json that must be text, or missing. Raises UserError."""
+    """A text field of config.json; empty if it is missing. Raises UserError for another type."""
     return json_record.convert(config.get(name), str | None, "config.json", name) or ""
 
 
 def _gelu(name: str) -> Gelu:
     if name not in GELUS:
-        raise UserError(f"its MLP computes {name[:100]}; ours computes {' or '.join(GELUS)}.")
+        raise UserError(f"its MLP computes {name[:100]}; supported are {', '.join(GELUS)}.")
     return GELUS[name]
 
 
 def _class_names(labels: dict[str, str]) -> list[str] | None:
-    """By number; None where they are Hugging Face's placeholders. Raises UserError for a number that is none."""
+    """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class number."""
     if odd := sorted(labels.keys() - {str(i) for i in range(len(labels))}):
         raise UserError(
             f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {len(labels)} classes have the numbers 0 "
@@ -387,13 +385,13 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
     return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
 
 
-def _has_no_class_row(tensors: dict[str, Tensor], told: tuple[int, int] | None) -> bool:
-    """Whether timm's positions are of the patches alone: as the image size tells, else where they are a square."""
+def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) -> bool:
+    """Whether timm's table has positions of patches only: by the image size, else if the number of rows is a square."""
     table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
     if table is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
         return False
-    rows, side = table.shape[1], pixels_of_patch(kernel.shape[-1], find_stem(tensors))
-    if told is not None and rows - (patches := (told[0] // side) * (told[1] // side)) in (0, 1):
+    rows, side = table.shape[1], kernel.shape[-1] * stem_reduction(find_stem(tensors))
+    if size is not None and rows - (patches := (size[0] // side) * (size[1] // side)) in (0, 1):
         return rows == patches
     return rows > 1 and math.isqrt(rows) ** 2 == rows
 
@@ -411,7 +409,8 @@ def _with_view(extra: dict[str, Any], images: Preprocessing) -> dict[str, Any]:
     return {**extra, "preprocessing": images.view} if images.view else extra
 
 
-def _refuse_normalisation(images: Preprocessing) -> None:
+def _check_normalisation(images: Preprocessing) -> None:
+    """Raise UserError for a mean or deviation that is not 0.5: zero padding prevents folding it into a ResNet's kernels."""
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         raise UserError(
             f"its images have mean {images.mean} and deviation {images.std}, which a ResNet's padding does not let fold "
