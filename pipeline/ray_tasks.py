@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -220,7 +220,7 @@ def run_tasks(
 
     def start_more() -> None:
         for index, argument in itertools.islice(remaining, limit - len(in_flight)):
-            task = _Task(index, ray.put(argument), iter(pauses))
+            task = _Task(index, ray.put(argument), pauses)
             in_flight[remote.remote(task.argument, 0.0)] = task
 
     try:
@@ -257,8 +257,8 @@ class _Task:
 
     index: int
     argument: Any
-    pauses: Iterator[float]
-    retries: int = 0
+    pauses: Sequence[float]
+    num_retries: int = 0
 
     def pause_after(self, error: Exception, retry_any: bool) -> float:
         """Seconds to wait before the task is retried after this error.
@@ -269,14 +269,13 @@ class _Task:
         is_lost = isinstance(error, LostError)
         if not is_lost and (isinstance(error, UserError) or not retry_any):
             raise error
-        pause = next(self.pauses, None)
-        if pause is not None:
-            self.retries += 1
-            return pause
+        if self.num_retries < len(self.pauses):
+            self.num_retries += 1
+            return self.pauses[self.num_retries - 1]
         if not is_lost:
             raise error
         raise UserError(
-            f"Ray gave up on a task after {self.retries} retries: {error} If memory ran out, use fewer tasks at a "
+            f"Ray gave up on a task after {self.num_retries} retries: {error} If memory ran out, use fewer tasks at a "
             "time (num_tasks=...); run the same command again to continue."
         )
 
@@ -287,10 +286,10 @@ def _cancel(references: list[Any]) -> None:
 
     for reference in references:
         ray.cancel(reference)
-    for reference in (
-        ray.wait(references, num_returns=len(references), timeout=_CANCEL_SECONDS)[1] if references else []
-    ):
-        ray.cancel(reference, force=True)
+    if references:
+        _, running = ray.wait(references, num_returns=len(references), timeout=_CANCEL_SECONDS)
+        for reference in running:
+            ray.cancel(reference, force=True)
 
 
 def _result(reference: Any) -> Any:

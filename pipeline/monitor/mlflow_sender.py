@@ -39,9 +39,9 @@ class RunFacts:
 
 
 class MlflowSender:
-    """One run folder's metrics on their way to one tracking URI.
+    """Sends the metrics of one run folder to one tracking URI.
 
-    The thread reads the file from the byte that mlflow.json names. The lock protects the states and the content of the file;
+    The thread reads metrics.jsonl from the byte that mlflow.json names. The lock protects the states and the content of the file;
     it is never held during a request, so `rewrite` does not wait for MLflow.
     start: step that the run continues from; None for a file without repeated steps.
     """

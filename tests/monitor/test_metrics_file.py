@@ -1,0 +1,66 @@
+"""metrics.jsonl: what a repair removes, what MLflow may keep of it, and lines that a kill cut short."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.monitor.metrics_file import Record, by_name, open_to_append, read_metrics, repair
+
+
+def write(path: Path, *records: tuple[int, dict[str, float]]) -> list[bytes]:
+    lines = [Record(step, 1000 + step, metrics).to_line() for step, metrics in records]
+    path.write_bytes(b"".join(lines))
+    return lines
+
+
+def test_a_file_in_order_is_kept_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = write(path, (1, {"loss": 1.0}), (2, {"loss": 0.5}), (2, {"top1": 0.1}))
+    plan = repair(path, 2)
+    assert (plan.lines, plan.changed, plan.back_to, plan.notes) == (lines, False, None, [])
+    assert plan.unchanged_bytes == path.stat().st_size
+    assert plan.logged == {"loss", "top1"}
+
+
+def test_later_steps_repeats_and_damage_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = write(
+        path, (1, {"loss": 1.0}), (2, {"loss": 0.5, "lr": 0.1}), (3, {"loss": 0.4}), (2, {"loss": 0.6}), (4, {"loss": 0.3})
+    )  # fmt: skip
+    path.write_bytes(b"".join(lines) + b'{"step": 5, "ti')
+    plan = repair(path, 3)
+    # Of step 2 the last loss counts, and the learning rate that was recorded once.
+    assert [json.loads(line)["metrics"] for line in plan.lines] == [
+        {"loss": 1.0},
+        {"lr": 0.1},
+        {"loss": 0.4},
+        {"loss": 0.6},
+    ]
+    assert (plan.changed, plan.unchanged_bytes, plan.back_to) == (True, len(lines[0]), 1)
+    assert [note.partition("removed ")[2] for note in plan.notes] == [
+        "1 records after step 3, from which the run continues",
+        "1 records of steps that were recorded again",
+        "1 damaged lines",
+    ]
+    path.write_bytes(b"".join(plan.lines))
+    assert not repair(path, 3).changed
+    assert by_name(read_metrics(path)[0])["loss"] == {1: 1.0, 2: 0.6, 3: 0.4}
+
+
+def test_a_removed_file_has_mlflow_delete_later_points(tmp_path: Path) -> None:
+    plan = repair(tmp_path / "metrics.jsonl", 7)
+    assert (plan.lines, plan.changed, plan.unchanged_bytes, plan.back_to) == ([], False, 0, 7)
+
+
+def test_a_new_record_does_not_continue_a_damaged_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1')
+    for step in (2, 3):
+        with open_to_append(path) as file:
+            file.write(Record(step, 0, {"loss": 1.0}).to_line())
+    records, num_damaged = read_metrics(path)
+    assert ([record.step for record in records], num_damaged) == ([2, 3], 1)
+    with pytest.raises(UserError, match="is a folder"):
+        open_to_append(tmp_path)
