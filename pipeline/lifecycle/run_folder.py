@@ -118,12 +118,9 @@ def holder(path: Path) -> str | None:
         lock = FileLock(path / "lock", create=False, by_record=True)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.closing(lock), contextlib.suppress(OSError):
         return None if lock.acquire(wait=False) else lock.read_owner() or _NOBODY
-    except OSError:
-        return None
-    finally:
-        lock.close()
+    return None
 
 
 def read_status(path: Path) -> Status | None:
