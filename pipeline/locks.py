@@ -2,27 +2,28 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 
 class FileLock:
     """An exclusive lock on a file. The kernel releases it when the process ends, so a killed process leaves none behind.
 
-    `with FileLock(path):` waits for the lock. The file stays when the lock is released, and may say who holds it.
+    The file stays when the lock is released; its text may say who holds it.
     """
 
     def __init__(self, path: Path, create: bool = True, by_record: bool = False) -> None:
-        """Open the file, without locking it.
+        """Open the file, without locking it. Raises OSError.
 
-        by_record: use a POSIX record lock, which network file systems share between hosts more often than `flock`. It is
-        released when the process closes any descriptor of the file. Raises OSError.
+        by_record: use a POSIX record lock (`lockf`), which more network file systems share between hosts than `flock`. It
+        is released when the process closes any descriptor of the file.
         """
         self.path, self._by_record = path, by_record
         self.file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
 
     def acquire(self, wait: bool = True) -> bool:
-        """Take the lock; False when another process has it and `wait` is False. Raises OSError where the file system has no locks."""
+        """Take the lock; returns False when another process has it and `wait` is False. Raises OSError without lock support."""
         lock = fcntl.lockf if self._by_record else fcntl.flock
         try:
             lock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -35,7 +36,7 @@ class FileLock:
         os.close(self.file)
 
     def is_current(self) -> bool:
-        """Whether the path still names the open file: a file that was removed while we waited locks out nobody."""
+        """Whether the path still names the open file. The lock on a file that was removed meanwhile is of no use."""
         try:
             return os.path.samestat(os.fstat(self.file), os.stat(self.path))
         except FileNotFoundError:
@@ -49,15 +50,10 @@ class FileLock:
         os.ftruncate(self.file, 0)
         os.pwrite(self.file, owner.encode(), 0)
 
-    def __enter__(self) -> "FileLock":
-        try:
-            self.acquire()
-        except BaseException:
-            self.close()
-            raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+@contextmanager
+def locked(path: Path) -> Iterator[FileLock]:
+    """Wait for the lock on a file, and hold it during the block. Raises OSError."""
+    with closing(FileLock(path)) as lock:
+        lock.acquire()
+        yield lock

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.locks import FileLock
+from pipeline.locks import FileLock, locked
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLD = """
@@ -42,11 +42,11 @@ def test_the_lock_ends_with_its_process(by_record: bool, tmp_path: Path) -> None
 
 
 def test_a_removed_file_locks_nothing(tmp_path: Path) -> None:
-    with FileLock(tmp_path / "lock") as lock:
+    with locked(tmp_path / "lock") as lock:
         assert lock.is_current()
         (tmp_path / "lock").unlink()
         assert not lock.is_current()
-        with FileLock(tmp_path / "lock") as other:
+        with locked(tmp_path / "lock") as other:
             assert other.is_current()
             assert not lock.is_current()
     with pytest.raises(FileNotFoundError):

@@ -67,14 +67,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         # Opened once and not closed: closing any descriptor of the file would release the lock.
         lock = FileLock(self.path / "lock", by_record=True)
-        try:
-            if not lock.acquire(wait=False):
-                who = lock.read_owner() or _NOBODY
-                lock.close()
-                return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
-            self.is_locked = True
-        except OSError:
-            pass  # This file system has no locks.
+        is_free = True
+        with contextlib.suppress(OSError):  # Raised by file systems without locks.
+            is_free = self.is_locked = lock.acquire(wait=False)
+        if not is_free:
+            who = lock.read_owner() or _NOBODY
+            lock.close()
+            return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         self._lock, self.is_owner = lock, True
         lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         shutil.rmtree(self.path / "failures", ignore_errors=True)
@@ -118,12 +117,9 @@ def holder(path: Path) -> str | None:
         lock = FileLock(path / "lock", create=False, by_record=True)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.closing(lock), contextlib.suppress(OSError):
         return None if lock.acquire(wait=False) else lock.read_owner() or _NOBODY
-    except OSError:
-        return None
-    finally:
-        lock.close()
+    return None
 
 
 def read_status(path: Path) -> Status | None:

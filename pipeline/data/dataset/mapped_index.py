@@ -27,7 +27,7 @@ from pipeline import json_record
 from pipeline.data.storage.checksum_cache import cache_home, checksum_of
 from pipeline.data.storage.content import HASH_BYTES
 from pipeline.errors import UserError
-from pipeline.locks import FileLock
+from pipeline.locks import locked
 
 INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
@@ -179,7 +179,7 @@ def _build_once(folder: Path, read: Read) -> Index:
     """Make and map the index; other processes wait, and map it. A failure leaves nothing behind. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    with locked(folder.with_name(f".{folder.name}.lock")):
         if (index := _map_valid(folder)) is not None:
             return index
         # This process has the lock, so these are damaged, or a killed process left them.

@@ -218,10 +218,8 @@ def fetched(path: AnyPath) -> Iterator[BinaryIO]:
         with open(path, "rb") as file:
             yield file
         return
-    reader = path.reader()
-    reader.size()
     with _temporary_file("download-") as copy:
-        reader.copy_to(copy.fileno())
+        path.reader().copy_to(copy.fileno())
         yield copy
 
 

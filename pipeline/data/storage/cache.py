@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
-from pipeline.locks import FileLock
+from pipeline.locks import FileLock, locked
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -65,7 +65,7 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            with FileLock(coming) as lock:
+            with locked(coming) as lock:
                 # While we waited, another process may have finished the download, or removed the partial file.
                 if ready.exists() or not lock.is_current():
                     continue
@@ -87,7 +87,7 @@ class ShardCache:
         """Evict shards until `size` more bytes fit, and allocate them to `file`; returns whether they fit."""
         if size > self.max_bytes:
             return False
-        with FileLock(self.folder / "lock"):  # One process at a time.
+        with locked(self.folder / "lock"):  # One process at a time.
             used, ready = 0, []
             for entry in os.scandir(self.folder):
                 with contextlib.suppress(FileNotFoundError):  # Renamed or evicted since scandir saw it.
@@ -137,13 +137,10 @@ class ShardCache:
 
 def _remove_abandoned(path: Path) -> bool:
     """Remove a partial download whose process has ended; returns whether it was one."""
-    lock = FileLock(path, create=False)
-    try:
+    with contextlib.closing(FileLock(path, create=False)) as lock:
         if is_abandoned := lock.acquire(wait=False):
             path.unlink()
         return is_abandoned
-    finally:
-        lock.close()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline import files, json_record
 from pipeline.data.storage.bucket import AnyPath, version
 from pipeline.errors import UserError
-from pipeline.locks import FileLock
+from pipeline.locks import locked
 
 # A file that was written so recently may be written again within the resolution of its times.
 _SETTLED_SECONDS = 2.0
@@ -51,12 +51,13 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     if _read(record) == _Record(str(path), _state(path), expected):
         return expected
     # The ranks of a node start together; one of them reads the file.
-    with _locked(record.with_suffix(".lock")) as can_write:
+    with _locked_if_possible(record.with_suffix(".lock")) as can_write:
         state = _state(path)
         if _read(record) == _Record(str(path), state, expected):
             return expected
         digest = _digest(path, algorithm)
-        if can_write and digest == expected and _state(path) == state and _is_settled(path):
+        is_settled = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _SETTLED_SECONDS
+        if can_write and digest == expected and _state(path) == state and is_settled:
             with contextlib.suppress(OSError), files.replacing(record) as file:
                 file.write(json.dumps(asdict(_Record(str(path), state, digest))).encode())
     return digest
@@ -78,10 +79,6 @@ def _state(path: AnyPath) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
-def _is_settled(path: AnyPath) -> bool:
-    return not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _SETTLED_SECONDS
-
-
 def _read(record: Path) -> _Record | None:
     try:
         return json_record.read(record, _Record)
@@ -90,13 +87,13 @@ def _read(record: Path) -> _Record | None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[bool]:
+def _locked_if_possible(file: Path) -> Iterator[bool]:
     """Hold a lock, where the folder can be written; yields whether it can."""
     with contextlib.ExitStack() as stack:
         can_write = True
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(file))
+            stack.enter_context(locked(file))
         except OSError:
             can_write = False
         yield can_write
