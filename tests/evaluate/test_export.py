@@ -91,7 +91,7 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
     run(tmp_path / "hf", "safetensors", tmp_path / "a.safetensors")
     said = capsys.readouterr().out
     assert "transformers" in said
-    assert "which these weights are of" in said
+    assert "the program of these weights" in said
     assert "folded into the patch embedding" in said
 
 

@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("empty: no image in this folder", tmp_path / "empty"),
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
         ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
-        ("of a bucket, one data set can be read", f"['s3://a/b','{tmp_path}']"),
+        ("from a bucket, only a single data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
