@@ -144,10 +144,10 @@ def page(runs: Sequence[Run], scores: dict[str, dict[str, Any]], curves: bytes) 
     return [
         Table(("score, %", *names), sums),
         Picture("losses.png", "Loss of each run over its steps, in training and on the evaluation split", curves),
-        Heading("What differs in their settings"),
+        Heading("Differing settings"),
         Table(("setting", *names), changed) if changed else Paragraph("None but their names."),
         Heading("Classes"),
-        Paragraph(f"From where {second} has the larger F1 to where {first} has{left}. In per cent."),
+        Paragraph(f"Sorted by F1 of {first} minus F1 of {second}{left}. In per cent."),
         Table(header, classes),
     ]
 

@@ -46,7 +46,7 @@ def run(config: ExportConfig) -> Difference:
     trained, _, extra = models.read_weights(path, say=print)
     print(_describe(trained))
     if source := _source_side(path, trained):
-        _compare(f"{source[0]}, which these weights are of,", models.load(path).eval(), source[1], config.tolerance)
+        _compare(f"{source[0]}, the program of these weights,", models.load(path).eval(), source[1], config.tolerance)
 
     # ------------------------------------------------------------------ the model to write
     model = models.load(

@@ -53,7 +53,7 @@ def run(config: PredictConfig) -> pa.Table:
         print(line)
     unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
     more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
-    print(f"{len(keys):,} images{unread}{more}. " + (f"table: {out}" if out else "Keep it all with out=FILE.csv"))
+    print(f"{len(keys):,} images{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv"))
     return table
 
 

@@ -83,16 +83,16 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
 
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
-    way_out = "Use the data set that these weights were made for, or classify=false to score their features alone."
+    remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
         head = f"{num_classes:,} classes" if num_classes else "no head"
-        raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {way_out}")
+        raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {remedy}")
     if names is None or not config.match_classes:
         return
     for number, (there, here) in enumerate(zip(names, dataset.classes, strict=True)):
         if there != here:
             raise UserError(
-                f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {way_out} "
+                f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {remedy} "
                 "If only the names differ: match_classes=false."
             )
 

@@ -1,4 +1,4 @@
-"""Data sets whose pixels tell their row, so that a test can decide what the model says of each."""
+"""Data sets whose pixels encode their row, so that a test can choose the model's output for each."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
     def make(
         splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None
     ) -> Dataset:
-        """splits: name -> the labels of each sample. bad: name -> rows that are no images.
+        """splits: name -> the labels of each sample. bad: name -> rows that are not images.
 
         Red and green of the upper left pixel are the row's low and high byte; the rest depends on first label and row.
         """

@@ -1,4 +1,4 @@
-"""What each command that reads weights says of broken ones: one line, exit code 2, nothing written."""
+"""Each command that reads weights reports broken ones in one line, exits with 2, and writes nothing."""
 
 import json
 import runpy
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def broken(kind: str, folder: Path) -> tuple[Path, str]:
-    """(weights, what must be said of them)"""
+    """(weights, expected message)"""
     model = create("ViT-mu/4", 8, 3)
     path = folder / "model.safetensors"
     if kind == "class names":

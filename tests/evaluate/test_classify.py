@@ -24,7 +24,7 @@ WHOLE = AugmentConfig(eval_crop="resize")
 
 
 class Board:
-    """What simulated ranks, which are threads, have put up for each other."""
+    """Objects that simulated ranks, which are threads, exchange."""
 
     def __init__(self, world_size: int) -> None:
         self.values: list[Any] = [None] * world_size
@@ -65,7 +65,7 @@ def predict_on(
 
 
 def random_case(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(labels (n,), logits (n, K)) that are right about half of the time."""
+    """(labels (n,), logits (n, K)) with an accuracy of about one half."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, K - 1, n)  # The last class has no samples.
     logits = rng.normal(size=(n, K)) + 1.5 * np.eye(K)[labels]
@@ -124,7 +124,7 @@ def test_every_number_of_ranks_gives_the_same(make_dataset, world_size: int, n: 
 def test_classes_equal_scikit_learns() -> None:
     labels, logits = random_case(400)
     predicted = logits.argmax(1)
-    predicted[:5] = -1  # Unreadable: a miss of its class, and nobody's false alarm.
+    predicted[:5] = -1  # Unreadable: lowers the recall of its class, and no precision.
     report = per_class(labels, predicted, K)
     expected = metrics.precision_recall_fscore_support(labels, predicted, labels=range(K), zero_division=0)
     for ours, theirs in zip((report.precision, report.recall, report.f1, report.support), expected, strict=True):
@@ -139,7 +139,7 @@ def test_classes_equal_scikit_learns() -> None:
         assert report.macro()[f"macro_{name}"] == pytest.approx(
             function(labels, predicted, labels=present, average="macro")
         )
-    # Weighted by support, recall is top-1 with the unreadable as wrong.
+    # Recall weighted by support is top-1, with unreadable images counted as wrong.
     assert np.average(report.recall, weights=report.support) == pytest.approx((labels == predicted).mean())
     for shown in (np.arange(K), np.array([2, 3, 5])):
         assert np.array_equal(
@@ -151,7 +151,7 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     labels = [[1, 4], [2], [0, 3, 5], [], [1, 2], [6]]
     split = make_dataset({"val": labels}, list("abcdefg"), {"val": [4]}).split("val")
     assert label_table(split).tolist() == [[1, 4, -1], [2, -1, -1], [0, 3, 5], [-1] * 3, [1, 2, -1], [6, -1, -1]]
-    # First guesses: the second label; wrong; wrong, but the second guess is its third label; of no label; right, but
+    # First guess: the second label; wrong; wrong, but the second guess is the third label; no label; right, but
     # unreadable; right.
     top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [2, 1], [6, 0]])
     readable = np.array([True, True, True, True, False, True])
@@ -168,13 +168,13 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
 
 
 def test_labels_of_a_second_split(make_dataset) -> None:
-    """Offsets of labels are the file's own in a split that is not the first."""
+    """The label offsets of a later split start at an offset within the file."""
     dataset = make_dataset({"train": [[0, 1], [2]], "val": [[3], [4, 5]]}, list("abcdefg"))
     assert label_table(dataset.split("val")).tolist() == [[3, -1], [4, 5]]
 
 
 def test_fifty_thousand_images_of_imagenet_21k_are_scored_in_seconds() -> None:
-    """No step takes memory or time in the square of the classes, or a loop over images."""
+    """No step is quadratic in the classes in memory or time, or loops over images."""
     n, num_classes = 50_000, 21_843
     rng = np.random.default_rng(0)
     labels = rng.integers(0, num_classes, n)

@@ -1,4 +1,4 @@
-"""Runs side by side: what differs is what was resolved, and what is damaged is said in one line."""
+"""Comparison of runs: differences are of resolved settings, and damaged files are reported in one line."""
 
 import json
 import random
@@ -18,7 +18,7 @@ WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num
 
 
 def make_run(folder: Path, config: models.Config, *settings: str, steps: int = 20, in_checkpoint: bool = False) -> Path:
-    """A run's folder without weights."""
+    """A run folder without weights."""
     overrides = ["data.path=x", "train.length=9 steps", "train.global_batch=16", f"name={folder.name}", *settings]
     folder.mkdir(parents=True)
     run = schema.to_dict(schema.load(RunConfig, None, overrides))

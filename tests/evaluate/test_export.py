@@ -1,4 +1,4 @@
-"""Weights out: what is written, what the other side computes of it, and what is refused with nothing left."""
+"""Export: the files, the other program's outputs for them, and errors that leave nothing behind."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
     assert difference.largest <= 1e-6
     assert difference.scale > 0.1
     back, model = load(out), load(weights)
-    if form != "big_vision":  # there the class token's position is part of the token
+    if form != "big_vision":  # which adds the class token's position to the token
         assert all(
             torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True)
         )
@@ -60,7 +60,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 
 
 def test_graphs_take_batches_of_any_size(weights, tmp_path):
-    """ONNX by onnxruntime and torch.export; written of two images, compared on four, asked for seven here."""
+    """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
     import onnxruntime
 
     images, model = torch.rand(7, 3, 16, 16), load(weights).eval()
@@ -91,14 +91,14 @@ def test_of_hugging_face_into_ours_asks_transformers_first(weights, tmp_path, ca
     run(tmp_path / "hf", "safetensors", tmp_path / "a.safetensors")
     said = capsys.readouterr().out
     assert "transformers" in said
-    assert "which these weights are of" in said
+    assert "the program of these weights" in said
     assert "folded into the patch embedding" in said
 
 
 @pytest.mark.parametrize(
     ("changes", "form", "out", "message"),
     [
-        # vision_transformer computes tanh: at this size of weights the logits move by a thousandth.
+        # vision_transformer uses tanh: for weights of this size the logits change by 0.001.
         ({"gelu": "erf"}, "npz", "a.npz", "our own reader differs from ours by more than tolerance = 0.0001"),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         ({"positions": "relative"}, "huggingface", "hf", "cannot hold relative positions"),

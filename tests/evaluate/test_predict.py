@@ -1,4 +1,4 @@
-"""launch/predict.py: the probabilities are those of the model that evaluation scores, wherever the images lie."""
+"""launch/predict.py: the probabilities are those of the evaluated model, for images from every kind of place."""
 
 import csv
 import io
@@ -64,7 +64,7 @@ def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset
     assert f"6 images, 1 of them unreadable. table: {tmp_path / 'table.csv'}" in said
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
 
-    # Pillow's pixels, the model, and a softmax, with nothing of the pipeline's between.
+    # Pillow's pixels, the model and a softmax, without any other code of the pipeline.
     model = models.load(weights).eval()
     expected = []
     for i, content in enumerate(files_of(data)):
@@ -84,7 +84,7 @@ def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset
     assert len({row[3] for row in found}) > 2
     assert [row["problem"] for row in rows if row["problem"]] == ["no image: begins with b'no image'"]
 
-    # Parquet holds the same, to the last bit.
+    # The Parquet file holds the same values, bit for bit.
     run(weights, data.path, "top=2", f"out={tmp_path / 'table.parquet'}")
     for text, value in zip(rows, pq.read_table(tmp_path / "table.parquet").to_pylist(), strict=True):
         assert {k: "" if v is None else str(v) for k, v in value.items() if k != "probability"} == {
@@ -138,7 +138,7 @@ def test_labels_of_a_tar(tmp_path: Path) -> None:
 
 
 def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dataset, tmp_path: Path) -> None:
-    """Labels of classes that the weights do not know are told, and no loss is taken of them."""
+    """Labels of classes that the weights do not have are shown, and not used for the loss."""
     data.path.rename(tmp_path / "first")
     other = make_dataset({"val": [[7], [0]]}, list("abcdefgh"))
     rows = run(weights, other.path, "top=1")
@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("empty: no image in this folder", tmp_path / "empty"),
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
         ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
-        ("of a bucket, one data set can be read", f"['s3://a/b','{tmp_path}']"),
+        ("from a bucket, only a single data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),

@@ -28,7 +28,7 @@ from pipeline.settings.weights import ScoreConfig
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
 CLASSES = ["ant", "bee", "cat|dog", "doe $x_", "eel", "fox"]
-# Of every class one: whatever the model would say of an unreadable image, it would be right of one of them.
+# One of every class: any constant prediction for an unreadable image would be correct for one of them.
 BAD = {"train": [3], "val": [5, 40, 41, 42, 43, 44]}
 
 
@@ -83,7 +83,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
     scores = json.loads((out / "scores.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == ["confusion.png", "per_class.csv", "report.md", "scores.json"]
 
-    # The head, on what Pillow reads and with what scikit-learn says.
+    # The head, with Pillow's pixels and scikit-learn's metrics.
     model = models.load(weights).eval()
     labels = data.split("val").label_values
     readable = np.setdiff1d(np.arange(70), BAD["val"])
@@ -107,7 +107,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
         np.testing.assert_allclose([float(row[name]) for row in rows], column, err_msg=name)
         assert [row[name] for row in scores["per_class"]] == pytest.approx(column)
 
-    # Few-shot: the same choice of images, and Ridge.
+    # Few-shot: the same images, and scikit-learn's Ridge.
     train_labels = data.split("train").label_values
     for shots, found in zip((1, 4), scores["fewshot"], strict=True):
         accuracies = []
@@ -127,14 +127,14 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
         assert found["top1"] == pytest.approx(np.mean(accuracies))
         assert found["std"] == pytest.approx(np.std(accuracies, ddof=1))
 
-    # Nearest neighbours: all training images that can be read vote.
+    # Nearest neighbours: all readable training images vote.
     voting = np.setdiff1d(np.arange(90), BAD["train"])
     nearest = KNeighborsClassifier(5, metric="cosine", weights=lambda d: np.exp((1 - d) / 0.07), algorithm="brute")
     nearest.fit(features["train"][voting].double().numpy(), train_labels[voting])
     right = nearest.predict(features["val"].double().numpy()) == labels
     assert scores["knn"] == {"top1": right[readable].sum() / 70, "neighbours": 5, "temperature": 0.07, "images": 89}
 
-    # What a person sees.
+    # The printed and written report.
     assert [bad["key"] for bad in scores["unreadable"]] == [f"val{row}" for row in BAD["val"]]
     page = (out / "report.md").read_text()
     for text in (
@@ -194,7 +194,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
         refused("torch sees no GPU here", weights, "device=cuda")
     for shots in (0, 5):
         broken = models.load(weights)
-        torch.nn.init.constant_(broken.norm.weight, 3e38)  # finite, but not what it computes
+        torch.nn.init.constant_(broken.norm.weight, 3e38)  # finite, but its outputs are not
         models.save(broken, tmp_path / "inf.pt")
         refused("gives NaN or infinity for 64 of 70 images, the first val0", tmp_path / "inf.pt", f"shots={shots}")
 
@@ -211,7 +211,7 @@ def test_nothing_readable_is_no_score(make_dataset, weights: Path, tmp_path: Pat
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:
-    """classify=false needs no fitting head, gives the same few-shot scores, and removes what an older report drew."""
+    """classify=false needs no matching head, gives the same few-shot scores, and removes files of an earlier report."""
     out = f"out={tmp_path / 'out'}"
     whole = report.run(config(weights, data, out, "shots=2"))
     nine = save(tmp_path / "nine.pt", 9)  # The same features.
@@ -272,6 +272,6 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])
     drawn = render.most_confused_classes(true, predicted, 60)
     assert drawn.tolist() == [*range(26), 40, 41, 50, 51]
-    pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is taken for 2i + 1 i + 1 times.
+    pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is predicted as 2i + 1 in i + 1 cases.
     assert render.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
     assert render.draw_confusion(true, predicted, names).startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Losses against torch's own and the formulas by hand."""
+"""Losses against torch's losses and against the formulas."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_invalid_samples_count_as_zero(kind: str, logits: torch.Tensor) -> None:
     each = losses(logits, ONE, kind)
     logits.requires_grad_()
     found = batch_loss(logits, ONE, valid, kind, 0.0)
-    # Over the batch's 6 places and not its 4 readable ones: a place weighs the same whichever rank it falls to.
+    # Over the batch's 6 places, not its 4 readable ones, so that each place has the same weight on every rank.
     torch.testing.assert_close(found, (each[0] + each[1] + each[3] + each[5]) / 6)
     found.backward()
     assert (logits.grad[~valid] == 0).all()

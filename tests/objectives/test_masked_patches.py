@@ -40,14 +40,14 @@ def noise(count: int, height: int = 16, width: int = 16) -> np.ndarray:
 
 
 def color(pixels: np.ndarray) -> int:
-    """Of a region (h, w, 3), one number at a time."""
+    """Colour class of a region (h, w, 3), in plain Python."""
     bits = [min(7, int(np.floor(pixels[:, :, c].astype(np.float64).mean() * 8 / 255 + 1e-9))) for c in range(3)]
     return bits[0] * 64 + bits[1] * 8 + bits[2]
 
 
 @pytest.mark.parametrize(("size", "stride"), [(16, None), ((8, 24), None), (14, 2)])
 def test_targets_are_what_the_patches_show(size: int | tuple[int, int], stride: int | None) -> None:
-    """Rows of patches, not square, and patches that overlap; patch by patch in numpy."""
+    """Grids that are not square and patches that overlap, against a loop over patches in numpy."""
     height, width = (size, size) if isinstance(size, int) else size
     images = noise(3, height, width)
     images[0, :4, :4] = 255  # the last class
@@ -81,7 +81,7 @@ def test_the_small_patch_is_made_of_means() -> None:
 
 
 def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
-    """Shares of 80, 10 and 10 % within four standard deviations; another patch is never the same one."""
+    """Shares of 80, 10 and 10 % within four standard deviations; a replacement is never the same patch."""
     config = masked("mean_color", "ViT-mu/4", 56)  # 14 x 14 patches
     N, count = 196, 400
     batch = batch_of(np.zeros((count, 1, 1, 3), np.uint8))
@@ -116,7 +116,7 @@ def test_a_sample_is_corrupted_alike_wherever_it_is() -> None:
 
 
 def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> None:
-    """Against the plain ViT's own steps, one image at a time."""
+    """Against the steps of the plain ViT, one image at a time."""
     config = masked("pixels", pool="token")
     model = MaskedViT(config, seed=3)
     with torch.no_grad():

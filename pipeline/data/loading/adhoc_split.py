@@ -83,7 +83,7 @@ class _Image(NamedTuple):
 def _expand(place: str) -> Iterator[Path]:
     """Yield the files of one place. Raises UserError."""
     if "://" in place:
-        raise UserError(f"images = {place}: of a bucket, one data set can be read, and nothing beside it.")
+        raise UserError(f"images = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
     assert isinstance(path, Path)
     if not path.exists():

@@ -49,7 +49,7 @@ class Batch:
 
 
 class Loader:
-    """Loads batches of a split for any sequence of (rows, epochs). A context manager, or to be closed."""
+    """Loads batches of a split for any sequence of (rows, epochs). Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Loader:
 def train_requests(
     order: SampleOrder, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (rows, epochs) of each micro-batch of one rank, for the batches from `first_step` up to, not with, `last_step`."""
+    """Yield (rows, epochs) of each micro-batch of one rank, from batch `first_step` to the one before `last_step`."""
     for step in range(first_step, last_step):
         rows, epochs = order.slice(step, rank, world_size)
         for start in range(0, len(rows), micro_batch):

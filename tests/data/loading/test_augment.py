@@ -1,4 +1,4 @@
-"""Views: what is random follows from (seed, epoch, sample) alone and has the right distribution; the rest is exact."""
+"""Views: random parts depend on (seed, epoch, sample) only and have the right distribution; the rest is exact."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,7 +52,7 @@ def test_crops_obey_area_and_aspect(height: int, width: int) -> None:
     share = h * w / (height * width)
     assert share.min() >= 0.05
     assert share.max() <= 1
-    # The width is rounded to a whole pixel.
+    # The width is rounded to whole pixels.
     assert (w >= np.floor(h * 3 / 4)).all()
     assert (w <= np.ceil(h * 4 / 3)).all()
 
@@ -64,7 +64,7 @@ def test_crops_fill_their_range() -> None:
     assert share.max() > 0.95
     assert 0.74 < aspect.min() < 0.77
     assert 1.30 < aspect.max() < 1.35
-    # The place is uniform in what is left.
+    # The position is uniform.
     assert abs((top / np.maximum(300 - h, 1))[h < 250].mean() - 0.5) < 0.03
     assert abs((left / np.maximum(400 - w, 1))[w < 350].mean() - 0.5) < 0.03
     # As TensorFlow's sample_distorted_bounding_box: the height is uniform, for square crops from sqrt(5 %) to all of it.
@@ -87,12 +87,12 @@ def test_other_ranges_are_obeyed() -> None:
 
 
 def test_no_valid_crop_is_the_whole_image() -> None:
-    # All of a 4:1 image is far from an aspect of 1.
+    # The whole of a 4:1 image has an aspect far from 1.
     assert crops(100, 400, 20, area_min=1.0, aspect_min=1.0, aspect_max=1.0).tolist() == [[0, 0, 100, 400]] * 20
 
 
 def test_later_tries_draw_anew() -> None:
-    # Most first tries fail on so narrow a range; nearly all of 100 do not.
+    # For such a narrow range most first tries fail, but hardly ever all 100.
     found = crops(30, 41, 200, area_min=0.30, area_max=0.31)
     assert (found[:, 2] < 30).mean() > 0.95
 
@@ -149,7 +149,7 @@ def decibels(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize("size", [(60, 80), (224, 100), (37, 41), (300, 500), (121, 160)])
 def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
-    # Noise at every scale: the hardest case, shrunk by up to 16 and enlarged.
+    # Noise at every scale is the hardest case; shrunk by up to 16, and enlarged.
     image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     for part in (image, image[3:, 5:-7]):
         for side in (32, 96, 224):
@@ -160,7 +160,7 @@ def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
 
 
 def test_antialias_works_on_pixels_as_they_lie() -> None:
-    # Else torch goes plane by plane, and sorts the result back: twice the time.
+    # Otherwise torch computes plane by plane and reorders the result, in twice the time.
     image = np.zeros((60, 80, 3), np.uint8)
     for part in (image, image[3:, 5:-7]):
         assert augment.resize(part, (32, 24), augment.ANTIALIAS).flags.c_contiguous
@@ -170,7 +170,7 @@ def test_linear_is_not_antialiased(image: np.ndarray) -> None:
     sharp = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
     reference = np.asarray(Image.fromarray(sharp).resize((32, 32), Image.Resampling.BILINEAR))
     assert decibels(view(sharp, crop="none", flip=False), reference) < 30
-    # Nothing to do when the view is the image.
+    # No resize when the view has the size of the image.
     square = image[:32, :32].copy()
     assert np.array_equal(view(square, crop="none", flip=False, resize_filter="antialias"), square)
 
@@ -220,13 +220,13 @@ def test_resize_crop(resize_to: int, side: int, image: np.ndarray) -> None:
         windows[view(image, crop="resize_crop", resize_to=resize_to, flip=False, sample=i).tobytes()]
         for i in range(400)
     ]
-    # Every place there is comes up, the last ones included.
+    # Every position occurs, including the last ones.
     assert {top for top, _ in found} == {left for _, left in found} == set(range(side - 31))
 
 
 @pytest.mark.parametrize("upright", [False, True])
 def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) -> None:
-    # 160 x 120 with its short side made 48: 64 x 48, of which a random 32 x 32.
+    # 160 x 120 is resized to 64 x 48 (short side 48), then cropped at random to 32 x 32.
     source = np.ascontiguousarray(image.transpose(1, 0, 2)) if upright else image
     resized = cv2.resize(source, (48, 64) if upright else (64, 48), interpolation=cv2.INTER_AREA)
     windows = {
@@ -242,7 +242,7 @@ def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) ->
 
 def test_resize_crop_takes_384_of_448() -> None:
     big = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
-    # At exactly 448 the resize does nothing, so each view is a piece of the image.
+    # At exactly 448 nothing is resized, so each view is a part of the image.
     found = view(big, size=384, crop="resize_crop", flip=False)
     places = [
         (top, left)
@@ -256,7 +256,7 @@ def test_resize_crop_takes_384_of_448() -> None:
 
 
 def test_evaluation_view_against_pillow(image: np.ndarray) -> None:
-    # Short side to 8/7 x 56 = 64, then the middle; box filtering is the area method.
+    # Short side to 8/7 x 56 = 64, then the centre; box filtering is the area method.
     found = evaluated(image, 56)
     assert np.array_equal(found, cv2.resize(image, (85, 64), interpolation=cv2.INTER_AREA)[4:60, 14:70])
     reference = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BOX))[4:60, 14:70]
@@ -266,7 +266,7 @@ def test_evaluation_view_against_pillow(image: np.ndarray) -> None:
 
 
 def test_evaluation_view_by_hand() -> None:
-    # 4x4 blocks of one value, made four times smaller by area: the values themselves; then the middle 2 of 2 x 4.
+    # 4 x 4 blocks of one value, shrunk by 4 by area, give these values; then the centre 2 of 2 x 4.
     values = np.arange(8, dtype=np.uint8).reshape(2, 4) * 20
     large = np.repeat(np.kron(values, np.ones((4, 4), np.uint8))[..., None], 3, axis=2)
     assert evaluated(large, 2, eval_resize=2)[..., 0].tolist() == values[:, 1:3].tolist()
@@ -289,7 +289,7 @@ def test_views_that_are_not_square(image: np.ndarray) -> None:
         write_eval_view(of, out, AugmentConfig(**config))
         return out
 
-    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is made 52 x 70; then the middle.
+    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is resized to 52 x 70; then the centre.
     found = look(image, 24, 56, eval_resize=30)
     assert np.array_equal(found, cv2.resize(image, (70, 52), interpolation=cv2.INTER_AREA)[14:38, 7:63])
     assert np.array_equal(

@@ -1,4 +1,4 @@
-"""Bytes -> pixels: every format that raw data sets hold, and everything that is no image."""
+"""Decoding: every format that raw data sets contain, and bytes that are not an image."""
 
 import io
 import struct
@@ -11,10 +11,10 @@ from PIL import Image
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect
 
 Encode = Callable[..., bytes]
-# Three blocks of a colour that JPEG keeps within a few levels, so that a turned picture is told from every other turn.
+# Three blocks of a colour that JPEG keeps within a few levels, so that all orientations can be distinguished.
 CORNERS = np.zeros((16, 32, 3), np.uint8)
 CORNERS[:, :16], CORNERS[:8, 16:], CORNERS[8:, 16:] = (250, 20, 20), (20, 250, 20), (20, 20, 250)
-# What a viewer does to stored pixels (EXIF 2.3, tag 0x0112), in plain numpy.
+# How a viewer transforms stored pixels (EXIF 2.3, tag 0x0112), in plain numpy.
 UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -58,7 +58,7 @@ def test_lossless_formats(format: str, options: dict[str, object], encode: Encod
 
 
 def test_the_bytes_count_and_not_the_name(encode: Encode, noise: np.ndarray) -> None:
-    # A PNG that someone renamed to .jpg: decode() is never told a name.
+    # A PNG renamed to .jpg: decode() does not use the name.
     check(decode(encode(noise, "PNG")), noise)
 
 
@@ -84,7 +84,7 @@ def test_sixteen_bits_become_eight(encode: Encode) -> None:
 
 
 def test_a_dark_sixteen_bit_image_stays_dark(encode: Encode) -> None:
-    # Nothing above 255 does not mean 8 bits.
+    # 16-bit even if no value is above 255.
     check(decode(encode(np.full((3, 3), 200, np.uint16), "PNG")), np.full((3, 3, 3), 1, np.uint8))
 
 
@@ -122,7 +122,7 @@ def test_one_pixel(format: str, encode: Encode) -> None:
 def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))
     check(decode(data), UPRIGHT[orientation](CORNERS), within=6)
-    # Pillow keeps the tag of each of these elsewhere.
+    # Pillow stores the tag of each of these formats elsewhere.
     for format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         found = decode(encode(CORNERS, format, exif=exif(orientation), **options))
         check(found, UPRIGHT[orientation](CORNERS))
@@ -133,7 +133,7 @@ def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
 def test_exif_is_found_wherever_it_stands(encode: Encode) -> None:
     data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(3), icc_profile=b"x" * 3000, comment=b"y" * 50)
     assert data.index(b"Exif") > 0
-    segment = b"\xff\xec\x00\x06ab\xff\xda"  # An application's own, that holds what looks like the start of a picture.
+    segment = b"\xff\xec\x00\x06ab\xff\xda"  # An application's segment that contains what looks like a start of scan.
     for file in (data, data[:2] + segment + data[2:], data[:2] + b"\xff" + data[2:]):
         check(decode(file), UPRIGHT[3](CORNERS), within=6)
 
@@ -150,10 +150,10 @@ def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
     assert whole.index(b"JFIF") > 0
     density = whole.replace(
         b"JFIF\0\1\1\0", b"JFIF\0\1\1\1", 1
-    )  # Pillow looks at EXIF when it opens those that have none.
+    )  # Pillow reads EXIF when it opens those without a resolution.
     assert density != whole
     files = [not_tiff, not_tiff[:2] + density[2:20] + not_tiff[2:16] + density[20:]]
-    # The number, as BYTE, ASCII and UNDEFINED instead of SHORT.
+    # The number as BYTE, ASCII and UNDEFINED instead of SHORT.
     short = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(6))
     for kind in (1, 2, 7):
         entry = struct.pack("<HH", 0x0112, 3) if b"II*\0" in short else struct.pack(">HH", 0x0112, 3)
@@ -180,7 +180,7 @@ def test_pixels_of_no_known_range_are_refused(encode: Encode) -> None:
 def broken(encode: Encode) -> dict[str, bytes]:
     pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
     jpeg, png = encode(pixels, "JPEG"), encode(pixels, "PNG")
-    # A frame header that claims 65500 x 65500 pixels: 12 GB, if anyone believed it.
+    # A frame header that claims 65500 x 65500 pixels, which are 12 GB.
     sof = jpeg.index(b"\xff\xc0")
     return {
         "nothing": b"",

@@ -1,4 +1,4 @@
-"""Colour jitter, RandAugment and random erasing: of (seed, epoch, sample) alone, each for itself, within their ranges."""
+"""Colour jitter, RandAugment and random erasing: independent, within their ranges, and a function of (seed, epoch, sample)."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,7 +46,7 @@ def test_same_identity_same_pixels_in_any_thread(config: dict[str, float], image
 
 
 def test_contrast_of_randaugment_is_chosen_by_a_setting(image: np.ndarray) -> None:
-    """The default is the image's mean, as before there was a choice; color_jitter keeps to it."""
+    """The default is the image's mean, as before the setting existed; color_jitter always uses it."""
     settings = {"randaugment_layers": 2, "color_jitter": 0.4}
     differs = 0
     for sample in range(40):
@@ -105,7 +105,7 @@ def test_erased_boxes_fill_their_range() -> None:
     assert 0.31 < share.max() < 0.335
     assert 0.28 < aspect.min() < 0.33
     assert 3.1 < aspect.max() < 3.5
-    assert abs(np.log(aspect).mean()) < 0.06  # As often wide as high.
+    assert abs(np.log(aspect).mean()) < 0.06  # Wide as often as high.
     assert (top >= 0).all()
     assert (left >= 0).all()
     assert (top + height).max() == 224

@@ -1,4 +1,4 @@
-"""A region decoded alone is the region of the whole image, to the bit; what the library is not asked for, others do."""
+"""A region decoded alone equals the region of the whole image, bit for bit; unsupported files are decoded whole."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def regions(height: int, width: int, count: int, seed: int = 0) -> list[Region]:
-    """Some regions of an image of this size, its corners and all of it among them."""
+    """Some regions of an image of this size, including its corners and the whole image."""
     draw = random.Random(seed)
     found = [(0, 0, height, width), (0, 0, 1, 1), (height - 1, width - 1, 1, 1)]
     for _ in range(count):
@@ -32,7 +32,7 @@ def regions(height: int, width: int, count: int, seed: int = 0) -> list[Region]:
 
 
 def check(data: bytes, count: int = 30, alone: bool | None = None) -> None:
-    """decode(data, region) is that part of decode(data). alone: whether the library must (not) be able to do it alone."""
+    """decode(data, region) is that part of decode(data). alone: whether the library must (not) decode the region alone."""
     whole = decode(data)
     if alone is not None:
         part = jpeg_region.decode(data, lambda h, w: (0, 0, 1, 1))
@@ -48,7 +48,7 @@ def check(data: bytes, count: int = 30, alone: bool | None = None) -> None:
 
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "gray"])
 def test_regions_of_every_subsampling(subsampling: str) -> None:
-    # 97: one pixel behind a border of blocks; 8 and 40: exactly on one.
+    # 97: one pixel behind a block border; 8 and 40: exactly on one.
     for size in [(97, 131), (64, 40), (8, 8), (33, 5), (3, 70), (1, 1), (2, 1)]:
         pixels = np.ascontiguousarray(noise(*size)[..., :1]) if subsampling == "gray" else noise(*size)
         colours = "GRAY" if subsampling == "gray" else "RGB"
@@ -57,7 +57,7 @@ def test_regions_of_every_subsampling(subsampling: str) -> None:
 
 
 def test_columns_at_the_edges_of_a_region() -> None:
-    # Every left and right edge around borders of blocks, where upsampled chroma mixes with its neighbours.
+    # Every left and right edge around block borders, where upsampled chroma mixes with its neighbours.
     for subsampling in ("422", "420", "411"):
         data = simplejpeg.encode_jpeg(noise(20, 100), 90, colorsubsampling=subsampling)
         whole = decode(data)
@@ -118,7 +118,7 @@ def test_damage_is_found_down_to_the_last_row_of_the_region() -> None:
     for bottom in (260, 400):
         with pytest.raises(DecodeError):
             decode(spoilt, lambda h, w, bottom=bottom: (bottom - 10, 0, 10, 100))
-    # What lies below is not read: the price of not decoding it.
+    # Damage below the region is not detected, because it is not decoded.
     assert np.array_equal(decode(spoilt, lambda h, w: (0, 0, 150, 100)), decode(data)[:150])
 
 

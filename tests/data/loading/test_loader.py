@@ -102,7 +102,7 @@ def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
         return len(found)
 
     assert places([], lambda images: None) < 6
-    # Whatever shares the memory keeps it, also after the batch and the loader are gone.
+    # Everything that shares the memory keeps it alive, also without the batch and the loader.
     for of in (lambda t: t, lambda t: t.permute(0, 3, 1, 2)[2:], lambda t: t.numpy(), lambda t: t[0].numpy()[::-1]):
         kept: list[object] = []
         assert places(kept, of) == 12
@@ -146,7 +146,7 @@ def test_a_bad_sample_changes_no_other(row: int, at: int, count: int, dataset: D
 
 
 def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> None:
-    """Most flipped bits of a JPEG only change its pixels: the manifest's hash tells."""
+    """Most flipped bits of a JPEG only change its pixels; the manifest's hash detects them."""
     split = dataset.split("train")
     good, _ = load(split)
     row, at = 7, int(split.sizes[7]) // 2
@@ -154,7 +154,9 @@ def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> N
     content = bytearray(path.read_bytes())
     content[int(split.offsets[row]) + at] ^= 1
     path.write_bytes(content)
-    decode(bytes(content[int(split.offsets[row]) : int(split.offsets[row]) + int(split.sizes[row])]))  # It does decode.
+    decode(
+        bytes(content[int(split.offsets[row]) : int(split.offsets[row]) + int(split.sizes[row])])
+    )  # It can be decoded.
     found, loader = load(split, max_bad_share=0.05)
     assert list(loader.bad) == [row]
     assert loader.bad[row].endswith("are not those of the manifest (xxh128)")
@@ -174,7 +176,7 @@ def test_a_left_out_sample_does_not_move_the_hashes(dataset: Dataset) -> None:
 
 
 def test_images_of_data_sets_of_the_first_format_are_not_compared(dataset: Dataset) -> None:
-    """Those have SHA-256, which would cost a tenth of the time of decoding."""
+    """They have SHA-256, which would take a tenth of the decoding time."""
     path = dataset.path / SAMPLES_FILE
     table = pq.read_table(path).drop_columns("xxh128")
     pq.write_table(table.append_column("sha256", pa.array([b"0" * 32] * COUNT, pa.binary(32))), path)

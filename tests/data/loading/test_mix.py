@@ -1,4 +1,4 @@
-"""Mixup and CutMix: the shares are Beta's, the pairs are mixed as the formula says, and nothing depends on the slices."""
+"""Mixup and CutMix: weights are from Beta, pairs are mixed by the formula, and nothing depends on ranks or micro-batches."""
 
 from pathlib import Path
 
@@ -54,8 +54,8 @@ def test_cutmixs_box_has_the_share_that_it_says() -> None:
         if top > 0 and left > 0 and bottom < 224 and right < 224:
             uncut.append(((bottom - top) * (right - left), (bottom - top) - (right - left)))
     assert (edges > 100).all()
-    assert {shape for _, shape in uncut} == {0}  # A square, where the image does not cut it off.
-    # Beta(1, 1) is uniform: of an area share a, (1 - sqrt(a))^2 of the places leave the box whole; 1/6 on average.
+    assert {shape for _, shape in uncut} == {0}  # A square, unless the image border clips it.
+    # Beta(1, 1) is uniform: for an area share a, (1 - sqrt(a))^2 of the positions do not clip the box; 1/6 on average.
     assert abs(len(uncut) / len(found) - 1 / 6) < 0.03
 
 
@@ -75,7 +75,7 @@ def test_both_take_turns_and_neither_mixes_nothing() -> None:
     kinds = [mixing.box is None for mixing in draws(1000, mixup=0.8, cutmix=1.0)]
     assert 437 < sum(kinds) < 563  # 4 standard deviations
     assert draw_mixing(AugmentConfig(), 224, 0, 0) is None
-    # Which of the two is taken has nothing to do with the share that is drawn.
+    # The choice between the two is independent of the weight.
     shares = [mixing.own for mixing in draws(2000, mixup=1.0, cutmix=1.0) if mixing.box is None]
     assert stats.kstest(shares, stats.uniform(0.5, 0.5).cdf).pvalue > 0.001
 
@@ -137,7 +137,7 @@ def test_the_loss_of_mixed_targets_is_the_mixed_loss(kind: str, smoothing: float
 
 
 def mixed_step(dataset: Path, step: int, world_size: int, micro_batch: int, threads: int) -> list[torch.Tensor]:
-    """Images, targets and losses of global batch `step`, put together from the micro-batches of all ranks."""
+    """Images, targets and losses of global batch `step`, concatenated from the micro-batches of all ranks."""
     split = open_dataset(dataset).split("train")
     order = SampleOrder(split.shard_sizes, 3, 8, streams=2, window=16)
     mixing = draw_mixing(BOTH, SIZE, 3, step)
@@ -155,7 +155,7 @@ def mixed_step(dataset: Path, step: int, world_size: int, micro_batch: int, thre
 def test_any_ranks_micro_batches_and_threads_make_the_same_batch(dataset: Path) -> None:
     steps = (0, 1, 4, 40)
     assert {draw_mixing(BOTH, SIZE, 3, step).box is None for step in steps} == {True, False}
-    for step in steps:  # The last is of the third epoch.
+    for step in steps:  # The last is in the third epoch.
         expected = mixed_step(dataset, step, 1, 8, threads=1)
         for world_size, micro_batch, threads in ((1, 4, 4), (2, 4, 3), (2, 2, 2), (4, 2, 4)):
             found = mixed_step(dataset, step, world_size, micro_batch, threads)

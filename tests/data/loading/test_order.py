@@ -1,4 +1,4 @@
-"""The order of samples: the same for any ranks and restart point, each sample once an epoch, and well mixed."""
+"""The order of samples: the same for any ranks and restart point, each sample once per epoch, and well mixed."""
 
 import time
 
@@ -21,7 +21,7 @@ def orders(draw: st.DrawFn) -> SampleOrder:
 
 
 def fresh(order: SampleOrder, **changes: int) -> SampleOrder:
-    """The same order as a new process would make it: with nothing remembered."""
+    """The same order as a new process would build it, with empty caches."""
     as_given = {"seed": order.seed, "global_batch": order.global_batch, "streams": len(order.bounds) - 1}
     return SampleOrder(order.shard_sizes, **{**as_given, "window": order.window, **changes})
 
@@ -51,7 +51,7 @@ def test_any_ranks_see_the_same_batches_in_the_same_order(order: SampleOrder, st
     everything = order.rows(np.arange(steps * order.global_batch))
     np.testing.assert_array_equal(np.concatenate([rows for rows, _ in whole]), everything[0])
     for world_size in (w for w in range(1, order.global_batch + 1) if order.global_batch % w == 0):
-        # Every rank is a process of its own.
+        # Every rank is a separate process.
         ranks = [fresh(order) for _ in range(world_size)]
         for step, (rows, epochs) in enumerate(whole):
             parts = [of_rank.slice(step, rank, world_size) for rank, of_rank in enumerate(ranks)]
@@ -93,7 +93,7 @@ def test_epochs_and_seeds_differ() -> None:
     epochs = rows.reshape(3, n)
     other_seed, _ = order_of(seed=1).rows(np.arange(n))
     for a, b in ((epochs[0], epochs[1]), (epochs[1], epochs[2]), (epochs[0], other_seed)):
-        # Two random orders of 4,000 agree at about one place.
+        # Two random orders of 4,000 agree at about one position.
         assert (a == b).sum() < 10
 
 
@@ -102,13 +102,13 @@ def test_a_window_is_mixed_and_is_a_window() -> None:
     per_round = order.global_batch // 8
     batches = np.stack([order.slice(step)[0] for step in range(200 // per_round)])
     first_stream = batches[:, :per_round].ravel()
-    # The first 200 of a stream are two shards, in another order.
+    # The first 200 of a stream are two shards, shuffled.
     assert len(set(first_stream // 100)) == 2
     assert sorted(first_stream % 100) == sorted([*range(100)] * 2)
     within = first_stream[first_stream // 100 == first_stream[0] // 100] % 100
     assert abs(np.corrcoef(np.arange(len(within)), within)[0, 1]) < 0.3
     assert np.abs(np.diff(within)).mean() > 20  # 33 for random neighbours
-    # Windows of one epoch are not shuffled alike.
+    # Windows of one epoch are shuffled differently.
     second_stream = batches[:, per_round : 2 * per_round].ravel()
     assert (first_stream % 100 == second_stream % 100).sum() < 20
 
@@ -127,7 +127,7 @@ def test_a_rank_reads_few_shards_at_a_time(world_size: int) -> None:
     for step in range(200):
         for rank in range(world_size):
             rows, _ = order.slice(step, rank, world_size)
-            # A slice of a later epoch need not begin with a stream, and may meet the end of one window.
+            # A slice of a later epoch may begin within a stream, at the end of a window.
             streams = 8 // world_size + (step * 64 >= 4000 - 64)
             assert len(set(rows // 100)) <= streams * 3 + 3
 
@@ -149,7 +149,7 @@ def test_every_sample_of_imagenet_21k_once_an_epoch() -> None:
 
 
 def test_a_billion_rows_and_positions_are_each_others_inverse() -> None:
-    """So no two rows share a position. Whole shards, picked at random, and those at the ends of an epoch."""
+    """No two rows share a position. Checked for random whole shards and those at the ends of an epoch."""
     order = large(1_000_000)
     shards, _ = order._shards_of_epoch(3)
     picked = np.concatenate([np.random.default_rng(1).integers(0, 1_000_000, 100), shards[:2], shards[-2:]])
@@ -162,7 +162,7 @@ def test_a_billion_rows_and_positions_are_each_others_inverse() -> None:
 
 @pytest.mark.parametrize("num_shards", [14_200, 1_000_000])
 def test_4096_ranks_see_the_batches_of_one(num_shards: int) -> None:
-    """At steps far apart, one that straddles two epochs among them; each rank is asked by a process that knows nothing."""
+    """At steps far apart, including one across two epochs; each rank's order is built anew."""
     order = large(num_shards)
     straddling = order.num_samples // 4096
     for step in (0, straddling, 300_000):
@@ -183,7 +183,7 @@ def test_4096_ranks_see_the_batches_of_one(num_shards: int) -> None:
 
 
 def test_seeks_take_no_time_however_far() -> None:
-    """The promise is 100 ms on an idle machine; a busy one may take four times as long before this fails."""
+    """The promise is 100 ms on an idle machine; the test allows four times that, for busy ones."""
     order = large(1_000_000)
     seconds = []
     for step in (0, 250_000, 90_000_000):
@@ -215,7 +215,7 @@ def test_random_bits_are_splitmix64() -> None:
 
 @pytest.mark.parametrize("num_bits", [0, 1, 3, 8, 64])
 def test_permutations_sort_equal_hashes_by_place(num_bits: int) -> None:
-    """As NumPy's stable sort, also where hashes agree in the high bits, in the low ones, or wholly."""
+    """As NumPy's stable sort, also where hashes agree in the high bits, in the low bits, or in all."""
     for length in (0, 1, 2, 3, 64, 65, 5000):
         hashes = random_numbers.bits(length, np.arange(length))
         for of in (
@@ -247,7 +247,7 @@ def test_uniform_fills_its_range() -> None:
 
 
 def test_golden_order() -> None:
-    """As computed on 2026-11-21 by this code: a checkpoint of today must go on with the same samples tomorrow."""
+    """As computed on 2026-11-21 by this code: a resumed checkpoint must continue with the same samples."""
     order = SampleOrder(np.array([5, 0, 7, 4, 6]), seed=42, global_batch=8, streams=4, window=3)
     assert random_numbers.permutation(10, 1, 2).tolist() == [1, 3, 7, 9, 2, 8, 6, 4, 5, 0]
     epochs = order.rows(np.arange(44))[0].reshape(2, 22)
@@ -261,7 +261,7 @@ def test_golden_order() -> None:
 def test_evaluation_covers_every_row(num_samples: int, batch: int, world_size: int) -> None:
     of_rank = [list(eval_requests(num_samples, batch, rank, world_size)) for rank in range(world_size)]
     assert len({len(requests) for requests in of_rank}) == 1
-    # Collectives of ZeRO 3 want the same number of batches; the same sizes keep them equally long.
+    # Collectives of ZeRO stage 3 need the same number of batches; equal sizes balance the ranks.
     assert len({tuple(len(rows) for rows, _ in requests) for requests in of_rank}) == 1
     rows = np.concatenate([rows for requests in of_rank for rows, _ in requests])
     assert set(rows.tolist()) == set(range(num_samples))

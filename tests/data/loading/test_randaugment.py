@@ -1,4 +1,4 @@
-"""Each operation against Pillow where it is Pillow's, else against its formula; strengths against big_vision's."""
+"""Each operation against Pillow if Pillow has it, else against its formula; strengths against big_vision's."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from pipeline.data.loading import randaugment as ra
 from pipeline.data.loading.randaugment import OPERATIONS, PIXEL_COUNT_OPERATIONS, randaugment
 
 SIZE = 224
-FACTORS = [0.1, 0.46, 1.0, 1.9, 2.8, 3.7]  # Of magnitudes 0, 2, 5, 10, 15 and 20.
+FACTORS = [0.1, 0.46, 1.0, 1.9, 2.8, 3.7]  # For magnitudes 0, 2, 5, 10, 15 and 20.
 LEVELS = [0.0, 0.2, 0.5, 1.0, 1.5, 2.0]
 
 
@@ -134,7 +134,7 @@ def test_sharpness(factor: float, image: np.ndarray) -> None:
     around = sum(wide[y : y + SIZE - 2, x : x + SIZE - 2] for y in range(3) for x in range(3))
     smooth[1:-1, 1:-1] = (around + 4 * wide[1:-1, 1:-1]) // 13
     found = ra.sharpness(image, factor)
-    # A blend that comes to a whole number may have lost it in float32.
+    # float32 may place a blend just below a whole number.
     assert furthest(found, blended(smooth, image, factor)) <= 1
     assert np.mean(found != blended(smooth, image, factor)) < 1e-3
     for border in (np.s_[0], np.s_[-1], np.s_[:, 0], np.s_[:, -1]):
@@ -142,7 +142,7 @@ def test_sharpness(factor: float, image: np.ndarray) -> None:
 
 
 def warped(image: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest pixels of (x, y), float (S, S), grey outside; and where that is no matter of rounding."""
+    """The nearest pixels of (x, y), float (S, S), grey outside; and a mask without rounding ambiguity."""
     column, row = np.floor(x + 0.5).astype(int), np.floor(y + 0.5).astype(int)
     outside = (column < 0) | (column >= SIZE) | (row < 0) | (row >= SIZE)
     found = image[np.clip(row, 0, SIZE - 1), np.clip(column, 0, SIZE - 1)].copy()
@@ -196,7 +196,7 @@ def test_cutout(image: np.ndarray) -> None:
 
 
 def test_strengths_are_big_visions() -> None:
-    """Levels of 10, 15 and 20; the places of the reference's `level_to_arg`, run under TensorFlow 2.12."""
+    """Magnitudes 10, 15 and 20; values of the reference's `level_to_arg`, run under TensorFlow 2.12."""
     image = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
     draws = np.array([0.5, 0.25])
     enhance = {"Color": ra.color, "Contrast": ra.contrast, "Brightness": ra.brightness, "Sharpness": ra.sharpness}

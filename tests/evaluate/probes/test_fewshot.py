@@ -1,4 +1,4 @@
-"""Few-shot accuracy is the ridge regression it says it is, on exactly the images that big_vision would choose."""
+"""Few-shot accuracy is that of a ridge regression, on exactly the images that big_vision would choose."""
 
 import time
 
@@ -20,7 +20,7 @@ def features(n: int, d: int, num_classes: int, seed: int) -> tuple[np.ndarray, n
 @pytest.mark.parametrize(("n", "d"), [(60, 12), (13, 12), (12, 12), (20, 50)])
 def test_equals_two_independent_solutions(n: int, d: int) -> None:
     """scikit-learn's Ridge, and least squares with the strength as further rows: to 1e-6 of the largest score."""
-    num_classes = 6  # Of which the last is in no shot.
+    num_classes = 6  # The last one has no sample.
     train, labels = features(n, d, num_classes - 1, seed=1)
     test, _ = features(1500, d, num_classes - 1, seed=3)
     mean, std = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)

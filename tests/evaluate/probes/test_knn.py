@@ -1,4 +1,4 @@
-"""kNN's votes are those that a plain loop over all pairs counts, whatever parts the features are read in."""
+"""kNN votes equal scikit-learn's, for any chunk size."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def features(n: int, seed: int, num_classes: int = 5, d: int = 16) -> tuple[torc
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(num_classes, (n,), generator=generator)
     centres = torch.randn(num_classes, d, generator=torch.Generator().manual_seed(9))
-    # Of many lengths: only directions may count.
+    # Different lengths, because only directions may count.
     lengths = torch.rand(n, 1, generator=generator) * 50 + 0.01
     return (centres[labels] + 1.5 * torch.randn(n, d, generator=generator)) * lengths, labels
 

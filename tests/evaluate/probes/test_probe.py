@@ -1,4 +1,4 @@
-"""A run probes its features on the way: exactly once each time, the same on any number of ranks and after a stop."""
+"""Probes during a run: once per due step, the same on any number of ranks and after a stop."""
 
 import json
 from pathlib import Path
@@ -31,14 +31,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Path) -> None:
-    """At ZeRO stage 3, too; and launch/evaluate.py says the same of the checkpoint."""
+    """Also at ZeRO stage 3; launch/evaluate.py gives the same scores for the checkpoint."""
     names = [f"other_{k}shot_l2_{l2}" for k in (1, 3) for l2 in (1024, 1)] + ["other_5nn"]
-    # Weights that hardly move: then ranks that sum in another order leave no other features.
+    # Weights hardly change, so that the order in which ranks sum does not change the features.
     still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", *PROBE)
     for ranks, stage in ((1, 1), (2, 3)):
         run = forge.start(ranks, settings(data, tmp_path, f"on{ranks}", f"engine.zero_stage={stage}", *still))
         assert run.wait() == [0] * ranks, run.said()
-    # Killed between its last checkpoint and its last probe, a run makes up for it.
+    # A run killed between its last checkpoint and its last probe probes after the restart.
     whole = (tmp_path / "on1" / "probe.json").read_text()
     (tmp_path / "on1" / "probe.json").write_text(json.dumps({**json.loads(whole), "step": 4}))
     again = forge.start(1, settings(data, tmp_path, "on1", "engine.zero_stage=1", *still))
@@ -62,7 +62,7 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     )  # fmt: skip
     assert [row["top1_of_seeds"] for row in scored["fewshot"]] == [row["top1_of_seeds"] for row in one["fewshot"]]
     assert scored["knn"] == one["knn"]
-    assert 0.3 < one["knn"]["top1"] <= 1  # Colours tell the classes.
+    assert 0.3 < one["knn"]["top1"] <= 1  # Classes differ in colour.
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
