@@ -17,6 +17,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from pipeline.evaluate.render import shorten
@@ -153,10 +154,7 @@ def draw_positions(similarity: Tensor, title: str) -> Figure:
     for number, (axes, table) in enumerate(zip(panels, similarity.numpy(), strict=False)):
         h, w = table.shape[:2]
         gap = max(1, round(0.12 * w))
-        sheet = np.full((h * (h + gap) - gap, w * (w + gap) - gap), np.nan)
-        for i in range(h):
-            for j in range(w):
-                sheet[i * (h + gap) : i * (h + gap) + h, j * (w + gap) : j * (w + gap) + w] = table[i, j]
+        sheet = _sheet(table.astype(np.float64), gap, np.nan)
         image = axes.imshow(sheet, cmap=_MAP, vmin=-1, vmax=1, interpolation="nearest")
         for axis, cells in ((axes.yaxis, h), (axes.xaxis, w)):
             shown = np.arange(0, cells, -(-cells // 8))
@@ -175,6 +173,14 @@ def draw_positions(similarity: Tensor, title: str) -> Figure:
     bar.ax.tick_params(labelsize=_SMALL)
     figure.suptitle(title, fontsize=_TITLE, weight="bold")
     return figure
+
+
+def _sheet(tiles: np.ndarray, gap: int, fill: float) -> np.ndarray:
+    """Tiles (rows, columns, height, width, ...) as one image, with gaps between them."""
+    rows, columns, height, width, *channels = tiles.shape
+    sheet = np.full((rows, columns, height + gap, width + gap, *channels), fill, tiles.dtype)
+    sheet[:, :, :height, :width] = tiles
+    return sheet.swapaxes(1, 2).reshape(rows * (height + gap), columns * (width + gap), *channels)[:-gap, :-gap]
 
 
 def draw_filters(filters: Filters, title: str) -> Figure:
@@ -196,26 +202,21 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
     figure = Figure(figsize=(8.2, 4.5), layout="constrained")
     whole, cut = figure.subplots(1, 2)
     whole.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0))
-    for i in range(h):
-        for j in range(w):
-            box = Rectangle((j * step, i * step), patch, patch, fill=False, edgecolor="white", linewidth=0.7)
-            whole.add_patch(box)
+    gap = max(1, round(patch / 8))
+    for i, (row, column) in enumerate(np.ndindex(h, w), start=1):
+        corner = column * step, row * step
+        whole.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor="white", linewidth=0.7))
+        if h * w <= 100:
+            left, top = (place * (patch + gap) + 0.04 * patch for place in (column, row))
+            cut.text(left, top, str(i), fontsize=_SMALL, color="white", va="top",
+                     bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
     overlap = ""
     if step < patch:
         overlap = f", one each {step} px"
         whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=_MAP(1.0), linewidth=2))
     whole.set_title(f"{h} × {w} patches of {patch} × {patch} px{overlap}", fontsize=_TEXT)
-    gap = max(1, round(patch / 8))
-    sheet = np.full((h * (patch + gap) - gap, w * (patch + gap) - gap, 3), 255, np.uint8)
-    for i in range(h):
-        for j in range(w):
-            top, left = i * (patch + gap), j * (patch + gap)
-            part = pixels[i * step : i * step + patch, j * step : j * step + patch]
-            sheet[top : top + patch, left : left + patch] = part
-            if h * w <= 100:
-                number = i * w + j + 1
-                cut.text(left + 0.04 * patch, top + 0.04 * patch, str(number), fontsize=_SMALL, color="white", va="top",
-                         bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
+    patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
+    sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
     token = " and the class token" if config.pool == "token" else ""
     token += f" and {config.registers} registers" if config.registers else ""

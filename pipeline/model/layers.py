@@ -6,7 +6,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Dense(nn.Linear):
-    """A linear layer with zero bias. The model's `initialize` sets the kernel, not torch, which uses the global generator."""
+    """A linear layer with zero bias and an uninitialised kernel, which the model's `initialize` sets.
+
+    torch's own initialisation would draw from the global generator.
+    """
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)

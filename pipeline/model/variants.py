@@ -369,7 +369,8 @@ def _check_ranges(config: Config) -> None:
     """Raise UserError for a value that no model has."""
     for name, (smallest, largest) in _RANGES.items():
         if not smallest <= (value := getattr(config, name, smallest)) <= largest:
-            raise UserError(f"model: {name} = {quoted(value)} must be from {smallest:,} to {largest:,}.")
+            hint = "; 0 means no head" if name == "num_classes" else ""
+            raise UserError(f"model: {name} = {quoted(value)} must be from {smallest:,} to {largest:,}{hint}.")
     if not all(1 <= side <= _MAX_SIDE for side in config.image_size):
         raise UserError(f"model: image_size = {quoted(config.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
     name, units, min_stages = (

@@ -1,4 +1,4 @@
-"""Attention as it is looked at is the attention that the model computes; what is made of it follows its formula."""
+"""The attention weights are those that the model uses; rollout, distances and Grad-CAM follow their formulae."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def vit(name: str = "ViT-mu/4", size: tuple[int, int] = (SIDE, SIDE), **changes: object) -> VisionTransformer:
-    """A small one whose weights are all random, so that attention differs from token to token."""
+    """A small model with random weights, so that attention differs between tokens."""
     model = models.create(name, size, 5, **{**SMALL, **changes}).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def seen(model: VisionTransformer, images: Tensor) -> dict[str, Tensor]:
 
 
 def uniform(**changes: object) -> VisionTransformer:
-    """Every token attends to all alike."""
+    """A model in which every token attends to all tokens equally."""
     model = vit(**changes)
     for block in model.blocks:
         torch.nn.init.zeros_(block.attention.qkv.weight)
@@ -86,7 +86,7 @@ def test_weights_are_those_that_the_model_mixes_values_with(kind: str) -> None:
         assert torch.allclose(model.head(read + pool.mlp(pool.mlp_norm(read))), logits, atol=1e-4)
 
 
-def test_looking_changes_nothing_and_leaves_nothing() -> None:
+def test_the_output_is_unchanged_and_no_hook_remains() -> None:
     model, images = vit(), random_images()
     with torch.no_grad():
         before = model(images)
@@ -100,7 +100,7 @@ def test_looking_changes_nothing_and_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"patch_stride": 2}, {"pool": "gap"}], ids=["token", "overlap", "gap"])
 def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
-    """By hand: the mean over all pairs of patches, of which the class token takes its share."""
+    """By hand: the mean over all pairs of patches, reduced by the share of the class token."""
     model = uniform(size=(8, 12), **changes)
     (rows, columns), step = model.config.grid, changes.get("patch_stride", 4)
     places = list(itertools.product(range(rows), range(columns)))
@@ -124,7 +124,7 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
     pooling = weights.pop(POOLING, None)
     N, (h, w) = model.config.num_tokens, model.config.grid
     for image in range(2):
-        of_patches = (np.arange(N) >= N - h * w) / (h * w)  # of registers, which come first, the head reads nothing
+        of_patches = (np.arange(N) >= N - h * w) / (h * w)  # the head does not read registers, which come first
         row = of_patches if pooling is None else pooling[image].mean((0, 1)).double().numpy()
         if model.class_token is not None:
             row = np.eye(N)[0]
@@ -144,7 +144,7 @@ def test_rollout_of_uniform_and_of_identity_attention() -> None:
     np.testing.assert_allclose(found.product, 1 / 17, rtol=1e-5)
     np.testing.assert_allclose(found.maps, 1 / 17, rtol=1e-5)
 
-    # Tokens that are told apart by a place of their own in the width, and are alike to themselves alone.
+    # Each token is a unit vector of its own, so that it attends to itself alone.
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_parts_that_fit_into_memory_give_the_same() -> None:
 
 
 def test_gradcam_of_a_resnet_is_its_class_activation_map() -> None:
-    """A linear head on the mean over places: Grad-CAM is what the head weighs there (Selvaraju et al., section 3)."""
+    """With a linear head on the mean, Grad-CAM equals the class activation map (Selvaraju et al., section 3)."""
     model = models.build(ResNetConfig((1, 1), 32, (32, 48), 5)).eval()
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     images, classes = random_images((32, 48)), torch.tensor([3, 0])

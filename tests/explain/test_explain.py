@@ -1,4 +1,4 @@
-"""launch/explain.py, from the command line to the folder and the MLflow run; which images, which maps, which mistakes."""
+"""launch/explain.py, from settings to the folder and the MLflow run; the choice of images, maps and mistakes."""
 
 import io
 import json
@@ -25,7 +25,7 @@ ALL = ["attention", "cost", "distance", "filters", "gradcam", "patches", "positi
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine pictures in folders of their classes, one that is none, and one of no class."""
+    """Nine images in folders of their classes, a file that is not an image, and an image without a class."""
     folder = tmp_path_factory.mktemp("photos")
     rng = np.random.default_rng(0)
     for number in range(11):
@@ -56,12 +56,14 @@ def drawn(folder: Path) -> list[str]:
 
 
 def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command's one function, in this process: to start another one, and MLflow in it, would take half of the time."""
+    """Calls the command's function in this process: starting another one, with MLflow, would take half of the time."""
     from mlflow.tracking import MlflowClient
 
     weights, out, uri = save(tmp_path / "random.pt", depth=2), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
     client = MlflowClient(uri)
-    client.create_experiment("explain", artifact_location=(tmp_path / "artifacts").as_uri())  # Makes the database, too.
+    client.create_experiment(
+        "explain", artifact_location=(tmp_path / "artifacts").as_uri()
+    )  # Creates the database, too.
     command = runpy.run_path(str(ROOT / "launch" / "explain.py"))["explain"]
     settings = [f"weights={weights}", f"images={photos}", f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
     command(schema.load(ExplainConfig, None, settings))
@@ -88,7 +90,9 @@ def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pyte
     assert found.data.tags["weights_run"] == "try"
 
 
-def test_what_a_model_does_not_have_is_said(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawings_that_do_not_apply_are_reported(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     images = f"images={photos}"
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
@@ -130,7 +134,7 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     assert drawn(out) == ["attention-1", "attention-2"]
     few = run(weights, out, f"images={photos}", "draw=[attention,patches]", "layer=2", "head=1", "num_drawn=4")
     assert drawn(out) == ["attention", "patches"]
-    # A smaller choice lies in a larger one; given files keep their order.
+    # A smaller choice is part of a larger one; given files keep their order.
     more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
     assert more["images"][:4] == few["images"]
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
@@ -156,7 +160,7 @@ def test_order_of_the_sheet() -> None:
     right = np.array([True, False, True, False, False, True, False, True])
     confidence = np.array([0.9, 0.2, 0.5, 0.8, 0.6, 0.7, 0.95, 0.3])
     assert galleries.order_by_mistake(right, confidence, 8).tolist() == [6, 3, 4, 1, 7, 2, 5, 0]
-    assert galleries.order_by_mistake(right, confidence, 4).tolist() == [6, 3, 4, 7]  # a quarter for what is right
+    assert galleries.order_by_mistake(right, confidence, 4).tolist() == [6, 3, 4, 7]  # a quarter for right ones
     assert galleries.order_by_mistake(~right, confidence, 4).tolist() == [0, 5, 2, 1]
     assert galleries.order_by_mistake(np.zeros(8, bool), confidence, 3).tolist() == [6, 0, 3]
     assert galleries.order_by_mistake(np.ones(8, bool), confidence, 3).tolist() == [1, 7, 2]

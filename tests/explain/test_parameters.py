@@ -1,4 +1,4 @@
-"""Positions, filters and cost: values that are known beforehand, or scikit-learn's."""
+"""Positions, filters and cost, against known values and scikit-learn."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from pipeline.model import ResNetConfig
 
 @pytest.mark.parametrize("pool", ["token", "gap"])
 def test_similarity_of_known_positions(pool: str) -> None:
-    """Each row of patches in a direction of its own, and every second column turned round."""
+    """Each row of patches has a direction of its own, and every second column the opposite sign."""
     model = models.create("ViT-mu/4", (8, 12), 3, pool=pool)
     with torch.no_grad():
         model.positions[:] = 7.0
@@ -30,7 +30,7 @@ def test_similarity_of_known_positions(pool: str) -> None:
 
 def test_similarity_of_other_positions() -> None:
     fixed = position_similarity(models.create("ViT-mu/4", 16, 3, positions="sincos2d"))[0]
-    assert torch.allclose(fixed, fixed.permute(1, 0, 3, 2), atol=1e-5)  # rows as columns
+    assert torch.allclose(fixed, fixed.permute(1, 0, 3, 2), atol=1e-5)  # rows and columns are symmetric
     assert fixed[0, 0, 0, 1] > fixed[0, 0, 0, 3]
     apart = position_similarity(models.create("ViT-mu/4", 16, 3, depth=2, positions="learned2d", positions_at="blocks"))
     assert apart.shape == (2, 4, 4, 4, 4)
@@ -50,14 +50,14 @@ def test_filters_are_scikit_learns_components() -> None:
     np.testing.assert_allclose(found.shares, expected.explained_variance_ratio_, atol=1e-6)
     largest = np.abs(components).argmax(1)
     assert (components[range(28), largest] > 0).all()
-    # The other sign of every filter gives the same pictures.
+    # Filters with the opposite sign give the same components.
     with torch.no_grad():
         model.patch_embedding.weight.neg_()
     assert torch.allclose(principal_filters(model).components, found.components, atol=1e-5)
 
 
 def test_filters_of_resnets_are_the_roots() -> None:
-    """Standardised, as they are used: scaled and shifted ones are the same."""
+    """Kernels are standardised, so scaling and shifting them changes nothing."""
     model = models.build(ResNetConfig((1,), 32, (32, 32), 3))
     found = principal_filters(model)
     assert (found.components.shape, found.num_filters) == ((28, 3, 7, 7), 32)
@@ -68,7 +68,7 @@ def test_filters_of_resnets_are_the_roots() -> None:
 
 
 def test_cost_of_vit_b16() -> None:
-    """197 tokens and 17.6 GFLOPs (multiply-adds), as everyone has it for ViT-B/16 at 224 px."""
+    """197 tokens and 17.6 GMACs, as published for ViT-B/16 at 224 px."""
     own = cost(models.configure("ViT-B/16"))
     assert (own.patch, own.image, own.tokens) == (16, 224, 197)
     assert own.attention_macs == 12 * 2 * 197**2 * 768

@@ -1,11 +1,11 @@
-"""Oracles that share no code with the package: random official-style weights, the paper's equations in plain numpy."""
+"""Reference code that shares nothing with the package: random official weights, and the paper's equations in numpy."""
 
 from math import erf
 
 import numpy as np
 import pytest
 
-# D = M = K = 16, H = D/H = 4, P = 4 and a 4 x 4 grid: every kernel is square, so no shape check hides a transposition.
+# D = M = K = 16, H = D/H = 4, P = 4 and a 4 x 4 grid: every kernel is square, so that no shape check finds a transposition.
 WIDTH, DEPTH, HEADS, PATCH, GRID, CLASSES = 16, 2, 4, 4, 4, 16
 SIDE = PATCH * GRID
 MODULES = {
@@ -121,13 +121,13 @@ def equations_fixture():
 
 @pytest.fixture(scope="session")
 def images():
-    """(B, H, W, 3) float64 in [-1, 1], for the equations; channels_first of it is for the model."""
+    """(B, H, W, 3) float64 in [-1, 1], as the equations read them; the model reads channels first."""
     return np.random.default_rng(7).uniform(-1, 1, (3, SIDE, SIDE, 3))
 
 
 @pytest.fixture
 def npz(tmp_path):
-    """Write random official weights, some keys changed or (None) left out, and give the path."""
+    """A function that writes random official weights with some keys changed, or left out (None), and returns the path."""
 
     def write(layout="released", representation=True, **changes):
         arrays = random_arrays(layout, representation) | changes

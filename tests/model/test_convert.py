@@ -24,7 +24,7 @@ def test_logits_are_those_of_the_equations_on_the_file(npz, random_arrays, equat
     np.testing.assert_allclose(logits(model, images), expected, atol=2e-5)
 
 
-# For each kind of tensor a way to put its axes wrong that keeps its shape.
+# For each kind of tensor, a wrong order of axes that keeps its shape.
 SLIPS = {
     "embedding/kernel": lambda a: a.transpose(1, 0, 2, 3),  # height for width
     POSITIONS: lambda a: np.concatenate([a[:, :1], a[:, 1:].reshape(4, 4, -1).swapaxes(0, 1).reshape(1, 16, -1)], 1),
@@ -42,14 +42,14 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("key", SLIPS)
-def test_a_transposed_tensor_would_be_noticed(npz, random_arrays, equations, images, key):
-    """The reading is right on the file as it is (above), and wrong axes of any tensor move the logits by far more."""
+def test_transposed_tensors_change_the_logits(npz, random_arrays, equations, images, key):
+    """Wrong axes of any tensor change the logits by far more than the tolerance of the test above."""
     slipped = SLIPS[key](random_arrays()[key])
     difference = logits(load(npz(**{key: slipped})), images) - equations(random_arrays(), images)
     assert np.abs(difference).max() > 1e-2
 
 
-def test_swapped_projections_would_be_noticed(npz, random_arrays, equations, images):
+def test_swapped_projections_change_the_logits(npz, random_arrays, equations, images):
     arrays = random_arrays()
     query, key = f"{ATTENTION}/query/kernel", f"{ATTENTION}/key/kernel"
     swapped = npz(**{query: arrays[key], key: arrays[query]})
@@ -72,7 +72,7 @@ def test_out_and_in_again_is_exact():
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_architecture_is_found_in_the_tensors(npz):
+def test_configuration_from_the_tensors(npz):
     assert read_npz(npz()).config == ViTConfig(16, 2, 16, 4, 4, (16, 16), 16, representation=True, gelu="tanh")
     headless = npz(representation=False, **{"head/kernel": None, "head/bias": None})
     assert read_npz(headless).config == ViTConfig(16, 2, 16, 4, 4, (16, 16), 0, representation=False, gelu="tanh")
@@ -133,7 +133,7 @@ def test_a_file_of_another_kind_is_refused(npz, tmp_path):
         read_npz(tmp_path / "absent.npz")
 
 
-def test_a_pickle_is_never_run(npz, tmp_path):
+def test_pickles_are_not_executed(npz, tmp_path):
     class Trap:
         def __reduce__(self):
             return open, (str(tmp_path / "sprung"), "w")

@@ -1,4 +1,4 @@
-"""The official .npz beyond the released ViT: big_vision's, hybrids', BiT's; each against formulae on the file's arrays."""
+"""The .npz of big_vision, hybrids and BiT, against formulae computed on the file's arrays."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def same(model, other):
 
 
 def big_vision(random_arrays, pool):
-    """A file's arrays, without prefix; positions are of the patches alone."""
+    """A file's arrays, without prefix; only patches have positions."""
     rng = np.random.default_rng(5)
     arrays = random_arrays("linen")
     arrays["pos_embedding"] = arrays.pop(TABLE)[:, 1:]
@@ -58,7 +58,7 @@ def big_vision(random_arrays, pool):
 
 
 def as_equations_take_it(arrays):
-    """With the table where vision_transformer has it, zero at the class token."""
+    """Positions under vision_transformer's key, with zeros for the class token."""
     arrays = dict(arrays)
     table = arrays.pop("pos_embedding")
     arrays[TABLE] = np.concatenate([np.zeros((1, int("cls" in arrays), D)), table], axis=1)
@@ -66,7 +66,7 @@ def as_equations_take_it(arrays):
 
 
 def stacked(arrays):
-    """Blocks in one array, as big_vision's scan=True."""
+    """Blocks stacked in one array, as with scan=True in big_vision."""
     first, kept = "Transformer/encoderblock_0/", {k: a for k, a in arrays.items() if "encoderblock" not in k}
     for key in [key for key in arrays if key.startswith(first)]:
         kept[key.replace("_0/", "/", 1)] = np.stack([arrays[key], arrays[key.replace("_0/", "_1/", 1)]])
@@ -101,14 +101,14 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("key", SLIPS)
-def test_a_transposed_tensor_of_big_visions_would_be_noticed(tmp_path, random_arrays, equations, images, key):
+def test_transposed_tensors_of_big_vision_change_the_logits(tmp_path, random_arrays, equations, images, key):
     arrays = big_vision(random_arrays, "map")
     slipped = load(write(tmp_path, arrays | {key: SLIPS[key](arrays[key])}))
     expected = equations(as_equations_take_it(arrays), images, layout="linen")
     assert np.abs(logits(slipped, images) - expected).max() > 1e-2
 
 
-def test_what_is_assumed_of_big_visions_files_is_said(tmp_path, random_arrays):
+def test_assumptions_about_big_vision_files_are_reported(tmp_path, random_arrays):
     arrays = {f"params/img/{key}": array for key, array in big_vision(random_arrays, "token").items()}
     said = []
     read_weights(write(tmp_path, arrays | {"params/t": np.ones(1, np.float32)}), said.append)
@@ -160,7 +160,7 @@ def test_out_and_in_again_is_exact(tmp_path, name, changes, layout):
 
 
 def test_a_class_token_without_a_position_computes_the_same_bits(tmp_path):
-    """The first position is added to the token in the file, as forward does it here."""
+    """In the file, the first position is added to the class token, as the forward pass does."""
     model, images = random_model("ViT-mu/4"), torch.rand(2, 3, 16, 16)
     arrays = to_npz(model, "big_vision")
     assert arrays["params/pos_embedding"].shape == (1, 16, 32)
@@ -186,7 +186,7 @@ def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_
         ("Axial-ViT-mu/4", {}, None, "cannot hold axial attention"),
     ],
 )
-def test_what_a_file_cannot_hold_is_refused(name, changes, layout, message):
+def test_unsupported_models_are_refused(name, changes, layout, message):
     with pytest.raises(UserError, match=message):
         to_npz(create(name, 16, 5, **changes), layout)
 
@@ -199,7 +199,7 @@ def rand(rng, *shape):
 
 
 def bit_arrays():
-    """A BiT of stages of 2 and 1 units, width 32, in the authors' keys; every 1 x 1 kernel that can be is square."""
+    """A BiT of stages of 2 and 1 units, width 32, in the authors' keys; 1 x 1 kernels are square where possible."""
     rng, arrays = np.random.default_rng(0), {}
 
     def conv(key, *shape):
@@ -223,7 +223,7 @@ def bit_arrays():
 
 
 def bit_logits(arrays, images):
-    """bit_pytorch/models.py in float64, functions of the file's arrays. images: (B, H, W, 3)."""
+    """bit_pytorch/models.py in float64, on the file's arrays. images: (B, H, W, 3)."""
     w = {key: torch.from_numpy(array).double() for key, array in arrays.items()}
 
     def conv(x, key, stride=1):
@@ -256,7 +256,7 @@ def hybrid_arrays():
         arrays[f"{key}/scale"], arrays[f"{key}/bias"] = 1 + rand(rng, *ones, width), rand(rng, *ones, width)
 
     arrays["conv_root/kernel"] = rand(rng, 7, 7, 3, 64)
-    norm("gn_root", 64, 1, 1, 1)  # older files have the image's axes
+    norm("gn_root", 64, 1, 1, 1)  # older files have axes for batch and image, too
     for i, (side, read, written) in enumerate(((1, 64, 64), (3, 64, 64), (1, 64, C)), start=1):
         arrays[f"block1/unit1/conv{i}/kernel"] = rand(rng, side, side, read, written)
         norm(f"block1/unit1/gn{i}", written)
@@ -276,7 +276,7 @@ def stem_cells(arrays, images):
             kernel.std((1, 2, 3), keepdim=True, correction=0) + 1e-5
         )
         side = kernel.shape[2]
-        before = (side - stride) // 2  # "SAME" of sides that the stride divides
+        before = (side - stride) // 2  # padding "SAME" if the stride divides the side
         return F.conv2d(F.pad(x, (before, side - stride - before) * 2 if side > 1 else (0, 0)), kernel, None, stride)
 
     def norm(x, key):
@@ -291,7 +291,7 @@ def stem_cells(arrays, images):
     return F.relu(y + norm(conv(x, f"{unit}/conv_proj"), f"{unit}/gn_proj")).permute(0, 2, 3, 1).numpy()
 
 
-CONV_SLIPS = {  # whatever its shape keeps: height for width, inputs for outputs
+CONV_SLIPS = {  # kernels to transpose: height for width, or inputs for outputs
     "bit": ["resnet/root_block", "resnet/block1/unit01/a", "resnet/block1/unit01/b", "resnet/block2/unit01/b"],
     "hybrid": ["conv_root", "block1/unit1/conv1", "block1/unit1/conv2"],
 }
@@ -318,7 +318,7 @@ def test_bits_file_computes_the_logits_of_its_authors_code(tmp_path, images):
 
 
 def test_a_hybrids_file_computes_the_logits_of_its_authors_code(tmp_path, random_arrays, equations, images):
-    """The stem by its authors' formulae; on its cells, which are patches of one pixel, the paper's equations."""
+    """The authors' formulae for the stem, then the paper's equations on its cells, as patches of 1 x 1."""
     plain = {k: a for k, a in random_arrays().items() if k != "embedding/kernel"}
     arrays = plain | hybrid_arrays()
     expected = equations(arrays, stem_cells(arrays, images))
@@ -345,7 +345,7 @@ def test_a_bad_resnet_file_names_the_key(tmp_path):
             load(write(tmp_path, changed))
 
 
-def test_our_file_holds_them_too(tmp_path):
+def test_resnets_in_our_format(tmp_path):
     model = random_model("BiT-R50x1", units=(1, 1), width=32)
     save(model, tmp_path / "bit.pt")
     assert same(load(tmp_path / "bit.pt"), model)

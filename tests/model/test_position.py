@@ -48,14 +48,14 @@ def cubic(distance, a):
 
 
 def cubic_matrix(old, new, antialias):
-    """(new, old): each new place's weights of the old ones, by the formulae; places are centres of cells."""
+    """(new, old): interpolation weights by the formulae, with positions at the centres of cells."""
     scale = old / new
-    wide = max(scale, 1.0) if antialias else 1.0  # the kernel widens as it shrinks
+    wide = max(scale, 1.0) if antialias else 1.0  # when downsampling, antialiasing widens the kernel
     centres = (np.arange(new) + 0.5) * scale - 0.5
     matrix = np.zeros((new, old))
     for row, centre in enumerate(centres):
         for place in range(int(np.floor(centre - 2 * wide)), int(np.ceil(centre + 2 * wide)) + 1):
-            # Without antialias (a = -0.75) the border repeats; with it (a = -0.5, as Pillow) what is outside has no weight.
+            # Without antialias, a = -0.75 and the border repeats; with it, a = -0.5 (as Pillow) and places outside have weight 0.
             weight = cubic((place - centre) / wide, -0.5 if antialias else -0.75)
             if not antialias or 0 <= place < old:
                 matrix[row, np.clip(place, 0, old - 1)] += weight

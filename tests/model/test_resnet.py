@@ -1,4 +1,4 @@
-"""BiT and the hybrid's stem, against the formulae of their authors' code written out in numpy."""
+"""BiT and the hybrid stem, against the formulae of their authors' code in numpy."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def image(channels, height, width, seed=1):
 
 
 def convolve(x, kernel, stride, before, after):
-    """(C, h, w), kernel (D, C, k, k) -> (D, h', w'), with `before` and `after` zeros at each end of a side; float64."""
+    """(C, h, w), kernel (D, C, k, k) -> (D, h', w'), with `before` and `after` zeros at the ends of each side; float64."""
     x = np.pad(x, ((0, 0), (before, after), (before, after)))
     size = kernel.shape[2]
     rows = range(0, x.shape[1] - size + 1, stride)
@@ -97,7 +97,7 @@ def test_the_hybrids_unit(stride, inputs):
 
     start = x[0].double().numpy()
     y = np.maximum(norm(convolve(start, hybrid_kernel(w["conv1.weight"]), 1, 0, 0), "norm1"), 0)
-    before = 1 if stride == 1 else 0  # "SAME" of an even side
+    before = 1 if stride == 1 else 0  # padding "SAME" of an even side
     y = np.maximum(norm(convolve(y, hybrid_kernel(w["conv2.weight"]), stride, before, 1), "norm2"), 0)
     y = norm(convolve(y, hybrid_kernel(w["conv3.weight"]), 1, 0, 0), "norm3")
     if stride == 2:
@@ -141,7 +141,7 @@ def test_bit_ends_in_a_norm_a_rectifier_and_the_mean():
      ("R+Ti/16", 64, 4, (7, 12))],
 )  # fmt: skip
 def test_the_hybrids_strides(name, channels, stride, grid):
-    """As the paper's section 4.1; R+Ti/16 cuts its stem's output, reduced 4 times, into patches of 8."""
+    """As the paper's section 4.1; R+Ti/16 cuts the output of its stem, which downsamples 4 times, into patches of 8."""
     with torch.device("meta"):
         model = create(name, (224, 384), 10)
         features = model.stem(torch.empty(1, 3, 224, 384))

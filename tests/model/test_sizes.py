@@ -1,4 +1,4 @@
-"""Names, parameter counts and FLOPs, against what is published."""
+"""Names, parameter counts and FLOPs, against published values."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ GMACS = {
     "ViT-g/14": (267.0, None, 1595),
     "ViT-G/14": (483.7, None, 2822),
 }
-# ExaFLOPs of pre-training on JFT, 303 M images: epochs, ViT paper's Table 6. How it counts a ViT is known exactly; what
-# it has for ResNets and hybrids is within 4 % of the multiply-adds that are there.
+# (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly, those
+# for ResNets and hybrids within 4 %.
 EXAFLOPS = {
     "ViT-B/16": (7, 224), "ViT-L/32": (7, 196), "ViT-L/16": (14, 1567), "ViT-H/14": (14, 4262),
     "BiT-R50x1": (7, 50), "BiT-R50x2": (7, 199), "BiT-R101x1": (7, 96), "BiT-R152x1": (7, 141), "BiT-R152x2": (7, 563),
@@ -54,7 +54,7 @@ EXACT = {
 }  # fmt: skip
 EXACT_GAP = {"ViT-B/16": 86_566_120, "ViT-B/32": 88_222_696, "ViT-S/16": 22_049_896, "ViT-S/32": 22_878_184}
 # Millions of parameters with 1000 classes: timm, results/benchmark-infer-amp-nchw-pt112-cu113-rtx3090.csv
-# (resnetv2_50x1_bitm, ...). R200x3 is not there: summed by hand from the layers' shapes below.
+# (resnetv2_50x1_bitm, ...). R200x3 is not listed there; a test below sums the layers' shapes.
 BIT_MILLIONS = {
     "BiT-R50x1": 25.55, "BiT-R50x3": 217.32, "BiT-R101x1": 44.54, "BiT-R101x3": 387.93, "BiT-R152x2": 236.34,
     "BiT-R152x4": 936.53,
@@ -64,7 +64,7 @@ COUNTED = ["ViT-B/16", "Axial-ViT-B/32", "R+Ti/16", "R26+S/32", "R50+ViT-B/16", 
 
 
 def shown_as(value, published):
-    """Whether a value, rounded to the digits of the published number, is that number."""
+    """Whether a value, rounded to the digits of the published number, equals it."""
     digits = len(str(published).partition(".")[2]) if isinstance(published, float) else 0
     return abs(value - published) <= 0.5 * 10**-digits + 1e-9
 
@@ -137,7 +137,7 @@ def test_training_flops_are_those_of_the_paper(name):
     ],
 )
 def test_multiply_adds_are_those_that_torch_counts(name, changes):
-    """torch counts while the model runs: an image that is not square, on the meta device, no head."""
+    """torch counts during a forward pass on the meta device, with a non-square image and no head."""
     config = configure(name, (192, 160), 0, **changes)
     with torch.device("meta"), torch.no_grad():
         model, image = build(config).eval(), torch.empty(1, 3, 192, 160)
@@ -174,7 +174,7 @@ def test_an_unknown_name_gets_the_nearest_known(name, nearest):
         ({"dropout": 1.0}, "dropout = 1.0 must be in"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused_with_the_way_out(changes, message):
+def test_values_that_do_not_fit_are_refused_with_a_remedy(changes, message):
     with pytest.raises(UserError) as error:
         configure("ViT-B/16", **changes)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""State dicts of timm, Hugging Face and DINOv2: against formulae, and against transformers' own models."""
+"""State dicts of timm, Hugging Face and DINOv2, against formulae and transformers' own models."""
 
 import json
 
@@ -23,7 +23,7 @@ TIMM_CONFIG = {
 
 @pytest.fixture(scope="module")
 def transformers():
-    import transformers  # late: seconds
+    import transformers  # here, because it takes seconds
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -31,7 +31,7 @@ def transformers():
 
 
 def folder(path, tensors, config=None, processor=None, name="model.safetensors"):
-    """As the hub keeps them."""
+    """A folder as on the hub."""
     path.mkdir(exist_ok=True)
     if name.endswith(".safetensors"):
         write_safetensors({key: tensor.contiguous() for key, tensor in tensors.items()}, path / name)
@@ -49,18 +49,18 @@ def run(model, images):
 
 
 def grid_transposed(table):
-    """(1, 1 + N, D), rows for columns."""
+    """(1, 1 + N, D) with rows and columns of the grid exchanged."""
     patches = table[:, 1:].view(1, GRID, GRID, D).transpose(1, 2).reshape(1, GRID * GRID, D)
     return torch.cat([table[:, :1], patches], dim=1)
 
 
 def slipped(tensor):
-    """The axes wrong, in a way that keeps the shape; None where there is none."""
+    """The tensor with wrong axes but the same shape; None if that is impossible."""
     if tensor.ndim == 4:
         return tensor.transpose(2, 3)
     if tensor.ndim == 3 and tensor.shape[1] == 1 + GRID * GRID:
         return grid_transposed(tensor)
-    if tensor.ndim == 2 and tensor.shape[0] % tensor.shape[1] == 0:  # q, k, v may lie above one another
+    if tensor.ndim == 2 and tensor.shape[0] % tensor.shape[1] == 0:  # also q, k, v in one tensor
         return torch.cat([part.T for part in tensor.split(tensor.shape[1])])
     return None
 
@@ -69,7 +69,7 @@ def slipped(tensor):
 
 
 def timm_tensors(arrays):
-    """Official arrays under timm's names, by the formulae of its layout and nothing of ours."""
+    """Official arrays under timm's names, by the formulae of its layout, without code of the package."""
     a = {key: torch.from_numpy(array) for key, array in arrays.items()}
     tensors = {
         "cls_token": a["cls"],
@@ -118,7 +118,7 @@ def test_timms_logits_are_those_of_the_equations(tmp_path, timm_weights, random_
     np.testing.assert_allclose(run(model, images), equations(arrays, images, "tanh"), atol=2e-5)
 
 
-def test_a_transposed_tensor_of_timms_would_be_noticed(tmp_path, timm_weights, random_arrays, equations, images):
+def test_transposed_tensors_of_timm_change_the_logits(tmp_path, timm_weights, random_arrays, equations, images):
     expected = equations(random_arrays(representation=False), images, "erf")
     tried = [key for key, tensor in timm_weights.items() if slipped(tensor) is not None]
     assert len(tried) == 2 + 4 * 2 + 1
@@ -127,7 +127,7 @@ def test_a_transposed_tensor_of_timms_would_be_noticed(tmp_path, timm_weights, r
         assert np.abs(run(wrong, images).numpy() - expected).max() > 1e-2, key
 
 
-def test_what_timm_says_of_images_and_classes_comes_along(tmp_path, timm_weights):
+def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     names = [f"n{i}" for i in range(16)]
     _, _, extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names}))
     assert extra["classes"] == names
@@ -139,7 +139,7 @@ def test_what_timm_says_of_images_and_classes_comes_along(tmp_path, timm_weights
 def test_another_mean_of_the_images_is_folded_into_the_patch_embedding(
     tmp_path, timm_weights, equations, random_arrays
 ):
-    """ImageNet's statistics: the model then reads what ours read, and computes the same."""
+    """With ImageNet's statistics folded in, the model reads images in [-1, 1] and computes the same."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     config = {**TIMM_CONFIG, "pretrained_cfg": {**TIMM_CONFIG["pretrained_cfg"], "mean": mean, "std": std}}
     model = load(folder(tmp_path, timm_weights, config))
@@ -164,7 +164,9 @@ def test_no_position_of_the_class_token_and_no_biases_are_zeros(
         "query, key and value have no biases in the file: zeros",
         "the class token has no position in the file: zeros",
     ]
-    tensors["blocks.1.attn.qkv.bias"] = timm_weights["blocks.1.attn.qkv.bias"]  # where one has a bias, all must
+    tensors["blocks.1.attn.qkv.bias"] = timm_weights[
+        "blocks.1.attn.qkv.bias"
+    ]  # if one layer has a bias, all must have one
     with pytest.raises(UserError, match=r'"blocks.0.attn.qkv.bias" \(48,\) is missing'):
         load(folder(tmp_path, tensors, TIMM_CONFIG))
 
@@ -213,7 +215,7 @@ def test_out_to_timm_and_in_again_is_exact(tmp_path, name, changes):
 
 
 def test_resnets_in_timms_names_come_back(tmp_path):
-    """Of sizes that timm has no name for, which to_timm refuses."""
+    """These sizes have no name in timm, so to_timm refuses them."""
     hybrid = random_model(
         "R26+S/32", stem=(2, 1), patch_size=1, depth=1, width=24, num_heads=3, mlp_width=40, gelu="erf"
     )
@@ -224,7 +226,7 @@ def test_resnets_in_timms_names_come_back(tmp_path):
     tensors = bit_entries(bit.config, flax=False).write(bit.state_dict())
     assert tensors["head.fc.weight"].shape == (5, 256, 1, 1)
     assert same(load(folder(tmp_path, tensors), image_size=16), bit)
-    # timm's kernels lie as torch's convolutions do, and so as ours: a transposed one would be none of these.
+    # timm's kernels have torch's axes, as ours have; a transposed one would not be equal.
     state = {**hybrid.state_dict(), **{f"bit.{name}": tensor for name, tensor in bit.state_dict().items()}}
     for i in (1, 2, 3):
         assert torch.equal(tensors[f"stages.0.blocks.1.conv{i}.weight"], state[f"bit.units.1.conv{i}.weight"])
@@ -258,7 +260,7 @@ def test_an_unknown_number_of_heads_is_asked_for(tmp_path, timm_weights):
         load(tmp_path / "weights.pth")
 
 
-def test_a_pickle_is_never_run(tmp_path):
+def test_pickles_are_not_executed(tmp_path):
     class Trap:
         def __reduce__(self):
             return open, (str(tmp_path / "sprung"), "w")
@@ -277,7 +279,7 @@ def test_a_pickle_is_never_run(tmp_path):
         ("blocks.0.mlp.w12.weight", "a SwiGLU MLP"), ("norm_pre.weight", "a norm before the blocks"),
     ],
 )  # fmt: skip
-def test_what_our_vit_has_not_is_named(tmp_path, timm_weights, key, what):
+def test_unsupported_features_are_named(tmp_path, timm_weights, key, what):
     with pytest.raises(UserError, match=what) as error:
         load(folder(tmp_path, timm_weights | {key: torch.zeros(D)}, TIMM_CONFIG))
     assert "\n" not in str(error.value)
@@ -306,7 +308,7 @@ def test_unknown_and_odd_tensors_are_named(tmp_path, timm_weights):
             load(folder(tmp_path, timm_weights, changed))
 
 
-def test_what_timm_cannot_hold_is_refused():
+def test_models_that_timm_does_not_have_are_refused():
     for changes, message in (
         ({"representation": True}, "a representation layer"),
         ({"positions": "relative"}, "relative positions"),
@@ -359,13 +361,13 @@ def test_logits_are_transformers(tmp_path, transformers, changes):
     x = torch.rand(3, 3, *ours.config.image_size) * 2 - 1
     assert ours.config.layer_norm_eps == changes.get("layer_norm_eps", 1e-12)
     assert (theirs(x).logits - ours(x)).abs().max() < 5e-6
-    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")  # the names that it has in memory
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")  # with its names in memory
     (tmp_path / "model.safetensors").unlink()
     assert same(load(tmp_path), ours)
 
 
 @torch.no_grad()
-def test_a_transposed_tensor_of_transformers_would_be_noticed(tmp_path, transformers, images):
+def test_transposed_tensors_of_transformers_change_the_logits(tmp_path, transformers, images):
     theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers)))
     expected = theirs(torch.from_numpy(images).float().permute(0, 3, 1, 2)).logits
     tensors, config = dict(theirs.state_dict()), theirs.config.to_dict()
@@ -449,7 +451,7 @@ def dinov2(transformers):
 
 
 def original_names(tensors):
-    """As facebookresearch/dinov2 saves them, which are timm's."""
+    """The names in facebookresearch/dinov2's files, which are timm's."""
     renamed = {}
     for key, tensor in tensors.items():
         name = key.replace("embeddings.", "", 1).replace("position_embeddings", "pos_embed")
@@ -466,7 +468,7 @@ def original_names(tensors):
 
 @torch.no_grad()
 def test_layer_scale_folded_computes_what_it_computes_kept(tmp_path, dinov2, images):
-    """Theirs keeps it. Rounding the products moves the features by as much as another order of sums does."""
+    """transformers keeps LayerScale. Rounding the folded weights changes features no more than another order of sums."""
     dinov2.save_pretrained(tmp_path / "hf")
     halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 16, "width": 16}}
     (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(halves))
@@ -480,7 +482,7 @@ def test_layer_scale_folded_computes_what_it_computes_kept(tmp_path, dinov2, ima
 
 
 @torch.no_grad()
-def test_a_transposed_or_missing_tensor_of_dinov2s_would_be_noticed(tmp_path, dinov2, images):
+def test_transposed_tensors_of_dinov2_change_the_features(tmp_path, dinov2, images):
     expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
     tensors = original_names(dinov2.state_dict())
     tried = {key: slipped(tensor) for key, tensor in tensors.items() if "blocks.0" not in key}

@@ -1,4 +1,4 @@
-"""What the paper's ablations and its successors vary in the ViT, each against its formula; and every model in training."""
+"""Variants of the ViT from the paper's ablations and later work, each against its formula; and every model in training."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ def random_images(count=2, size=SIZE, seed=2):
 
 
 def added(model):
-    """What the model adds to the tokens before each block: blocks and embeddings replaced by nothing but a look."""
+    """What the model adds to the tokens before each block; the blocks are replaced by a recording identity."""
     seen = []
     for block in model.blocks:
         block.forward = lambda x: (seen.append(x), x)[1]
@@ -202,13 +202,13 @@ def test_drop_path_skips_samples_and_keeps_the_mean():
         ("ViT-B/16", {"droppath": 0.1}, "unknown field 'droppath'; did you mean \"drop_path\""),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_way_out(name, changes, message):
+def test_impossible_configurations_are_refused_with_a_remedy(name, changes, message):
     with pytest.raises(UserError) as error:
         configure(name, **{"image_size": 224, **changes})
     assert message in str(error.value)
 
 
-# A small one of each kind: the names of the field, with what makes them quick.
+# A small model of each kind: its name, with changes that make it fast.
 SMALL = {"width": 32, "depth": 2, "mlp_width": 48, "num_heads": 2}
 PLACES = [
     *product(("learned", "learned2d", "sincos2d"), ("stem", "blocks", "shared")),
@@ -328,7 +328,7 @@ def test_activation_checkpointing_changes_no_gradient(case):
 
 
 def test_the_default_model_is_as_it_was():
-    """Values that were drawn before there was anything else than the default: the last two of some tensors."""
+    """The last two values of some tensors, as they were before any variant existed."""
     model = create("ViT-mu/4", (8, 12), 5, width=24, depth=2, mlp_width=40, num_heads=3, representation=True, seed=3)
     golden = {
         "positions": (0.018317154, 0.012929708),

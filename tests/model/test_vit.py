@@ -70,7 +70,7 @@ def test_activation_checkpointing_runs_each_block_again_and_changes_no_gradient(
 
 
 def test_dropout_sits_after_every_dense_layer_but_qkv_and_after_the_positions():
-    """ViT paper, B.1. On p=0.5 each site scales what it keeps by 2; counting calls shows where they are."""
+    """ViT paper, B.1. Hooks record where dropout is applied, and to which width."""
     model = tiny(dropout=0.5, depth=1)
     calls = []
     for name, module in model.named_modules():

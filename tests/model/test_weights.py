@@ -51,7 +51,7 @@ def test_the_file_is_as_documented(file):
 def test_views_of_a_flat_buffer_are_saved_as_small_fp32_tensors(tmp_path, dtype):
     model = tiny()
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).to(dtype)
-    flat = torch.cat([flat, flat.new_zeros(100_000)])  # as other parameters of the buffer would be
+    flat = torch.cat([flat, flat.new_zeros(100_000)])  # as if other parameters were in the buffer
     sizes = [parameter.numel() for parameter in model.parameters()]
     pieces = zip(model.named_parameters(), flat.split([*sizes, 100_000]), strict=False)
     save(model, tmp_path / "b.pt")
@@ -84,7 +84,7 @@ def test_a_crash_while_writing_leaves_the_old_file(file, monkeypatch):
 def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step-000020"
     checkpoint.mkdir(parents=True)
-    save(tiny(seed=4), checkpoint / "model.pt")  # As earlier versions did.
+    save(tiny(seed=4), checkpoint / "model.pt")  # As in earlier versions.
     (tmp_path / "checkpoints" / "latest").write_text("step-000020\n")
     assert same_values(load(tmp_path), tiny(seed=4))
     save_safetensors(tiny(), checkpoint / "model.safetensors")
@@ -138,7 +138,7 @@ def test_another_image_size_resamples_the_positions(file):
     assert torch.equal(model.positions, resample_positions(tiny().positions.detach(), (2, 4)))
     assert same_values(model, tiny(), but=("positions",))
 
-    save(model, file)  # a table that is not square comes back too
+    save(model, file)  # a table that is not square can be saved, too
     assert load(file, image_size=(12, 8)).config.grid == (3, 2)
 
 
@@ -169,7 +169,7 @@ def test_gelu_and_dropout_default_to_the_files(file, npz):
     assert (load(npz()).config.gelu, load(npz(), gelu="erf", dropout=0.2).config.dropout) == ("tanh", 0.2)
 
 
-def test_what_is_new_depends_on_the_seed_alone(tmp_path):
+def test_new_values_depend_on_the_seed_alone(tmp_path):
     save(tiny(representation=False), tmp_path / "model.pt")
     new = [load(tmp_path / "model.pt", num_classes=3, representation=True, seed=seed) for seed in (1, 1, 2)]
     weights = [model.representation.weight for model in new]
@@ -233,7 +233,7 @@ def test_another_kind_of_file_is_refused(tmp_path, content, message):
     assert message in one_line(tmp_path / "model.pt")
 
 
-# ---------------------------------------------------------------------- damaged or foreign descriptions
+# ---------------------------------------------------------------------- damaged or unsupported descriptions
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_extra_that_the_commands_could_not_use_is_refused(tmp_path, write, chang
     assert message in one_line(path)
 
 
-def test_doubled_class_names_are_said_not_refused(tmp_path):
+def test_repeated_class_names_are_reported_not_refused(tmp_path):
     """ImageNet-1k's published names have "crane" twice."""
     save(tiny(), tmp_path / "model.pt", {"classes": ["crane", "b", "c", "crane", "e"]})
     said = []
@@ -302,7 +302,7 @@ def test_weights_are_finite_floats(tmp_path, tensor, message):
     assert message in one_line(tmp_path / "model.pt")
 
 
-def test_advice_for_a_pickle_is_not_to_run_it(tmp_path):
+def test_the_error_for_a_pickle_does_not_advise_to_execute_it(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pth")
     line = one_line(tmp_path / "model.pth")
     assert "weights_only" not in line

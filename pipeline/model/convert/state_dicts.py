@@ -413,6 +413,5 @@ def _check_normalisation(images: Preprocessing) -> None:
     """Raise UserError for a mean or deviation that is not 0.5: zero padding prevents folding it into a ResNet's kernels."""
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         raise UserError(
-            f"its images have mean {images.mean} and deviation {images.std}, which a ResNet's padding does not let fold "
-            "into its kernels; only 0.5 and 0.5 can be read."
+            f"its images have mean {images.mean} and deviation {images.std}; for a ResNet only 0.5 and 0.5 are supported."
         )
