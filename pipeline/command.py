@@ -120,5 +120,5 @@ def fields_help(cls: type) -> str:
         lines.append(
             f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"
         )
-        lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join(lines)

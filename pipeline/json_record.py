@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # A file of facts is some KB, one that lists 14 million excluded samples some hundred MB.
 MAX_BYTES = 1 << 30
-_QUOTED = 200  # Characters of a value that an error repeats.
+MAX_QUOTED = 200  # Characters of a value that an error repeats.
 
 
 def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
@@ -52,7 +52,7 @@ def parse(text: str | bytes, kind: type[T], where: str) -> T:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # Also UnicodeDecodeError, and integers of over 4,300 digits.
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{where} is not valid JSON ({reason[:_QUOTED]}): the file is damaged.") from None
+        raise UserError(f"{where} is not valid JSON ({reason[:MAX_QUOTED]}): the file is damaged.") from None
     return convert(value, kind, where)
 
 
@@ -112,7 +112,12 @@ def quoted(value: Any) -> str:
         text = repr(value)
     except ValueError:  # An integer of over 4,300 digits.
         return "a number of thousands of digits"
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}... ({len(text)} characters)"
+    return shortened(text)
+
+
+def shortened(text: str, limit: int = MAX_QUOTED) -> str:
+    """The text, or its first `limit` characters and its length."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def _record(value: dict, kind: type, where: str, name: str) -> Any:

@@ -19,7 +19,8 @@ from pipeline.errors import UserError
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, Model, build, num_parameters
-from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig, TrainPrecision
+from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
+from pipeline.settings.run_sections import TrainPrecision
 
 # Of DeepSpeed's buffers, in elements; its defaults, which train/zero/engine.py writes into its settings.
 REDUCE_BUCKET = 500_000_000  # at most, see reduce_bucket

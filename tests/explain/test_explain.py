@@ -111,7 +111,7 @@ def test_what_a_model_does_not_have_is_said(photos: Path, tmp_path: Path, capsys
         (bit, "draw = rollout cannot be drawn of .*bit.pt: a ResNet has no tokens", images, "draw=[filters,rollout]"),
         (headless, "draw = gradcam .*: these weights have no head", images, "draw=gradcam"),
         (whole, "draw = attention .*: images=... is not set", "draw=attention"),
-        (whole, "draw = attentions is none of attention, rollout", "draw=attentions"),
+        (whole, "draw = attentions must be one of attention, rollout", "draw=attentions"),
         (whole, "layer = 2, but .*whole.pt has 1", "layer=2"),
         (whole, "head = 3, but .*whole.pt has 2", "head=3"),
         (whole, "head = last must be a number from 1, all, or mean", "head=last"),

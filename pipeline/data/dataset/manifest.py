@@ -34,7 +34,7 @@ from pipeline.data.storage.proof import proven_sha256
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
-from pipeline.settings.run import Limit
+from pipeline.settings.quantities import Limit
 
 FORMAT = "vit-dataset/2"
 # Differs in ROWS alone: the hash of an image was `sha256`. Such data sets are read as they are.

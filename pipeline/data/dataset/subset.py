@@ -13,7 +13,8 @@ from pipeline import random_numbers
 from pipeline.data.dataset.split import Split
 from pipeline.errors import UserError
 from pipeline.random_numbers import Purpose
-from pipeline.settings.run import DataConfig, Limit
+from pipeline.settings.quantities import Limit
+from pipeline.settings.run import DataConfig
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset

@@ -14,7 +14,7 @@ from pipeline.data.dataset.subset import beyond_limit
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import UserError
-from pipeline.settings.run import Limit
+from pipeline.settings.quantities import Limit
 
 NOTHING = np.empty(0, np.int64)
 
