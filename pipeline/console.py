@@ -1,4 +1,4 @@
-"""What a person sees of a run: plain lines (also in log.txt), and a progress bar on a terminal."""
+"""Console output of a run: lines, which are also written to log.txt, and a progress bar on a terminal."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from pipeline.process import silence_broken_output
 
 
 class Console:
-    """Prints lines on rank 0 and keeps them in a file; `say` works beside the bar."""
+    """Prints lines on rank 0, above the progress bar if there is one, and appends them to a log file."""
 
     def __init__(self, log: Path, is_main: bool) -> None:
         self.is_main = is_main
@@ -27,7 +27,7 @@ class Console:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         except OSError:
-            # A launcher that was killed reads no more; that must not end the run, which may be about to commit.
+            # The launcher that read the output was killed. The run must not end, as it may be about to commit.
             silence_broken_output()
         with open(self.log, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
@@ -46,7 +46,7 @@ class Console:
 
 
 def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
-    """One line of training: step, loss, lr, gradient norm, images/s, MFU, where time goes, memory, skips, time left."""
+    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left."""
     retries, communication = metrics["storage_retries"], metrics["time_communication"]
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
@@ -61,7 +61,7 @@ def progress_line(done: int, total: int, metrics: dict[str, float], global_batch
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, or 2 d 03:04:05."""
+    """Format seconds as 1:02:03, or as 2 d 3:04:05 from one day on."""
     days, rest = divmod(round(seconds), 86400)
     clock = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days} d {clock}" if days else clock
