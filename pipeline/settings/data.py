@@ -54,41 +54,29 @@ class ShardConfig:
         min=0,
         below=1,
     )
-    holdout_per_class: int = setting(
-        0, "Images per class held out of the train split as 'val': the first by name.", min=0
-    )
+    holdout_per_class: int = setting(0, "Images per class of split train held out as 'val': the first by name.", min=0)
     val_labels: str = setting(
         "",
         "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or "
         "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
         "number' or ReaL's real.json.",
     )
-    cifar100_labels: Literal["fine", "coarse"] = setting(
-        "fine", "cifar: CIFAR-100's 100 classes (fine) or its 20 groups (coarse)."
-    )
+    cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes or 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, of type binary or struct<bytes, path>.")
     path_column: str = setting("path", "list: column of paths, relative to the list's folder, or URLs.")
     label_column: str = setting("label", "parquet, list: column of labels: names, numbers, or lists of them.")
     label_separator: str = setting(
         ";", "list: separator between the labels of an image.", form=TextForm(r"(?s).+", "text that is not empty")
     )
-    label_names: str = setting(
-        "", "File of class names, one per line, for labels that are numbers from 0 (in a list, also names)."
-    )
+    label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.")
     class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.")
     class_list: str = setting("", "File of class names, one per line: keep only these, in this order.")
     min_images: int = setting(0, "Keep only classes with more than this number of images in the train split.", min=0)
-    synset_names: str = setting(
-        "", "File of lines 'wnid name' with readable names (words.txt, LOC_synset_mapping.txt)."
-    )
-    merge_copies: bool = setting(
-        False, "Merge samples of equal bytes into one with the labels of all; reads all of source once more."
-    )
+    synset_names: str = setting("", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).")
+    merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
-    resize_short: int = setting(
-        0, "Resize images with a longer short side to this short side; 0 copies all bytes.", min=0, max=MAX_SIDE
-    )
+    resize_short: int = setting(0, "Resize larger images to this short side; 0 copies the bytes.", min=0, max=MAX_SIDE)
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
@@ -122,7 +110,7 @@ class VtabPrepareConfig:
     )
     tfds: str = setting("", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals.")
     lists: str = setting(
-        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; their splits cannot be proved."
+        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."
     )
     out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder")
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
@@ -147,14 +135,10 @@ class IndexConfig:
 
     source: str = setting(REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and <key>.cls or <key>.json")
     out: str = setting("", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder")
-    splits: dict[str, str] = setting(
-        {"train": ""}, "Mapping from split name to the prefix of its tars' names ('' is all)."
-    )
+    splits: dict[str, str] = setting({"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).")
     label_names: str = setting("", "File of class names, one per line, by label; empty names classes by number.")
     inspect: Inspect = setting("decode", _INSPECT)
-    max_bad_share: float = setting(
-        0.001, "Share of unreadable samples above which no manifest is written.", min=0, max=1
-    )
+    max_bad_share: float = setting(0.001, "Share of unreadable samples above which the job fails.", min=0, max=1)
     num_tasks: int = _num_tasks("Number of tars read")
 
     def check(self) -> None:
@@ -205,12 +189,8 @@ class BenchConfig:
         min=1,
         max=MAX_THREADS,
     )
-    rounds: int = setting(
-        3, "Number of rounds, in each of which everything is measured once; medians are reported.", min=1
-    )
-    folder: str = setting(
-        "", "Existing folder for temporary images, removed at the end; empty is the system's.", output="folder"
-    )
+    rounds: int = setting(3, "Number of rounds; each measures everything once, and medians are reported.", min=1)
+    folder: str = setting("", "Folder for temporary images; it must exist. Empty is the system's.", output="folder")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""

@@ -15,16 +15,10 @@ class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
     cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
-    samples: int = setting(
-        0, "Training samples per epoch if the data set does not exist yet; 0 reads the data set.", min=0, max=1e15
-    )
-    classes: int = setting(
-        0, "Number of classes if the data set does not exist yet; 0 reads the data set.", min=0, max=10_000_000
-    )
+    samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
+    classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
-    mfu: float = setting(
-        0.4, "Assumed MFU, as a share of the GPUs' peak without activation checkpointing.", above=0, max=1
-    )
+    mfu: float = setting(0.4, "Assumed MFU without activation checkpointing, a share of the peak.", above=0, max=1)
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
     save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
     copy_rate: float = setting(10.0, "Copy rate from a GPU to host memory in GB/s.", above=0)
@@ -100,15 +94,13 @@ class TrainBenchConfig:
     image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
     batch: int = setting(64, "Images per step; 64 is the default micro-batch of a run.", min=1, max=MAX_BATCH)
     precision: Precision = setting(
-        "fp32", "Precision of weights and activations; the plain loop keeps no fp32 master weights with bf16."
+        "fp32", "Precision of weights and activations; the plain loop has no fp32 master weights."
     )
     zero_stage: Literal[0, 1, 2, 3] = setting(1, "DeepSpeed ZeRO stage of the pipeline's step.")
     steps: int = setting(1, "Steps of each loop per round.", min=1)
     rounds: int = setting(5, "Number of rounds; the median is reported.", min=1)
     threads: int = setting(0, "Threads on a CPU; 0 is torch's default.", min=0, max=MAX_THREADS)
-    peak_tflops: float = setting(
-        0.0, "Peak TFLOP/s of the device, for MFU; 0 looks it up, or measures it on unknown devices.", min=0
-    )
+    peak_tflops: float = setting(0.0, "Peak TFLOP/s of the device, for MFU; 0 looks it up or measures it.", min=0)
     data: str = setting(
         "",
         "Data set for a short real run that measures MFU, waiting times and checkpoints; empty compares with the plain "

@@ -60,7 +60,7 @@ class GridConfig:
         REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]", above=0, min_items=1, distinct=True
     )
     dev_share: float = setting(
-        0.1, "Share of the training split that is held out to choose lr (data.dev_share).", above=0, below=1
+        0.1, "Share of the training split held out to choose lr (data.dev_share).", above=0, below=1
     )
     seeds: list[int] = setting(
         [0, 1, 2],

@@ -30,7 +30,7 @@ class ModelConfig:
         "BiT-R50x1. Leave it out with init.weights.",
     )
     image_size: ImageSize = setting(
-        ImageSize(224, 224), "Input size in pixels: the side of a square, or height x width, as 224x384."
+        ImageSize(224, 224), "Input size in pixels: the side of a square, or height x width."
     )
     width: int | None = setting(
         None, "Overrides the variant's width D; for a ResNet, the channels of its first layer.", min=1, max=MAX_WIDTH
@@ -53,18 +53,16 @@ class ModelConfig:
         None,
         "Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
     )
-    representation: bool = setting(
-        True, "Add a dense + tanh layer before the head (used in pre-training, removed for fine-tuning)."
-    )
+    representation: bool = setting(True, "Add a dense + tanh layer before the head (pre-training only).")
     gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
     dropout: float = setting(
         0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", min=0, max=1
     )
     drop_path: float = setting(
-        0.0, "Stochastic depth: probability of skipping the last block; it grows linearly from 0.", min=0, max=1
+        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, max=1
     )
     head_bias: float = setting(
-        0.0, "Initial value of the head's bias; -10 suits the sigmoid loss on 21k classes.", min=-1000, max=1000
+        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
     )
 
 
@@ -77,16 +75,14 @@ class DataConfig:
         output="folder",
     )
     cache_gb: float = setting(
-        200.0, "Maximum size of data.cache in GB; the least recently read shards are removed first.", above=0
+        200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0
     )
     retry_minutes: float = setting(
         10.0, "Minutes for which a failed bucket request is retried before the run stops.", min=0, max=MINUTES_PER_YEAR
     )
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
-    exclude: str = setting(
-        "all", "Lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
-    )
+    exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
     limit: Limit = setting(
         Limit.parse("100%"),
         "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
@@ -145,7 +141,7 @@ class AugmentConfig:
         max=1,
     )
     randaugment_layers: int = setting(
-        0, "RandAugment's N: number of random operations per image (2 in the recipes).", min=0, max=100
+        0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )
     randaugment_magnitude: float = setting(10.0, "RandAugment's M: strength of the operations.", min=0, max=20)
     randaugment_contrast: Literal["mean", "pixel_count"] = setting(
@@ -154,10 +150,10 @@ class AugmentConfig:
         "in the published AugReg and big_vision runs.",
     )
     erase: float = setting(
-        0.0, "Probability of replacing a random 2 to 33 % of the image by noise (random erasing).", min=0, max=1
+        0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.", min=0, max=1
     )
     mixup: float = setting(
-        0.0, "Mixup: mix images and labels in pairs, with a weight from Beta(mixup, mixup) per step.", min=0, max=1
+        0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.", min=0, max=1
     )
     cutmix: float = setting(
         0.0,
@@ -185,20 +181,16 @@ class TrainConfig:
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0)
     global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.", min=1, max=MAX_BATCH)
     micro_batch: int = setting(
-        64, "Samples per forward pass of one rank; gradient accumulation follows from it.", min=1, max=MAX_BATCH
+        64, "Samples per forward pass of one rank; determines accumulation.", min=1, max=MAX_BATCH
     )
     loss: TrainLoss = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or masked patch prediction without labels, of "
         "the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
     )
-    label_smoothing: float = setting(
-        0.0, "Only with softmax: share of the target spread over all classes.", min=0, max=1
-    )
+    label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1)
-    max_skipped_steps: int = setting(
-        20, "Number of steps skipped for a non-finite gradient above which the run stops.", min=0
-    )
+    max_skipped_steps: int = setting(20, "Steps skipped for non-finite gradients above which the run stops.", min=0)
     stop_after_minutes: float = setting(
         0.0,
         "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
@@ -272,12 +264,8 @@ class EngineConfig:
     )
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
-    activation_checkpointing: bool = setting(
-        False, "Recompute blocks in the backward pass: less memory, about 1/3 slower."
-    )
-    peak_tflops: float = setting(
-        0.0, "Peak TFLOP/s of one device, for MFU; 0 looks it up, or measures it on unknown devices.", min=0
-    )
+    activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
+    peak_tflops: float = setting(0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0)
     timeout_minutes: float = setting(
         10.0, "Timeout of a collective call, after which the run fails.", above=0, max=MINUTES_PER_YEAR
     )
@@ -285,9 +273,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    every: Length = setting(
-        Length.parse("5%"), "Interval between evaluations; the end of the run always has one.", above=0
-    )
+    every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
     batch: int = setting(64, "Images per forward pass of one rank.", min=1, max=MAX_BATCH)
 
 
@@ -296,12 +282,8 @@ class ProbeConfig:
     """Scores of features without training: few-shot linear accuracy and k-nearest-neighbour accuracy."""
 
     train_split: str = setting("train", "Split that few-shot images and neighbours are chosen from.")
-    shots: list[int] = setting(
-        [5], "Few-shot linear accuracy: numbers of images per class, as [1,5,10,25]; 0 is none.", min=0
-    )
-    shots_seeds: int = setting(
-        3, "Number of random choices of the few-shot images; the score is their mean.", min=1, max=1_000
-    )
+    shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
+    shots_seeds: int = setting(3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000)
     l2: list[float] = setting(
         [1024.0],
         "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
@@ -310,9 +292,7 @@ class ProbeConfig:
     )
     neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
     temperature: float = setting(0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0)
-    neighbour_images: int = setting(
-        50_000, "kNN: number of random training images that neighbours are searched in; 0 is all.", min=0
-    )
+    neighbour_images: int = setting(50_000, "kNN: number of random training images to search; 0 is all.", min=0)
 
     @property
     def probes(self) -> bool:
@@ -329,25 +309,17 @@ class ProbeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
-    every: Length = setting(
-        Length.parse("0 steps"), "Interval between probes of the features, with one at the end; 0 is none."
-    )
+    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
     data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
     split: str = setting("val", "Split that probes are tested on.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: Length = setting(
-        Length.parse("2%"), "Interval between checkpoints; the end of the run always has one.", above=0
-    )
+    every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
     keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
-    keep_every: Length = setting(
-        Length.parse("0 steps"), "Interval between checkpoints that are kept permanently; 0 is none."
-    )
-    best: str = setting(
-        "", "Evaluation metric (val_top1, val_loss) whose best checkpoint is kept permanently; empty is none."
-    )
+    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
+    best: str = setting("", "Metric (val_top1, val_loss) whose best checkpoint is kept permanently; empty is none.")
     folder: str = setting(
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
@@ -362,9 +334,7 @@ class HealthConfig:
         "When the loss is far above recent losses: log it (say); skip the step, for which ranks agree on each step's loss "
         "before its backward pass (skip); or return to the last checkpoint and skip the data up to the spike (rollback).",
     )
-    spike_sigma: float = setting(
-        6.0, "A spike is this many standard deviations above the mean of recent losses.", above=0
-    )
+    spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
     max_rollbacks: int = setting(3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0)
     hang_minutes: float = setting(
@@ -387,9 +357,7 @@ class ProfileConfig:
         0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
     )
     trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000)
-    communication: bool = setting(
-        False, "Time collective calls as well, which makes each wait for its end and costs their overlap."
-    )
+    communication: bool = setting(False, "Time collective calls as well; they then no longer overlap with computation.")
 
 
 @dataclass(frozen=True, kw_only=True)

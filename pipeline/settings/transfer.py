@@ -35,7 +35,7 @@ class ProtocolConfig:
     augment: AugmentConfig = setting(AugmentConfig, "")
     batch: int = setting(REQUIRED, "Samples per optimizer step", min=1, max=MAX_BATCH)
     length: list[Length] = setting(
-        REQUIRED, "Lengths of training to try, as [2500 steps, 10000 steps]", above=0, min_items=1
+        REQUIRED, "Training lengths to try, as [2500 steps, 10000 steps]", above=0, min_items=1
     )
     optimizer: Literal["sgd", "adam"] = setting("sgd", "SGD with momentum, or Adam with decoupled weight decay.")
     lr: list[float] = setting(REQUIRED, "Peak learning rates to try, as [0.1, 0.01]", above=0, min_items=1)
@@ -44,9 +44,7 @@ class ProtocolConfig:
         [0.0], "Weight decays of dense kernels to try; each is multiplied by the learning rate.", min=0, min_items=1
     )
     clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
-    dropout: float = setting(
-        0.0, "Dropout during adaptation (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1
-    )
+    dropout: float = setting(0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1)
     schedule: ScheduleConfig = setting(ScheduleConfig, "")
     l2: list[float] = setting(
         [16.0, 128.0, 1024.0, 8192.0, 65536.0],
@@ -55,9 +53,7 @@ class ProtocolConfig:
         min_items=1,
     )
     neighbours: list[int] = setting([1, 5, 20], "method=knn: numbers of neighbours to try.", min=1, min_items=1)
-    temperature: float = setting(
-        0.07, "method=knn: the weight of a vote is exp(cosine similarity / temperature).", above=0
-    )
+    temperature: float = setting(0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0)
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -85,9 +81,7 @@ class ProtocolConfig:
 class VtabConfig:
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)"
-    )
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
     data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
     out: str = setting(
         "", "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...", output="folder"
@@ -127,9 +121,7 @@ class VtabConfig:
         min=1,
         max=MAX_THREADS,
     )
-    gpu_share: float = setting(
-        1.0, "Share of a GPU for each cell, on a cluster with GPUs: 0.25 runs four on one GPU.", above=0, max=1
-    )
+    gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
     plan: bool = setting(False, "Only list the cells and their cost.")
 

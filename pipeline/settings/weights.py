@@ -22,9 +22,7 @@ DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 class WeightsConfig:
     """Weights and how they read images; shared by evaluation, prediction and explanation."""
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)"
-    )
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
     eval_resize: int = setting(
         0,
@@ -65,9 +63,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
         output="folder",
     )
-    classify: bool = setting(
-        True, "Score the weights' own head; false, for a head of other classes, scores only the features."
-    )
+    classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
 
     def check(self) -> None:
@@ -81,9 +77,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
 class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
-    weights: str = setting(
-        REQUIRED, "Weights in any readable format: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2"
-    )
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2")
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export"] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
@@ -132,9 +126,7 @@ class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
     top: int = setting(5, "Number of classes per image, the most likely first.", min=1)
-    out: str = setting(
-        "", "File for the whole table, .csv or .parquet; empty only prints the first rows.", output="file"
-    )
+    out: str = setting("", "File for the whole table, .csv or .parquet; empty prints its first rows.", output="file")
 
     def check(self) -> None:
         """Check the suffix of out. Raises UserError."""
@@ -147,14 +139,12 @@ class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
     images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.")
-    draw: list[Drawing] = setting(
-        list, "Figures to draw, as [attention,rollout]; empty is all that this model supports."
-    )
+    draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
     num_averaged: int = setting(
-        128, "Number of images over which the attention distance is averaged (128 in the ViT paper).", min=1
+        128, "Number of images that attention distance is averaged over (128 in the ViT paper).", min=1
     )
     num_predicted: int = setting(1000, "Number of images that are searched for the most confident mistakes.", min=1)
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
