@@ -1,4 +1,4 @@
-"""Command: how fast data is read and written, and a step is made, beside others. See `data_tools/bench/`, `data_tools/bench/training_step.py`."""
+"""Command: benchmarks of data loading, sharding, augmentation and the training step. See `data_tools/bench/`."""
 
 import sys
 import tempfile
@@ -44,14 +44,14 @@ if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
         TrainBenchConfig,
         bench_train,
         """
-        Measure the pipeline's training step beside the same model, batch and optimizer in a bare PyTorch loop, in turns.
+        Measure the pipeline's training step and a plain PyTorch loop with the same model, batch and optimizer, alternately.
 
           python launch/bench.py train
           python launch/bench.py train model=ViT-L/16 batch=64 precision=bf16 steps=20
           python launch/bench.py train model=ViT-L/16 batch=64 precision=bf16 steps=50 data=/data/imagenet21k decoders=14
 
-        The last is a short run on real data, with a checkpoint each round. On a busy machine the median of many short
-        rounds says more than few long ones.
+        The last is a short run on real data, with a checkpoint each round. On a busy machine, many short rounds give a more
+        reliable median than a few long ones.
         """,
     )
 elif __name__ == "__main__":
@@ -59,16 +59,16 @@ elif __name__ == "__main__":
         BenchConfig,
         bench,
         """
-        Measure the data loader (data) or sharding (shard) side by side with others, in turns, on the same images; or
-        what augmentation costs (augment). `bench.py train --help` is about the training step.
+        Measure the data loader (data) or sharding (shard) and those of other projects, alternately, on the same images; or
+        the cost of augmentation (augment). For the training step, see `bench.py train --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5
           python launch/bench.py augment source=photos images=200 rounds=9
 
-        source is a folder or a tar of JPEGs, repeated to `images`. Each line says what comes out, the decoder and the
-        filter: compare like with like. Other loaders are measured where they are installed (pip install '.[bench]').
-        On a busy machine look at the images per CPU second.
+        source is a folder or a tar of JPEGs, repeated up to `images`. Each line shows the output, the decoder and the resize
+        filter; compare only lines that agree in these. Other loaders are measured if installed (pip install '.[bench]').
+        On a busy machine, compare images per CPU second.
         """,
         subject="what",
     )

@@ -1,4 +1,4 @@
-"""Command: two or more runs side by side. See `pipeline/evaluate/compare.py`."""
+"""Command: compare two or more runs. See `pipeline/evaluate/compare.py`."""
 
 import sys
 from pathlib import Path
@@ -24,13 +24,13 @@ if __name__ == "__main__":
         CompareConfig,
         compare,
         """
-        Runs side by side, as a ViT and a ResNet of one config: accuracy, precision, recall and F1 of each class, their losses in
-        one figure, and what differs in their settings.
+        Compare runs, such as a ViT and a ResNet with the same settings: accuracy; precision, recall and F1 of each class; loss
+        curves in one figure; and the settings that differ.
 
           deepspeed launch/pretrain.py --config mine.yaml name=vit model.name=ViT-S/16
           deepspeed launch/pretrain.py --config mine.yaml name=resnet model.name=BiT-R50x1 model.representation=false
           python launch/compare.py runs=[runs/vit,runs/resnet]
 
-        Writes report.md, report.html (one file), losses.png and per_class.csv.
+        Writes report.md, report.html (self-contained), losses.png and per_class.csv.
         """,
     )

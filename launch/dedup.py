@@ -14,22 +14,21 @@ from pipeline.command import main
 from pipeline.settings.data import DedupConfig
 
 ABOUT = """
-Mark images of a data set that are copies of test images, so that training leaves them out.
+Mark images of a data set that are near copies of test images, so that training excludes them.
 
-Found are copies after JPEG re-compression, resizing, crops of up to 10 % of a side, mirroring, and small changes of
-brightness and colour. No shard is rewritten: the marks are the list exclude/test_copies.parquet in the data set's
-folder. dedup/report.json there says how many, and dedup/pairs.png shows the pairs, least certain first: look at it.
+Copies are found after JPEG re-compression, resizing, crops of up to 10 % of a side, mirroring, and small changes of
+brightness and colour. No shard is rewritten: copies are listed in exclude/test_copies.parquet in the data set's folder.
+There, dedup/report.json has their number, and dedup/pairs.png shows the pairs, least certain first: check them.
 
-  On this machine, all its cores:
+  On all cores of this machine:
       python launch/dedup.py data=datasets/photos against=[datasets/pets,datasets/flowers]
-  Against one split, here of the same data set:
+  Against one split, which may be of the same data set:
       python launch/dedup.py data=datasets/cifar10 against=datasets/cifar10:test
   On a Ray cluster whose nodes share a file system (absolute paths):
       ray job submit --working-dir . -- python launch/dedup.py data=/data/imagenet21k against=[/data/imagenet:val]
 
-Killed? Run the same command again: shards that were read already are not read again (dedup/thumbnails holds what is
-needed of them, 1 KB for each image), also against other test images, and those that were searched are not searched again
-(dedup/search), also for another max_distance. The evaluation sets are only read.
+After an interruption, run the same command again. Shards are read once, also for other test images (dedup/thumbnails keeps
+1 KB per image), and searched once, also for another max_distance (dedup/search). The data sets in against are only read.
 """
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole way on a CPU, on data that needs no download: shard, pre-train, kill, resume, fine-tune, score."""
+"""Command: a demonstration on a CPU without downloads: shard, pre-train, kill, resume, fine-tune, score."""
 
 import json
 import os
@@ -29,22 +29,24 @@ from pipeline.settings.weights import ScoreConfig
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     out: str = setting(
-        "runs/demo", "Folder for everything the demo makes; an earlier demo there is replaced.", output="folder"
+        "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
     )
-    num_per_class: int = setting(400, "Generated pictures of each shape.")
-    finetune_epochs: int = setting(0, "Epochs of fine-tuning; 0 is as configs/demo/finetune.yaml says.")
-    ranks: int = setting(2, "DeepSpeed ranks.")
+    num_per_class: int = setting(400, "Number of generated images of each shape.", min=1)
+    finetune_epochs: int = setting(
+        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml.", min=0
+    )
+    ranks: int = setting(2, "Number of DeepSpeed ranks.", min=1)
 
 
 def demo(config: DemoConfig) -> None:
     out = Path(config.out)
     if out.exists() and not (out / "raw").is_dir() and any(out.iterdir()):
-        raise UserError(f"{out} holds something that is no demo: choose another folder with out=...")
+        raise UserError(f"{out} exists and is not a demo's folder: choose another one with out=...")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     begin = time.perf_counter()
 
-    title("1/5  Shard: generated shapes, and scikit-learn's scans of digits, with Ray")
+    title("1/5  Shard generated shapes and scikit-learn's scans of digits, with Ray")
     from data_tools.sharding import shard  # Late: --help needs no Ray.
 
     make_shapes(out / "raw" / "shapes", config.num_per_class)
@@ -53,11 +55,11 @@ def demo(config: DemoConfig) -> None:
         folders = [f"source={out / 'raw' / name}", f"out={out / name}", "samples_per_shard=512"]
         shard.run(schema.load(ShardConfig, None, [*folders, *extra]))
 
-    title("2/5  Pre-train on the shapes; killed with SIGKILL half-way")
+    title("2/5  Pre-train on the shapes; SIGKILL half-way")
     pretrain = command(config, "pretrain", [f"data.path={out / 'shapes'}"])
     run_and_kill(pretrain, out / "pretrain" / "checkpoints" / "latest")
 
-    title("3/5  The same command again: it resumes from the last checkpoint")
+    title("3/5  Run the same command again: it resumes from the last checkpoint")
     check(pretrain)
 
     title("4/5  Fine-tune on the digits at 40 px")
@@ -87,28 +89,28 @@ def demo(config: DemoConfig) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     title("Done")
     print(f"""
-  pre-training on shapes, 32 px: top-1 on held-out pictures    {summary["pretrain_top1"]:8.1%}
+  pre-training on shapes, 32 px: top-1 on held-out images      {summary["pretrain_top1"]:8.1%}
   fine-tuning on digits, 40 px: top-1 on held-out scans        {summary["finetune_top1"]:8.1%}
   5-shot linear on digits, features of the shapes' model       {summary["fewshot_top1"]:8.1%}
   images/s in pre-training, median                             {summary["images_per_second"]:8.0f}
-  seconds for everything                                       {summary["seconds"]:8.0f}
+  seconds in total                                             {summary["seconds"]:8.0f}
 
-  Written to {out / "summary.json"}; pictures and tables in {out / "finetune" / "evaluate"}.
-  To look at the runs in MLflow, then open http://127.0.0.1:5000:
+  Written to {out / "summary.json"}; figures and tables are in {out / "finetune" / "evaluate"}.
+  To see the runs in MLflow, run this and open http://127.0.0.1:5000:
 
     {Path(sys.executable).parent / "mlflow"} server --backend-store-uri sqlite:///{(out / "mlflow.db").resolve()}
 """)
 
 
 def command(config: DemoConfig, name: str, overrides: list[str]) -> list[str]:
-    """The command line a user would type, on `config.ranks` local ranks."""
+    """Returns the command line of launch/NAME.py on `config.ranks` local ranks."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(config.ranks), "--log_level", "error"]
     settings = ["--config", str(ROOT / "configs" / "demo" / f"{name}.yaml"), f"out={config.out}", *overrides]
     return [*launcher, str(ROOT / "launch" / f"{name}.py"), *settings]
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, as on a machine that is full; the launcher cannot find a CPU by itself without a word."""
+    """Environment of the ranks: one thread each, and without a GPU the variable that DeepSpeed's launcher then needs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     import torch
 
@@ -117,14 +119,14 @@ def environment() -> dict[str, str]:
 
 
 def check(arguments: list[str]) -> None:
-    """Run a command to its end. Raises UserError when it fails: its own output has said why."""
+    """Run a command. Raises UserError if it fails; its own output shows the reason."""
     code = subprocess.run(arguments, env=environment()).returncode
     if code:
         raise UserError(f"this command failed with exit code {code}, see above: {' '.join(arguments)}")
 
 
 def run_and_kill(arguments: list[str], pointer: Path) -> None:
-    """Run a command, and SIGKILL it with all its ranks once a second checkpoint is committed."""
+    """Start a command, and kill it and all its ranks with SIGKILL once a second checkpoint is committed."""
     process = subprocess.Popen(arguments, env=environment(), start_new_session=True)
     seen: set[str] = set()
     while len(seen) < 2:
@@ -139,7 +141,7 @@ def run_and_kill(arguments: list[str], pointer: Path) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all that it started; the launcher gives each rank a session of its own."""
+    """Send SIGKILL to a process and all its descendants: killing a process group would miss ranks, which have own sessions."""
     import psutil
 
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -157,8 +159,8 @@ if __name__ == "__main__":
         DemoConfig,
         demo,
         """
-        The whole way on a CPU, in minutes, without a download: shards generated pictures with Ray, pre-trains a small
-        ViT on them with 2 DeepSpeed ranks, kills and resumes it, fine-tunes at a higher resolution on real scans,
-        and scores the result.
+        Run the whole pipeline on a CPU, in minutes, without downloads: shard generated images with Ray, pre-train a small
+        ViT on them with 2 DeepSpeed ranks, kill and resume it, fine-tune it at a higher resolution on real scans, and
+        score the result.
         """,
     )

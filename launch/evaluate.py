@@ -1,4 +1,4 @@
-"""Command: weights and a data set -> scores and a report. See `pipeline/evaluate/report.py`."""
+"""Command: score weights on a data set and write a report. See `pipeline/evaluate/report.py`."""
 
 import sys
 from pathlib import Path
@@ -24,13 +24,13 @@ if __name__ == "__main__":
         ScoreConfig,
         evaluate,
         """
-        Score weights on a split of a data set: top-1, top-5, loss, precision, recall and F1 of each class, a picture of
-        what is taken for what, few-shot linear and kNN accuracy of the features. Runs in one process, on a GPU or a CPU.
+        Score weights on a split of a data set: top-1, top-5 and loss; precision, recall and F1 of each class; a confusion
+        matrix; few-shot linear and kNN accuracy of the features. Runs in one process, on a GPU or a CPU.
 
           python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet
           python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10
 
-        Writes report.md, scores.json, per_class.csv and confusion.png into the folder it names at the end. Images that
-        cannot be read count as wrong, and are named.
+        Writes report.md, scores.json, per_class.csv and confusion.png into the folder that it prints at the end.
+        Unreadable images count as wrong and are listed.
         """,
     )

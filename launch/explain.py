@@ -1,4 +1,4 @@
-"""Command: weights and images -> pictures of what is inside. See `pipeline/explain/explain.py`."""
+"""Command: draw figures that explain weights and their predictions. See `pipeline/explain/explain.py`."""
 
 import sys
 from pathlib import Path
@@ -31,15 +31,15 @@ if __name__ == "__main__":
         ExplainConfig,
         explain,
         """
-        Draw what is inside weights. Of a ViT: attention, attention rollout, how far each head looks, similarity of
-        positions, an image as patches, tokens and arithmetic. Of a ResNet too: Grad-CAM, filters of the first layer, and
-        a sheet of predictions, the most confident mistakes first. docs/explain.md shows and explains them.
+        Draw figures that explain weights. For a ViT: attention, attention rollout, attention distance of each head,
+        similarity of position embeddings, the patches of an image, tokens and FLOPs. Also for a ResNet: Grad-CAM, filters
+        of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
 
           python launch/explain.py weights=runs/photos images=datasets/photos
           python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
           python launch/explain.py weights=ViT-L_32.npz draw=[filters,positions]
           python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
 
-        Writes a PNG for each drawing, cost.csv and explain.json with the numbers behind them.
+        Writes a PNG per figure, cost.csv, and explain.json with the numbers in the figures.
         """,
     )

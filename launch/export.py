@@ -1,4 +1,4 @@
-"""Command: weights from one format into another, compared on both sides. See `pipeline/evaluate/export.py`."""
+"""Command: convert weights to another format, and compare the logits of both. See `pipeline/evaluate/export.py`."""
 
 import sys
 from pathlib import Path
@@ -24,14 +24,14 @@ if __name__ == "__main__":
         ExportConfig,
         export,
         """
-        Write weights for another program: timm, Hugging Face's transformers, the official .npz, ONNX, torch.export; or
-        weights of those as a .safetensors of ours. What was written is read by the other program, where it is installed,
-        and both compute the logits of the same images; above a tolerance nothing stays written.
+        Convert weights to the format of timm, Hugging Face's transformers, the official .npz, ONNX or torch.export, or from
+        these to our .safetensors. If the other library is installed, it reads the result, and both models compute logits
+        of the same images; if these differ by more than a tolerance, the result is deleted.
 
           python launch/export.py weights=runs/vit_b16 format=huggingface out=exports/vit_b16
           python launch/export.py weights=runs/vit_b16 format=onnx out=vit_b16_384.onnx image_size=384
           python launch/export.py weights=facebook/dinov2-base format=safetensors out=dinov2_b14.safetensors
 
-        docs/weights.md says what each format can hold, and what each program computes.
+        docs/weights.md lists what each format can store and what each library computes.
         """,
     )

@@ -1,4 +1,4 @@
-"""Fine-tune a Vision Transformer: `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`."""
+"""Command: fine-tune a Vision Transformer, `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`."""
 
 import sys
 from pathlib import Path
@@ -18,13 +18,14 @@ if __name__ == "__main__":
         RunConfig,
         run,
         """
-        Fine-tune pre-trained weights on another data set, at another resolution: a new zero-initialised head, positions
-        resampled to the new patch grid. The same command starts, resumes and finishes a run.
+        Fine-tune pre-trained weights on another data set, usually at a higher resolution: the head is replaced by a
+        zero-initialised one, and positions are resampled to the new patch grid. The same command starts, resumes and
+        finishes a run.
 
           deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
           deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
           deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
 
-        Weights bring their own architecture: leave model.name and its sizes unset.
+        The weights determine the architecture: leave model.name and model sizes unset.
         """,
     )

@@ -1,4 +1,4 @@
-"""Command: learning rates on a dev split, then the best on all data, over seeds. See `pipeline/transfer/grid.py`."""
+"""Command: choose a learning rate on a dev split, then fine-tune with it on all data, over seeds. See `pipeline/transfer/grid.py`."""
 
 import sys
 from pathlib import Path
@@ -18,13 +18,13 @@ if __name__ == "__main__":
         GridConfig,
         run,
         """
-        The paper's fine-tuning protocol: every learning rate is tried on a part of the training split that is held out, the best
-        is used on all of it, once for each seed; the mean and the deviation of these are the score.
+        The ViT paper's fine-tuning protocol: choose the learning rate by accuracy on a held-out part of the training split, then
+        train with it on the whole split, once per seed. The score is the mean and standard deviation over seeds.
 
           python launch/finetune_grid.py --config configs/grid/pets.yaml launcher="deepspeed --num_gpus 8"
           python launch/finetune_grid.py name=photos run=configs/finetune/pets_384px.yaml lr=[0.003,0.01,0.03] \\
               settings=[data.path=datasets/photos,data.eval_split=val,init.weights=runs/vit_l16]
 
-        Every run is a folder in <out>/<name>. The same command goes on where it was cut off; finished runs are not run again.
+        Each run is a folder in <out>/<name>. After an interruption, run the same command again: finished runs are kept.
         """,
     )

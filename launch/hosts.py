@@ -1,4 +1,4 @@
-"""Command: ask every host of a hostfile whether it is fit, before a run starts on them. See `pipeline/lifecycle/host_check.py`."""
+"""Command: check every host of a hostfile before a run starts. See `pipeline/lifecycle/host_check.py`."""
 
 import sys
 from pathlib import Path
@@ -18,13 +18,13 @@ if __name__ == "__main__":
         HostsConfig,
         host_check.run,
         """
-        Ask every host of a hostfile, over ssh, whether it is fit for a run, and write .deepspeed_env for it.
+        Check over ssh that every host of a hostfile is ready for a run, and write .deepspeed_env.
 
           python launch/hosts.py hostfile=hosts run=configs/pretrain/vit_l16_imagenet21k.yaml
 
-        Compared: versions of Python, torch, DeepSpeed and this code, the data's path, the output folder (shared,
-        writable, free space), clocks, GPUs against slots, and the bandwidth from here. Exits with 2 if any host is unfit.
-        .deepspeed_env carries the variables that launch.env names (credentials, NCCL settings) to every host: DeepSpeed's
-        launcher reads it in the folder where it is started. ssh options are those of pdsh: PDSH_SSH_ARGS_APPEND.
+        Checked are the versions of Python, torch, DeepSpeed and this code, the data's path, the output folder (shared,
+        writable, free space), clocks, GPUs against slots, and the bandwidth from this host. Exit code 2 if a host fails.
+        .deepspeed_env passes the environment variables named in launch.env (credentials, NCCL settings) to every host:
+        DeepSpeed's launcher reads it from its working folder. Set ssh options as for pdsh: PDSH_SSH_ARGS_APPEND.
         """,
     )

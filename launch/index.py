@@ -1,4 +1,4 @@
-"""Command: a manifest for webdataset shards that are there already. See `data_tools/sharding/index.py`."""
+"""Command: index existing WebDataset shards in place. See `data_tools/sharding/index.py`."""
 
 import sys
 from pathlib import Path
@@ -14,18 +14,19 @@ from pipeline.command import main
 from pipeline.settings.data import IndexConfig
 
 ABOUT = """
-Give webdataset shards that someone else wrote a manifest, so that they train as a data set. Nothing is copied or changed.
+Index existing WebDataset shards in place: write a manifest, so that they can be used as a data set. Tars are neither copied
+nor changed.
 
 source is a folder of tars (or one tar) of <key>.jpg with <key>.cls (a number) or <key>.json ({"labels": [3, 7]}).
 
-  The manifest beside the tars, in the same folder:
+  With the manifest in the folder of the tars:
       python launch/index.py source=/data/shards splits.train=train- splits.val=val- label_names=classes.txt
-  In a folder of its own (the tars must stay where they are, on a disk or in a bucket):
+  With the manifest in another folder (the tars must stay where they are, on a disk or in a bucket):
       python launch/index.py source=/data/shards out=datasets/theirs
       python launch/index.py source=s3://theirs/shards out=datasets/theirs
 
-Every tar is read once. Killed? Run the same command again: it goes on with the tars that are missing. On a finished
-manifest it checks that every tar is still the one it was. To mix, resize, merge or hold out samples, shard the tars anew:
+Every tar is read once. After an interruption, run the same command again: it continues with the remaining tars. On a
+finished manifest, it checks that no tar has changed. To shuffle, resize, merge or hold out samples, shard the tars again:
 launch/shard.py layout=webdataset.
 """
 

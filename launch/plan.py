@@ -1,4 +1,4 @@
-"""Command: what a run will take, before it is queued. See `pipeline/estimate/forecast.py`."""
+"""Command: estimate steps, memory, time and cost of a run before it starts. See `pipeline/estimate/forecast.py`."""
 
 import sys
 from pathlib import Path
@@ -24,14 +24,14 @@ if __name__ == "__main__":
         PlanConfig,
         plan,
         """
-        Say what a run will take: steps, memory of a rank at each ZeRO stage, checkpoints, readers, hours and cost.
-        On a CPU, in seconds. What it refuses, training refuses.
+        Estimate a run: steps, memory per rank at each ZeRO stage, checkpoints, data reading, hours and cost. Takes seconds
+        on a CPU. It refuses what training would refuse.
 
           python launch/plan.py --config configs/pretrain/vit_l16_imagenet21k.yaml --cluster 8x8xH100-80GB
           python launch/plan.py --config FILE --cluster 8x8xH100-80GB samples=14.2e6 classes=21841 price=2.5 mfu=0.5
           python launch/plan.py --config FILE --cluster 1x4xA100-40GB train.micro_batch=32 json=plan.json
 
-        --cluster chooses ZeRO stage, micro-batch and activation checkpointing, and says why, as settings to paste.
+        With --cluster, it recommends ZeRO stage, micro-batch and activation checkpointing, with reasons, as settings to paste.
         """,
         flag="cluster",
     )

@@ -1,4 +1,4 @@
-"""Command: images -> their most likely classes. See `pipeline/evaluate/predict.py`."""
+"""Command: predict the most likely classes of images. See `pipeline/evaluate/predict.py`."""
 
 import sys
 from pathlib import Path
@@ -24,14 +24,14 @@ if __name__ == "__main__":
         PredictConfig,
         predict,
         """
-        Say what weights take images for: the most likely classes of each, with probabilities, from files, folders, tars
-        or a data set. Images are prepared exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
+        Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
+        preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
 
           python launch/predict.py weights=runs/photos images=holiday
           python launch/predict.py weights=ViT-B_16.npz class_names=imagenet.txt 'images=[cat.jpg,dog.jpg]' top=3
           python launch/predict.py weights=runs/photos images=datasets/photos split=test out=predictions.parquet
 
-        The table has a row for each image and class: image, label (where the true class is known), rank, class,
-        class_number, probability. An image that cannot be read has one row, with the reason under problem.
+        The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
+        probability. An unreadable image has one row, with the reason in column problem.
         """,
     )

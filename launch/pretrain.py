@@ -1,4 +1,4 @@
-"""Pre-train a Vision Transformer: `deepspeed launch/pretrain.py --config FILE [setting=value ...]`."""
+"""Command: pre-train a Vision Transformer, `deepspeed launch/pretrain.py --config FILE [setting=value ...]`."""
 
 import sys
 from pathlib import Path

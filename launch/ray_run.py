@@ -1,4 +1,4 @@
-"""Launcher: run a training command as Ray actors, one for each GPU of a Ray cluster. See `run_ranks`."""
+"""Launcher: run a training command as Ray actors, one per GPU of a Ray cluster. See `ray_tasks.run_ranks`."""
 
 import argparse
 import signal
@@ -18,13 +18,13 @@ from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 ABOUT = """
-Run a training command on a Ray cluster: one rank on each GPU, or on CPUs where there is none.
+Run a training command on a Ray cluster: one rank per GPU, or on CPUs if the cluster has no GPUs.
 
   ray job submit --working-dir . -- python launch/ray_run.py launch/pretrain.py \\
       --config configs/pretrain/vit_l16_imagenet21k.yaml out=/shared/runs data.path=/shared/imagenet21k
 
-`ray job stop` ends it as a signal does under any other launcher: a checkpoint is committed and the exit code says
-"resume me". Give Ray the time for it with RAY_JOB_STOP_WAIT_TIME_S=30. The same command goes on.
+`ray job stop` ends it like a signal under any other launcher: a checkpoint is committed, and the exit code (75) means that
+the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray waits for the commit.
 """
 
 
@@ -39,15 +39,17 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     try_outputs(settings)
     ray_tasks.connect()
     heard: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):  # After Ray has set its own.
+    for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.
         signal.signal(number, lambda number, frame: heard.append(number))
     return ray_tasks.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=0, help="number of ranks (default: as many as there is room for)")
-    parser.add_argument("--cpus-per-rank", type=int, default=1, help="on a cluster without GPUs (default: 1)")
+    parser.add_argument("--ranks", type=int, default=0, help="number of ranks (default: as many as fit)")
+    parser.add_argument(
+        "--cpus-per-rank", type=int, default=1, help="CPUs of each rank on a cluster without GPUs (default: 1)"
+    )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="launch/pretrain.py or launch/finetune.py, and its settings"
     )

@@ -1,4 +1,4 @@
-"""Command: what is in a data set? See `data_tools/check/stats.py`."""
+"""Command: statistics and figures of a data set. See `data_tools/check/stats.py`."""
 
 import sys
 from pathlib import Path
@@ -27,8 +27,8 @@ def stats(config: StatsConfig) -> None:
 
 
 ABOUT = """
-Count what is in a data set, and draw it: images of each class, sides, aspect ratios, bytes, formats, labels of an image,
-how evenly each shard is mixed, and a page of samples. Reads the manifest alone, but for those samples.
+Compute and draw statistics of a data set: images per class, image sizes, aspect ratios, bytes, formats, labels per image,
+how well each shard is shuffled, and a sheet of samples. Reads only the manifest and the bytes of these samples.
 
       python launch/stats.py data=datasets/photos
       python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000

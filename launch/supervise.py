@@ -1,4 +1,4 @@
-"""Start a run again until it is finished: `launch/supervise.py [setting=value ...] -- deepspeed launch/pretrain.py ...`."""
+"""Command: restart a run until it is finished, `launch/supervise.py [setting=value ...] -- deepspeed launch/pretrain.py ...`."""
 
 import sys
 from functools import partial
@@ -22,12 +22,12 @@ if __name__ == "__main__":
         SuperviseConfig,
         partial(supervise, command),
         """
-        Start a run, and start it again after a crash or preemption until it is finished, on the hosts that are left.
+        Start a run, and restart it after a crash or preemption until it is finished, on the hosts that still work.
 
           python launch/supervise.py -- deepspeed --hostfile hosts launch/pretrain.py --config FILE
           python launch/supervise.py restarts=3 -- deepspeed --num_gpus 8 launch/finetune.py --config FILE name=try
 
-        Exit codes: 0 finished, 75 stopped (start it again to go on), 2 the run refuses its settings, 1 gave up. What it
-        did is in supervise.log and supervise.jsonl in the run's folder.
+        Exit codes: 0 finished, 75 stopped (start it again to resume), 2 the run refused its settings, 1 gave up. The run's
+        folder has a log of the supervisor in supervise.log and supervise.jsonl.
         """,
     )

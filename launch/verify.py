@@ -1,4 +1,4 @@
-"""Command: is a data set on disk what its manifest says? See `data_tools/check/verify.py`."""
+"""Command: check every byte of a data set against its manifest. See `data_tools/check/verify.py`."""
 
 import sys
 from pathlib import Path
@@ -21,20 +21,20 @@ def verify(config: VerifyConfig) -> None:
 
 
 ABOUT = """
-Read a data set again, to the last byte, and say what is wrong with it.
+Check every byte of a data set against its manifest, and report what is damaged.
 
-Of every shard: size, sha256, each header of the tar. Of every image: that its bytes are where the manifest says, its
-sha256, key and label, and that it can be decoded (or of a share of them, decode_share).
+Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its SHA-256,
+key and label, and that it can be decoded (all images, or a share of decode_share).
 
       python launch/verify.py data=datasets/photos
       python launch/verify.py data=datasets/photos decode_share=0.01
       ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
 
-Writes report.json and damage.csv into out, and the images that cannot be trusted into exclude/damaged.parquet of the
-data set, which training leaves out. An image that is whole stays in, however broken the tar around it is.
+Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that
+training excludes them. Intact images of a damaged tar are still used.
 
-Exit code: 0 when everything is whole, 1 when something is damaged, 2 when nothing could be checked (a mistake in the
-command, no data set, no list of its shards).
+Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no data
+set, no list of its shards).
 """
 
 if __name__ == "__main__":

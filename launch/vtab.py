@@ -1,4 +1,4 @@
-"""Command: weights -> scores on VTAB-1k's tasks by a protocol, as a Ray job. See `pipeline/transfer/vtab.py`."""
+"""Command: score weights on VTAB-1k's tasks by a protocol, as Ray tasks. See `pipeline/transfer/vtab.py`."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,32 +17,32 @@ from pipeline.command import main
 from pipeline.settings.transfer import VtabConfig
 
 ABOUT = """
-Score weights on VTAB-1k: 19 tasks of 1,000 training images, each adapted to and tested by one published protocol.
+Score weights on VTAB-1k: on each of 19 tasks, adapt them to 1,000 training images and test them, by a published protocol.
 
-Settings are chosen on train800 and val200 where the protocol tries several; then it is trained on all 1,000, and tested
-once for each seed. Each task, setting and seed is a cell: one Ray task, on CPUs or a share of a GPU.
+If the protocol tries several settings, they are chosen on train800 and val200; then the model is trained on all 1,000 images
+and tested, once per seed. Each combination of task, setting and seed is a cell: one Ray task, on CPUs or a share of a GPU.
 
-  First the tasks (docs/vtab.md), then one of the protocols in configs/vtab/:
+  Prepare the tasks first (docs/vtab.md), then use one of the protocols in configs/vtab/:
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16
       python launch/vtab.py --config configs/vtab/lightweight.yaml weights=ViT-B_16.npz out=runs/vtab_b16 'tasks=[dtd,pets]'
-  What will it take?
+  List the cells and their cost:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 --plan
-  Cheap, minutes instead of hours: ridge regression or nearest neighbours on features
+  Minutes instead of hours, by ridge regression (or method=knn) on features:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 method=linear
   On a Ray cluster whose nodes share a file system (absolute paths), four cells on each GPU:
       ray job submit --working-dir . -- python launch/vtab.py --config configs/vtab/vit_paper.yaml \\
           weights=/data/runs/vit_l16 data=/data/vtab out=/data/runs/vit_l16/vtab gpu_share=0.25 threads=4 precision=bf16
 
-Killed? Run the same command again: cells that are done are not run again, and the results are the same. A cell that fails is
-tried again, then reported; the others go on, and the exit code is 2.
-The folder of results holds results.json, which says protocol, weights and data with their checksums, and a file for each cell.
+After an interruption, run the same command again: finished cells are kept, and the results are the same. A cell that fails
+is retried, then reported; the others continue, and the exit code is 2.
+The result folder holds results.json, with protocol, weights and data and their checksums, and one file per cell.
 """
 
 
 def vtab(config: VtabConfig) -> None:
     from data_tools.driver import only_driver
-    from pipeline.ray_tasks import shared_path  # Late, as the rest: --help and mistakes in the settings need no torch.
+    from pipeline.ray_tasks import shared_path  # Late: --help and mistakes in the settings need no torch.
     from pipeline.transfer.vtab import output, run
 
     for name in ("weights", "data", "pretrained_on"):
@@ -60,7 +60,7 @@ def on_ray(
     on_retry: Callable[[str], None],
     on_failure: Callable[[int, str], None],
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Run the cells on the cluster that there is, else on this machine."""
+    """Run the cells on the Ray cluster if there is one, else on this machine."""
     from pipeline import ray_tasks
 
     ray_tasks.connect()

@@ -1,4 +1,4 @@
-"""Command: sweeps over VTAB-1k -> a table beside the paper's. See `pipeline/transfer/report.py`."""
+"""Command: report VTAB-1k sweeps in a table beside the paper's. See `pipeline/transfer/report.py`."""
 
 import sys
 from pathlib import Path
@@ -24,13 +24,13 @@ if __name__ == "__main__":
         VtabReportConfig,
         report,
         """
-        The report of a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, the means of its three
-        groups and of all, beside the ViT paper's and those of other sweeps.
+        Report a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, and the means of its three groups
+        and of all tasks, beside those of the ViT paper and of other sweeps.
 
           python launch/vtab_report.py sweeps=runs/vit_b16/vtab/vit_paper-finetune
           python launch/vtab_report.py sweeps=[runs/a/vtab/vit_paper-finetune,runs/b/vtab/vit_paper-finetune] names=[new,old]
 
-        Writes report.md, report.html (one file), scores.csv, tasks.png and means.png. A mean over a group of which a task has
-        no score is not shown; the task is named.
+        Writes report.md, report.html (self-contained), scores.csv, tasks.png and means.png. The mean of a group is left out if a
+        task has no score, and the task is named.
         """,
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints of a local folder are committed and whole, as a reader of weights must know. Standard library only."""
+"""Finds the committed and complete checkpoints of a local folder, for readers of weights. Standard library only."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class Checksum:
 
 
 def read_checksums(path: Any) -> dict[str, Checksum] | None:
-    """checksums.json of a checkpoint (a folder, or its place in a bucket): name -> Checksum. None: missing or damaged."""
+    """Returns checksums.json of a checkpoint (a local or bucket path) by file name; None if it is missing or damaged."""
     try:
         return json_record.parse((path / CHECKSUMS).read_text(), dict[str, Checksum], str(path / CHECKSUMS))
     except (OSError, UnicodeDecodeError, UserError):
@@ -31,7 +31,7 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint whose files all have their sizes. (Their contents are compared when they are read.)"""
+    """Returns the newest checkpoint whose files all have the recorded sizes; contents are verified when they are read."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
         checksums = read_checksums(path)
@@ -41,7 +41,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def mend_pointer(folder: Path, name: str) -> None:
-    """Make `latest` name this checkpoint if it does not, as after a kill between a commit and this. May not be allowed to."""
+    """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
     pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
     try:
         if not pointer.exists() or pointer.read_text().strip() != name:

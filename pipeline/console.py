@@ -1,4 +1,4 @@
-"""What a person sees of a run: plain lines (also in log.txt), and a progress bar on a terminal."""
+"""Console output of a run: lines, which are also written to log.txt, and a progress bar on a terminal."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from pipeline.progress import duration
 
 
 class Console:
-    """Prints lines on rank 0 and keeps them in a file; `say` works beside the bar."""
+    """Prints lines on rank 0, above the progress bar if there is one, and appends them to a log file."""
 
     def __init__(self, log: Path, is_main: bool) -> None:
         self.is_main = is_main
@@ -28,7 +28,7 @@ class Console:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         except OSError:
-            # A launcher that was killed reads no more; that must not end the run, which may be about to commit.
+            # The launcher that read the output was killed. The run must not end, as it may be about to commit.
             silence_broken_output()
         with open(self.log, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
@@ -47,7 +47,7 @@ class Console:
 
 
 def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
-    """One line of training: step, loss, lr, gradient norm, images/s, MFU, where time goes, memory, skips, time left."""
+    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left."""
     retries, communication = metrics["storage_retries"], metrics["time_communication"]
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (

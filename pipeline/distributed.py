@@ -1,4 +1,4 @@
-"""Ranks, devices, and the few collectives that training needs beyond the engine's own."""
+"""Ranks, their devices, and the collective operations that training needs beyond DeepSpeed's."""
 
 import functools
 import os
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class StopRequest(Protocol):
-    """Lets ranks leave a loop together; `pipeline.lifecycle.stop.Stop` is one, and an evaluation knows only this much."""
+    """Lets all ranks leave a loop together. `pipeline.lifecycle.stop.Stop` implements it; evaluation needs only this."""
 
     def is_wanted(self) -> bool:
-        """Whether this rank has heard that it is to stop; the others may not have."""
+        """Whether this rank has received a request to stop; other ranks may not have."""
 
     def together(self, items: Iterator[T]) -> Iterator[T]:
-        """The items, until all ranks agree to stop; then raises Stopped. Collective: each rank has as many items."""
+        """Yields the items until all ranks agree to stop, then raises Stopped. Collective: ranks need equal numbers of items."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. device: where it computes."""
+    """The rank, world size and device of this process, with collective operations: if one rank calls one, all must."""
 
     rank: int
     local_rank: int
@@ -50,14 +50,14 @@ class Ranks:
         return self.sum(float(value))[0] / self.world_size
 
     def max(self, value: float) -> float:
-        """The largest over ranks."""
+        """Maximum over ranks."""
         largest = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest)
 
     def sum_later(self, value: float) -> Callable[[], float]:
-        """Start summing over ranks and return at once; the function returned gives the sum, and waits if it must."""
+        """Start a sum over ranks without waiting. Returns a function that waits for the sum and returns it."""
         if self.world_size == 1:
             return lambda: value
         total = torch.full((), value, device=self.device)
@@ -70,7 +70,7 @@ class Ranks:
                 return float(total)
 
             return result
-        # Fetched on a stream of its own: on the usual one it would wait for all the work that is queued there.
+        # Copied on a separate stream: on the default stream it would wait for all queued work.
         aside, fetched = _stream_aside(self.device), torch.cuda.Event()
         on_host = torch.empty((), pin_memory=True)
         with torch.cuda.stream(aside):
@@ -86,11 +86,11 @@ class Ranks:
         return result_from_device
 
     def barrier(self) -> None:
-        # A sum rather than dist.barrier(), which needs to be told the device on NCCL.
+        # A sum, because dist.barrier() needs an explicit device with NCCL.
         self.sum(0.0)
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. A UserError there is raised everywhere, so that no rank waits for another."""
+        """Returns rank 0's value on every rank. If the value is an exception, it is raised on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=self.device)
@@ -99,7 +99,7 @@ class Ranks:
         return box[0]
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns on rank 0, on every rank. A UserError there is raised everywhere."""
+        """Call `function` on rank 0, and return its result on every rank. A UserError is raised on every rank."""
         value = None
         if self.is_main:
             try:
@@ -109,7 +109,7 @@ class Ranks:
         return self.agree(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order, on every rank."""
+        """Returns the picklable values of all ranks, in rank order, on every rank."""
         values: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [value]
@@ -118,7 +118,7 @@ class Ranks:
 
 
 def from_environment() -> Ranks:
-    """Ranks as the launcher (deepspeed, torchrun) set them; a plain `python` process is the only rank."""
+    """Returns the ranks that the launcher (deepspeed, torchrun) set; without a launcher, a world of one rank."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

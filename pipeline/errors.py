@@ -1,29 +1,29 @@
-"""The kind of error that is the user's to mend; and how a run is left in the middle, which is none."""
+"""Errors that are reported in one line, and exceptions by which ranks leave a run early."""
 
 
 class UserError(ValueError):
-    """A mistake of the user: printed as one line, exit code 2, no traceback. Every rank meets it; rank 0 says it."""
+    """A mistake of the user: one line, exit code 2, no traceback. It is raised on every rank and printed by rank 0."""
 
     on_one_rank = False
 
 
 class DivergedError(UserError):
-    """Training went astray, beyond what the settings allow: the same settings would again. Every rank meets it."""
+    """Training diverged beyond the limits in the settings; a restart with the same settings would not help."""
 
 
 class OneRankError(UserError):
-    """As UserError, met by one rank alone (its own sample, its own disk), which has to say it itself."""
+    """A UserError raised on one rank only (its sample, its disk), which prints it itself."""
 
     on_one_rank = True
 
 
 class CrashError(Exception):
-    """The run cannot go on, and no setting is to blame: one line, exit code 1, and a supervisor starts it again."""
+    """The run cannot continue, for no reason in its settings: one line, exit code 1; a supervisor restarts the run."""
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """The data that a rank waits for is not wanted any more."""
+    """The data that a rank waits for is no longer needed."""
 
 
 class Stopped(Exception):  # noqa: N818 - no error
-    """All ranks leave what they are doing at the same place, to commit and end."""
+    """All ranks agreed to stop at this point, to commit a checkpoint and exit."""

@@ -1,8 +1,7 @@
-"""JSON files that may be damaged, or written by another program, read into typed dataclasses.
+"""Reads JSON that may be damaged, or comes from another program, into typed dataclasses.
 
-Every such file (a checkpoint's, a data set's, Hugging Face's `config.json`, ...) goes through `read` or `parse`, so that a
-wrong type is one line that names the file and the field, never a KeyError later on. Standard library only: `pipeline.model`
-uses it.
+All such files (of checkpoints, data sets, Hugging Face models) are read by `read` or `parse`, so that a wrong type is a
+one-line error with the file and the field, not a KeyError later. Standard library only, because `pipeline.model` uses it.
 
     @dataclass(frozen=True)
     class Head:
@@ -24,22 +23,22 @@ from pipeline.errors import UserError
 
 T = TypeVar("T")
 
-# A file of facts is some KB, one that lists 14 million excluded samples some hundred MB.
+# Most files have some KB; a list of 14 million excluded samples has some hundred MB.
 MAX_BYTES = 1 << 30
-_QUOTED = 200  # Characters of a value that an error repeats.
+MAX_QUOTED = 200  # Characters of a value that an error repeats.
 
 
 def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
-    """The content of a JSON file as `kind`: a dataclass, or any type that `convert` knows.
+    """Returns the content of a JSON file as `kind`: a dataclass, or any type that `convert` accepts.
 
-    Raises FileNotFoundError when there is no such file (often no mistake: the caller decides), and UserError for a folder,
-    a file above `max_bytes`, text that is no JSON, and a field that is missing or of the wrong type.
+    Raises FileNotFoundError if the file is missing, and UserError for a folder, a file above `max_bytes`, invalid JSON, and
+    a field that is missing or of the wrong type.
     """
     try:
         if not path.is_file() and path.exists():
             raise UserError(f"{path} is not a regular file.")
         if path.stat().st_size > max_bytes:
-            raise UserError(f"{path} has {path.stat().st_size} bytes, more than any file of its kind ({max_bytes}).")
+            raise UserError(f"{path} has {path.stat().st_size} bytes, above the limit of {max_bytes}.")
         content = path.read_bytes()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
@@ -47,21 +46,21 @@ def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
 
 
 def parse(text: str | bytes, kind: type[T], where: str) -> T:
-    """JSON text as `kind`. `where` names the source in errors. Raises UserError."""
+    """Returns JSON text as `kind`. where: name of the source in errors. Raises UserError."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # Also UnicodeDecodeError, and integers of over 4,300 digits.
+    except (ValueError, RecursionError) as error:  # Also UnicodeDecodeError and integers of over 4,300 digits.
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{where} is not valid JSON ({reason[:_QUOTED]}): the file is damaged.") from None
+        raise UserError(f"{where} is not valid JSON ({reason[:MAX_QUOTED]}): the file is damaged.") from None
     return convert(value, kind, where)
 
 
 def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
-    """Check a decoded JSON value against a type, and make dataclasses of mappings. Returns the value.
+    """Check a decoded JSON value against a type, and convert mappings to dataclasses. Returns the value.
 
-    kind: a dataclass (keys that are no field of it are ignored: other versions and programs have more), None, bool, int,
-        float (a whole number will do), str, Any, Literal, X | Y, list[X], dict[str, X], tuple[X, Y] or tuple[X, ...].
-    Nothing is coerced: "3" is not 3, and true is not 1. Raises UserError that names `where`, the field and the value.
+    kind: a dataclass (unknown keys are ignored, as other versions may have more), None, bool, int, float (or a whole
+        number), str, Any, Literal, X | Y, list[X], dict[str, X], tuple[X, Y] or tuple[X, ...].
+    Nothing else is coerced: "3" is not 3, and true is not 1. Raises UserError with `where`, the field and the value.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
@@ -90,7 +89,7 @@ def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """How an error says a type: `a whole number`, `a list of text`."""
+    """The type as named in errors, such as "a whole number" or "a list of text"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return f"one of {', '.join(map(repr, arguments))}"
@@ -107,12 +106,17 @@ def type_name(kind: Any) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value as an error repeats it: at most 200 characters on one line."""
+    """The repr of a value for an error: at most 200 characters on one line."""
     try:
         text = repr(value)
     except ValueError:  # An integer of over 4,300 digits.
         return "a number of thousands of digits"
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}... ({len(text)} characters)"
+    return shortened(text)
+
+
+def shortened(text: str, limit: int = MAX_QUOTED) -> str:
+    """The text, or its first `limit` characters and its length."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def _record(value: dict, kind: type, where: str, name: str) -> Any:
@@ -128,7 +132,7 @@ def _record(value: dict, kind: type, where: str, name: str) -> Any:
 
 
 def _any_of(value: Any, kinds: tuple, where: str, name: str, kind: Any) -> Any:
-    # The error inside a mapping or a list says more than "must be a mapping or null".
+    # An error about an item of a mapping or list is more helpful than "must be a mapping or null".
     if value is None and type(None) in kinds:
         return None
     rest = [option for option in kinds if option is not type(None)]
@@ -155,4 +159,4 @@ def _float(value: float) -> float | None:
 
 
 def _refuse_constant(text: str) -> typing.NoReturn:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")

@@ -1,4 +1,4 @@
-"""What a launcher (deepspeed, torchrun, Ray, Slurm) tells a rank in its environment, checked. Standard library only."""
+"""Checks the environment variables that a launcher (deepspeed, torchrun, Ray, Slurm) sets. Standard library only."""
 
 import os
 import socket
@@ -6,20 +6,20 @@ import socket
 from pipeline.errors import UserError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-_MOST_RANKS, _MOST_PORTS = 10_000_000, 65_535
+_MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
 
 
 def quiet_torch() -> None:
-    """Turn off what torch's C++ code logs as warnings. Call it before torch is imported, which reads this once.
+    """Turn off warnings of torch's C++ code. Must be called before torch is imported, which reads the variable once.
 
-    When the rank that hosts the process group's store is killed, each request of the other ranks prints 20 stack frames,
-    before the one line that says which rank is gone. TORCH_CPP_LOG_LEVEL=WARNING in the environment shows them again.
+    When the rank that hosts the process group's store is killed, each request of the other ranks would print 20 stack
+    frames before the line that names the lost rank. Set TORCH_CPP_LOG_LEVEL=WARNING to see them.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def check_environment() -> int:
-    """The number of ranks, 1 without a launcher. Raises UserError for variables that are wrong or missing."""
+    """Returns the number of ranks, 1 without a launcher. Raises UserError for invalid or missing variables."""
     numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}
     if "RANK" not in numbers:
         return 1
@@ -34,9 +34,9 @@ def check_environment() -> int:
 
 
 def refuse_busy_port() -> None:
-    """Raise UserError on rank 0 when another process listens on MASTER_PORT, where the ranks are to meet."""
+    """Raise UserError on rank 0 if another process listens on MASTER_PORT, where the ranks connect."""
     port = os.environ.get("MASTER_PORT")
-    # torchrun's agent listens there itself, for the ranks.
+    # torchrun's agent itself listens there, for the ranks.
     if port is None or os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with socket.socket() as listener:
@@ -57,7 +57,7 @@ def busy_port() -> UserError:
 
 
 def _number(name: str) -> int:
-    text, most = os.environ[name], _MOST_PORTS if name == "MASTER_PORT" else _MOST_RANKS
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
-        raise UserError(f"{name} = {text[:200]!r} in the environment must be a whole number from 0 to {most:,}.")
+    text, limit = os.environ[name], _MAX_PORT if name == "MASTER_PORT" else _MAX_RANKS
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= limit):
+        raise UserError(f"{name} = {text[:200]!r} in the environment must be a whole number from 0 to {limit:,}.")
     return int(text)

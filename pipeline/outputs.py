@@ -1,11 +1,10 @@
-"""Output paths of a command, tried before it does any work. Standard library only.
+"""Checks before any work that a command can write its output paths. Standard library only.
 
-A setting that names an output says so where it is declared: `setting("", "File for the table.", output="file")`. All
-commands try them in `pipeline/command.py`; a folder that is derived from other settings is tried where it is derived.
+A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands check
+these in `pipeline/command.py`; a path derived from several settings is checked where it is derived.
 
-Trying creates no visible file and no folder: what exists must be of the right kind, the names must be allowed, and an
-unnamed file must be possible in the nearest folder that exists. So a command that then refuses for another reason leaves
-nothing behind. URLs are left to the storage layer.
+The check creates no visible file and no folder: an existing path must be of the right kind, names must be valid, and an
+unnamed temporary file must be possible in the nearest existing folder. URLs are left to the storage layer.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 
-# file: its folder must exist. folder: made if it does not exist. new: a file or a folder made with all folders above it.
+# file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
 Output = Literal["file", "folder", "new"]
 
 # The longest name of a file until it is whole: see `replacing` in files.py.
@@ -37,13 +36,13 @@ _REASONS = {
 
 
 def try_outputs(config: Any, prefix: str = "") -> None:
-    """Try every output path of a settings tree. Raises UserError that names the setting, the path and the reason.
+    """Check every output path of a settings tree. Raises UserError with the setting, the path and the reason.
 
-    A settings class names in `not_written()` those that its command does not write this time.
+    Settings that the method `not_written()` of the class returns are skipped.
     """
     skipped = config.not_written() if hasattr(config, "not_written") else ()
     fields = [field for field in dataclasses.fields(config) if field.name not in skipped]
-    # What lies within another output comes after that, so that the error names the setting that is wrong.
+    # An output inside another one is checked after it, so that the error names the wrong setting.
     for field in sorted(fields, key=lambda field: field.metadata.get("within") is not None):
         value, output, within = (
             getattr(config, field.name),
@@ -59,7 +58,7 @@ def try_outputs(config: Any, prefix: str = "") -> None:
 
 
 def try_output(name: str, path: Path, output: Output = "folder") -> None:
-    """Raise UserError unless this path can be written. name: of the setting, which the error names."""
+    """Raise UserError unless this path can be written. name: name of the setting in the error."""
     path = Path(os.path.expanduser(path))
     try:
         problem = _problem(path, output)
@@ -70,7 +69,7 @@ def try_output(name: str, path: Path, output: Output = "folder") -> None:
 
 
 def _problem(path: Path, output: Output) -> str:
-    """What is wrong with it, empty when nothing is. Raises OSError for what the system refuses."""
+    """Returns why the path cannot be written, empty if it can. Raises OSError for what the system refuses."""
     if os.path.islink(path) and not os.path.exists(path):
         path.stat()
     if output == "folder":
@@ -87,7 +86,7 @@ def _problem(path: Path, output: Output) -> str:
 
 
 def _cannot_create_in(folder: Path) -> str:
-    """As `_problem`, of a folder or, where it does not exist yet, the nearest one above it that does."""
+    """Like `_problem`, for creating files in a folder, or in its nearest existing parent."""
     existing = folder
     while not os.path.lexists(existing):
         existing = existing.parent

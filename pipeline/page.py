@@ -1,4 +1,4 @@
-"""The page of a report: the same blocks as Markdown and as one HTML file that needs nothing beside it."""
+"""Renders the blocks of a report as Markdown or as one self-contained HTML file."""
 
 import base64
 import html
@@ -20,7 +20,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: as many cells each as header; the first column is text, the others are set right. bold: rows, by number."""
+    """rows: each has as many cells as header; all columns but the first are right-aligned. bold: indices of bold rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """name: of the PNG file beside the Markdown. about: what it shows, in words."""
+    """name: file name of the PNG beside the Markdown. about: alternative text."""
 
     name: str
     about: str
@@ -57,7 +57,7 @@ def png(figure: Any) -> bytes:
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The page as Markdown; its pictures are files beside it."""
+    """The report as Markdown, which refers to its pictures as files in the same folder."""
     parts = [f"# {title}"]
     for block in blocks:
         match block:
@@ -78,7 +78,7 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def single_file(title: str, blocks: Sequence[Block]) -> str:
-    """The page as one HTML file, with its pictures inside."""
+    """The report as one HTML file with embedded pictures."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:

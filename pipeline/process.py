@@ -1,6 +1,6 @@
-"""Streams and Ctrl-C of a process, from its first line on. Standard library only, and little of that.
+"""Handles standard streams and Ctrl-C from the first line of a process on. Imports little, and only the standard library.
 
-Every file in `launch/` imports this before anything else, because the imports that follow take up to seconds:
+Every file in `launch/` calls `guard` first, because later imports can take seconds:
 
     sys.path.insert(0, ...)
     from pipeline.process import guard
@@ -19,12 +19,12 @@ _INTERRUPTED = "stopped: the same command goes on\n"
 
 
 def guard(module: str) -> None:
-    """Open what is closed of the standard streams on /dev/null, and end with one line and code 130 at Ctrl-C.
+    """Open closed standard streams on /dev/null, and make Ctrl-C exit with one line and code 130.
 
-    module: its __name__; only "__main__" is guarded, not what a child process or a test imports.
+    module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
 
-    A closed stream (`>&-`) is None in Python, and the next file that is opened gets its number: what a library prints would
-    go into a checkpoint. Ctrl-C is Python's own again after `interruptible()`.
+    A closed stream (`>&-`) is None in Python, and the next opened file gets its descriptor: what a library prints would be
+    written into a checkpoint. `interruptible()` restores Python's handling of Ctrl-C.
     """
     if module != "__main__":
         return
@@ -32,24 +32,23 @@ def guard(module: str) -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is taken, which is this one.
+            # The system assigns the lowest free descriptor, which is this one.
             os.open(os.devnull, os.O_RDWR if number else os.O_RDONLY)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - as long as the process
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # Ignored, as of a job in the background, it stays so.
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - open as long as the process
+    # In a background job SIGINT is ignored, and stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def interruptible() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, as usual."""
+    """Make Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def rank() -> int:
-    """This process's rank as its launcher says it. 0 for text that is no rank, which a run refuses (`start.py`)."""
+    """Returns this process's rank from RANK; 0 for invalid text, which a run refuses (`launcher.py`)."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
@@ -60,7 +59,7 @@ def say_interrupted() -> None:
 
 
 def silence_broken_output() -> bool:
-    """Redirect standard streams whose reader has gone to /dev/null; whether standard output was one of them."""
+    """Redirect output streams whose reader has closed to /dev/null. Returns whether standard output was one of them."""
     broken = []
     for number in (1, 2):
         poll = select.poll()
@@ -74,8 +73,8 @@ def silence_broken_output() -> bool:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # At once: an exception could be caught by the library that is being imported. Nothing was begun.
+    # Exits at once, because the library being imported could catch an exception. No work has started.
     if rank() == 0:
         with contextlib.suppress(OSError):
-            os.write(2, _INTERRUPTED.encode())  # print() may be what was interrupted.
+            os.write(2, _INTERRUPTED.encode())  # Not print(), which may be what was interrupted.
     os._exit(130)

@@ -110,7 +110,7 @@ def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (errno.EISDIR, "this is a folder"),
         (errno.ENOTDIR, "a file is where a folder is needed"),
-        (errno.EEXIST, "something else is there already"),
+        (errno.EEXIST, "it exists already"),
         (errno.ENAMETOOLONG, "the name is too long"),
         (errno.ELOOP, "its links lead in a circle"),
         (errno.EROFS, "the file system is read-only"),

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass, counted on the meta device: any model, no arithmetic, no memory."""
+"""Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,11 @@ from pipeline.model import Config, ResNetConfig, VisionTransformer, build
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes of a micro-batch: all that is kept; what the block (or ResNet unit) that computes most would keep, were it not
-    recomputed; the largest tensor that the last block would keep."""
+    """Bytes saved for a micro-batch.
+
+    total: by the whole model. block: by the largest block (or ResNet unit), without recomputation. largest: the largest
+    tensor that the last block saves, without recomputation.
+    """
 
     total: int
     block: int
@@ -24,8 +27,8 @@ class Saved:
 
 
 def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
-    """What the forward pass of `micro_batch` images keeps, without those images and without parameters."""
-    # Beside what grows with the images there is what does not: kernels that a ResNet standardises.
+    """Bytes saved by the forward pass of `micro_batch` images, without the images themselves and without parameters."""
+    # Some tensors do not grow with the number of images: the standardised kernels of a ResNet.
     one, two = (_count(config, images, dtype, checkpointing) for images in (1, 2))
     whole = _count(config, 1, dtype, False)
     more = micro_batch - 1
@@ -72,7 +75,7 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
 
 
 def _masks(config: Config, images: int) -> list[Tensor]:
-    """What a model of masked patch prediction reads beside the images."""
+    """The masks that a model of masked patch prediction takes besides the images."""
     if isinstance(config, ResNetConfig) or not config.masked:
         return []
     rows, columns = config.grid
@@ -80,7 +83,7 @@ def _masks(config: Config, images: int) -> list[Tensor]:
 
 
 class _OperatorsOfAGpu(TorchFunctionMode):
-    """Attention and dropout as a GPU's kernels keep things; on the meta device torch takes the slow ones apart."""
+    """Attention and dropout that save what a GPU's fused kernels save; the meta device would use unfused operators."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +96,7 @@ class _OperatorsOfAGpu(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps its inputs, its output and one fp32 number for each row of the N x N matrix, never the matrix."""
+    """Saves its inputs, its output and one fp32 number per row of the N x N matrix, but not the matrix."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None) -> Tensor:

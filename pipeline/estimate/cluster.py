@@ -1,4 +1,4 @@
-"""A cluster, and how a run is best laid out on it: ZeRO stage, micro-batch, accumulation, activation checkpointing."""
+"""A cluster, and the best layout of a run on it: ZeRO stage, micro-batch, accumulation, activation checkpointing."""
 
 import math
 import re
@@ -10,9 +10,9 @@ from pipeline.model import Config, ViTConfig
 from pipeline.monitor.profile import Gpu, find_gpu, known_gpus
 from pipeline.settings.run import RunConfig
 
-# What is chosen fills no more than this share of a GPU's nominal memory: the prediction may be 10 % off.
+# Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9
-# Tokens of a forward pass that keep a large GPU busy. A rule of thumb, not measured here.
+# Tokens per forward pass that keep a large GPU busy. A rule of thumb, not measured.
 _BUSY_TOKENS = 4096
 _GIB = 2**30
 
@@ -27,13 +27,13 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """ "8x8xH100-80GB" -> 8 nodes of 8 GPUs. Raises UserError for anything else."""
+        """Parse "8x8xH100-80GB", 8 nodes of 8 GPUs. Raises UserError for anything else."""
         match = re.fullmatch(r"(\d+)x(\d+)x(.+)", text)
         if match is None or int(match[1]) < 1 or int(match[2]) < 1:
             raise UserError(f"cluster = {text}: write nodes x GPUs x kind, as 8x8xH100-80GB or 1x4xA100-40GB.")
         gpu = find_gpu(match[3])
         if gpu is None:
-            raise UserError(f"cluster = {text}: no data sheet of {match[3]!r} here. Known: {known_gpus()}.")
+            raise UserError(f"cluster = {text}: {match[3]!r} is not a known GPU. Known: {known_gpus()}.")
         return cls(int(match[1]), int(match[2]), gpu)
 
     @property
@@ -43,7 +43,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout. reasons: (setting=value, why) of each setting chosen."""
+    """The chosen layout. reasons: (setting=value, reason) of each chosen setting."""
 
     zero_stage: int
     activation_checkpointing: bool
@@ -58,11 +58,10 @@ class Choice:
 
 
 def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
-    """The layout that should train fastest: no recomputation if that can be, then the lowest stage, then the largest
-    micro-batch. Raises UserError when nothing fits.
+    """Choose the layout that should train fastest. Raises UserError if none fits.
 
-    A layout counts as fitting when it fills at most `HEADROOM` of the memory with a micro-batch that keeps a GPU busy.
-    When none does, the one that computes most tokens at a time is taken.
+    Preferred are no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
+    `HEADROOM` of the memory with a micro-batch that keeps a GPU busy. If there are none, the largest micro-batch decides.
     """
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
@@ -92,7 +91,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
 
 
 def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
-    """The same run at another ZeRO stage, with or without activation checkpointing."""
+    """Returns the same run at another ZeRO stage, with or without activation checkpointing."""
     engine = replace(config.engine, zero_stage=stage, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
     return replace(config, engine=engine)
 
@@ -106,24 +105,24 @@ def _explain(
     memory = rank_memory(model, config, micro_batch, accumulation, world_size)
     limit = HEADROOM * cluster.gpu.memory / _GIB
     if stage == 1 and not passed:
-        why_stage = "the lowest that shards the optimizer; it fits, and higher ones communicate more"
+        why_stage = "the lowest stage that shards the optimizer; it fits, and higher stages communicate more"
     elif micro_batch >= busy:
-        why_stage = f"too full for micro_batch {busy}, which keeps a GPU busy: {', '.join(passed)}"
+        why_stage = f"these do not fit micro_batch {busy}, which keeps a GPU busy: {', '.join(passed)}"
     else:
-        why_stage = f"no layout holds micro_batch {busy}, which would keep a GPU busy; this one holds most"
+        why_stage = f"no layout fits micro_batch {busy}, which would keep a GPU busy; this one fits the largest"
     activations = moments(model, config, micro_batch, accumulation, world_size)[0].activations / _GIB
     if config.engine.activation_checkpointing:
         plain = lay_out(config, stage, False)
         without = moments(model, plain, micro_batch, accumulation, world_size)[0].total / _GIB
         why_checkpointing = (
-            f"activations take {activations:.1f} GiB; kept whole the rank would need {without:.1f} of {limit:.1f} GiB. "
+            f"activations take {activations:.1f} GiB; without it the rank would need {without:.1f} of {limit:.1f} GiB. "
             "A step takes about 1/3 longer"
         )
     else:
-        why_checkpointing = f"activations take {activations:.1f} GiB, which fits: nothing need be computed twice"
+        why_checkpointing = f"activations take {activations:.1f} GiB, which fits without recomputation"
     part = "all of" if accumulation == 1 else "the largest that fits and divides"
     why_micro_batch = (
-        f"{part} a rank's {share} samples; at its fullest the rank holds "
+        f"{part} a rank's {share} samples; the peak memory of a rank is "
         f"{memory.total / _GIB:.1f} of {limit:.1f} GiB ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB); "
         f"accumulation {accumulation} follows"
     )
@@ -136,7 +135,7 @@ def _explain(
 
 
 def _places(model: Config) -> int:
-    """What is computed side by side for an image: a ViT's tokens, a ResNet's places after its root and first stages."""
+    """Positions per image that are computed in parallel: a ViT's tokens, or places of a ResNet's feature map at stride 16."""
     return model.num_tokens if isinstance(model, ViTConfig) else model.image_size[0] * model.image_size[1] // 16**2
 
 

@@ -1,6 +1,6 @@
-"""What a run will take, before anything is queued: steps, arithmetic, memory, checkpoints, readers, hours, cost.
+"""Predicts a run before it is queued: steps, FLOPs, memory, checkpoints, data reading, hours, cost.
 
-Everything is worked out from the settings and the manifest; nothing is measured here. Needs no GPU.
+Everything is computed from the settings and the manifest; nothing is measured, and no GPU is needed.
 """
 
 import bisect
@@ -27,15 +27,15 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 _GIB = 2**30
-# A block's forward pass is computed again in its backward pass: 4 passes for 3.
+# With activation checkpointing, the forward pass is computed twice: 4 passes instead of 3.
 _RECOMPUTATION = 4 / 3
-_MOST_IMAGES = 10**6
+_MAX_IMAGES = 10**6
 _COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is known of the data set. shards, bytes: 0 while it is not there."""
+    """Size of the data set. shards, bytes: 0 if it does not exist yet."""
 
     samples: int
     classes: int
@@ -46,7 +46,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay the run out. micro_batch: as configured; largest: of any size that fits, None without a GPU."""
+    """Memory of one layout. micro_batch: as planned. largest: largest micro-batch that fits, None without a cluster."""
 
     zero_stage: int
     activation_checkpointing: bool
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All figures of a run. Bytes, seconds, FLOPs; step_seconds and what follows is None without a cluster."""
+    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, step_seconds, hours and cost are None."""
 
     config: PlanConfig
     cluster: Cluster | None
@@ -78,7 +78,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of one optimizer step at the assumed MFU, which is for training without recomputation."""
+        """Duration of an optimizer step at the assumed MFU, plus recomputation, which MFU does not count."""
         if self.cluster is None or (self.config.engine.precision == "fp32" and not self.config.engine.peak_tflops):
             return None
         peak = (self.config.engine.peak_tflops or self.cluster.gpu.tflops) * 1e12
@@ -95,19 +95,19 @@ class Forecast:
 
     @property
     def write_seconds(self) -> float:
-        """Of writing a checkpoint, beside the training."""
+        """Duration of writing a checkpoint, while training continues."""
         return self.checkpoint_bytes / (self.config.save_rate * 1e9)
 
     @property
     def stall_seconds(self) -> float:
-        """Training waits while a rank's part is copied to host memory, and for a checkpoint before that is still written."""
+        """Time that training waits per checkpoint: for the copy to host memory, and for an unfinished previous checkpoint."""
         copying = copied_bytes(self.model, self.planned, self.plan.world_size) / (self.config.copy_rate * 1e9)
         interval = self.plan.checkpoint_every * (self.step_seconds or math.inf)
         return copying + max(0.0, self.write_seconds - interval)
 
     @property
     def hours(self) -> float | None:
-        """Of training and of waiting for checkpoints; evaluation is not in it."""
+        """Hours of training, including waiting for checkpoints, without evaluation."""
         seconds = self.step_seconds
         if seconds is None:
             return None
@@ -115,7 +115,7 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """Of all GPUs for all hours; None without a price."""
+        """Cost of all GPUs for all hours; None without a price."""
         hours = self.hours
         if hours is None or self.cluster is None or not self.config.price:
             return None
@@ -123,7 +123,7 @@ class Forecast:
 
 
 def run(config: PlanConfig) -> Forecast:
-    """Print the plan of a run. Raises UserError for what training would refuse, after the plan that shows why."""
+    """Print the forecast of a run. Raises UserError for what training would refuse; memory errors follow the output."""
     forecast = make_forecast(config)
     if config.json:
         text = json.dumps(to_dict(forecast), indent=1)
@@ -141,7 +141,7 @@ def run(config: PlanConfig) -> Forecast:
 
 
 def make_forecast(config: PlanConfig) -> Forecast:
-    """Work everything out. Raises UserError when batch, length or cluster cannot be."""
+    """Compute all figures. Raises UserError for an impossible batch, length or cluster."""
     cluster = Cluster.parse(config.cluster) if config.cluster else None
     data = _data(config)
     model = _model(config, data.classes)
@@ -160,22 +160,22 @@ def make_forecast(config: PlanConfig) -> Forecast:
     if choice:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
-        make_plan(planned, data.samples, num_gpus)  # What is advised must not be refused.
+        make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
     return Forecast(config, cluster, data, model, plan, layouts, choice, planned)
 
 
 def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
-    """The largest micro-batch, of any size, that fits `limit` bytes while gradients accumulate."""
+    """Returns the largest micro-batch of any size that fits `limit` bytes with gradient accumulation."""
 
     def too_many(images: int) -> bool:
         return rank_memory(model, config, images, 2, world_size).total > limit
 
-    return bisect.bisect_left(range(1, _MOST_IMAGES), True, key=too_many)
+    return bisect.bisect_left(range(1, _MAX_IMAGES), True, key=too_many)
 
 
 def _data(config: PlanConfig) -> Data:
     if config.samples:
-        return Data(config.samples, config.classes, 0, 0, "given by hand")
+        return Data(config.samples, config.classes, 0, 0, "given in the settings")
     try:
         dataset = open_dataset(config.data.path)
     except UserError as error:
@@ -186,7 +186,7 @@ def _data(config: PlanConfig) -> Data:
 
 
 def _model(config: PlanConfig, num_classes: int) -> Config:
-    """The architecture: of the settings, of `variant`, or of the weights that the run starts from."""
+    """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     if not config.init.weights:
         return new_model_config(config.model, num_classes, config.train.masked)
     if config.variant:
@@ -206,7 +206,7 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
 
 
 def describe(forecast: Forecast) -> list[str]:
-    """The plan as lines for a person."""
+    """The forecast as lines of text."""
     return [
         *_describe_run(forecast),
         *_describe_memory(forecast),
@@ -228,8 +228,8 @@ def _describe_run(forecast: Forecast) -> list[str]:
         f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
         f"evaluation every {plan.eval_every:,}",
         f"  batch        {plan.global_batch:,} = {plan.world_size} ranks x {plan.accumulation} x {plan.micro_batch} as configured",
-        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP an image, "
-        f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP a step, {forecast.flops / 1e18:,.4g} exaFLOP in all",
+        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
+        f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
         "",
     ]
 
@@ -237,7 +237,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
 def _describe_memory(forecast: Forecast) -> list[str]:
     cluster, config = forecast.cluster, forecast.config
     limit = f"; a GPU has {cluster.gpu.memory / _GIB:.1f}" if cluster else ""
-    titles = ["ZeRO", "checkpointing", *_COLUMNS, "peak", "fullest at", f"micro_batch for {HEADROOM:.0%}"]
+    titles = ["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]
     rows = []
     for layout in forecast.layouts:
         m = layout.memory
@@ -256,8 +256,8 @@ def _describe_memory(forecast: Forecast) -> list[str]:
     if not cluster:
         titles, rows = titles[:-1], [row[:-1] for row in rows]
     return [
-        f"Memory of a rank at its fullest moment, GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, "
-        f"! too much{limit})",
+        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, "
+        f"! too large{limit})",
         *_table(titles, rows),
         "",
     ]
@@ -278,15 +278,15 @@ def _describe_time(forecast: Forecast) -> list[str]:
     interval = plan.checkpoint_every * seconds
     stall = forecast.stall_seconds
     gpu_hours = hours * cluster.num_gpus
-    cost = f", {forecast.cost:,.0f} at {config.price:g} an hour" if forecast.cost else " (price=... for the cost)"
+    cost = f", {forecast.cost:,.0f} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
     return [
         f"Time and cost as advised below, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
-        f"  speed        {seconds:.3f} s a step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} a GPU",
+        f"  speed        {seconds:.3f} s per step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU",
         *lines,
-        f"  stall        {stall:.2f} s a checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
+        f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
         f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
         f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in all       {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not counted",
+        f"  in total     {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not included",
         "",
     ]
 
@@ -296,7 +296,7 @@ def _describe_readers(forecast: Forecast) -> list[str]:
 
 
 def readers(forecast: Forecast) -> list[str]:
-    """What every rank must read, and whether the shards suffice for it."""
+    """Lines about the data that ranks read, and whether there are enough streams and shards."""
     config, data, plan = forecast.config, forecast.data, forecast.plan
     streams, ranks = config.data.streams, plan.world_size
     lines = []
@@ -309,18 +309,18 @@ def readers(forecast: Forecast) -> list[str]:
             f"Use data.streams={better}."
         )
     if not data.shards:
-        lines.append(f"shards: not known yet; make at least {streams}, of {data.samples // streams:,} samples or less")
+        lines.append(f"shards: not known yet; use at least {streams}, of at most {data.samples // streams:,} samples")
     elif data.shards < streams:
         lines.append(
-            f"LOW: {data.shards} shards for {streams} streams: several read the same shard, and mix little. Shard again with "
+            f"LOW: {data.shards} shards for {streams} streams: several read the same shard, which shuffles less. Shard again with "
             f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
         )
     else:
-        lines.append(f"{data.shards:,} shards: {data.shards / streams:.1f} to a stream")
+        lines.append(f"{data.shards:,} shards: {data.shards / streams:.1f} per stream")
     if forecast.step_seconds:
         rate = plan.global_batch / forecast.step_seconds
         per_thread = rate / ranks / config.data.threads
-        text = f"{rate:,.0f} images/s in all: {per_thread:,.0f} a second for each of {config.data.threads} decoding threads"
+        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {config.data.threads} decoding threads"
         if data.bytes:
             text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
         lines.append(text)
@@ -338,7 +338,7 @@ def _describe_choice(forecast: Forecast) -> list[str]:
         "  to paste:",
         f"  {' '.join(choice.overrides)}",
         "",
-        "Predicted, not measured: memory is what tensors take, without the CUDA context and NCCL; speed rests on the MFU.",
+        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL; speed follows from the assumed MFU.",
     ]
 
 
@@ -350,7 +350,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def to_dict(forecast: Forecast) -> dict[str, Any]:
-    """All figures as plain data: bytes, seconds, FLOPs, hours."""
+    """All figures as plain JSON data, in bytes, seconds, FLOPs and hours."""
     choice = forecast.choice
     return {
         "name": forecast.config.name,

@@ -1,10 +1,10 @@
-"""Bytes that one rank holds while it trains, worked out from the settings: what fits a GPU, before there is one.
+"""Predicts the memory of one rank during training from the settings alone.
 
-Counted as DeepSpeed 0.19.8 allocates, read in its source and compared with the tensors of real runs
-(tests/multiprocess/test_rank_memory.py). Three moments of a step can be the fullest: the backward pass while all activations
-are there, the reduction of gradients over ranks, the optimizer step. The peak is the largest of them.
+It counts what DeepSpeed 0.19.8 allocates, according to its source and compared with the tensors of real runs
+(tests/multiprocess/test_rank_memory.py). The peak is the largest of three moments of a step: the backward pass with all
+activations, the reduction of gradients over ranks, and the optimizer step.
 
-Not counted: the CUDA context, NCCL's own buffers, the allocator's gaps, what a kernel takes inside itself.
+Not counted: the CUDA context, NCCL's buffers, fragmentation of the allocator, workspaces of kernels.
 
 Letters: P parameters of the model, p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
 """
@@ -19,12 +19,13 @@ from pipeline.errors import UserError
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, Model, build, num_parameters
-from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig, TrainPrecision
+from pipeline.settings.run import EngineConfig, OptimizerConfig, RunConfig
+from pipeline.settings.run_sections import TrainPrecision
 
-# Of DeepSpeed's buffers, in elements; its defaults, which train/zero/engine.py writes into its settings.
-REDUCE_BUCKET = 500_000_000  # at most, see reduce_bucket
-PERSISTENCE_THRESHOLD = 100_000  # stage 3: parameters below this stay whole on every rank
-MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: no more are gathered at a time
+# Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
+REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket
+PERSISTENCE_THRESHOLD = 100_000  # stage 3: smaller parameters are not sharded
+MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: most elements gathered at a time
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Memory:
     weights: int
     optimizer: int  # fp32 master weights and moments
     gradients: int
-    activations: int  # kept for the backward pass, and what that works in
+    activations: int  # saved for the backward pass, and its temporary tensors
     inputs: int
-    buffers: int  # of communication, and what the optimizer works in
+    buffers: int  # of communication and the optimizer
 
     @property
     def total(self) -> int:
@@ -45,22 +46,22 @@ class Memory:
 
 
 def rank_memory(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
-    """The fullest moment of a step."""
+    """Returns the moment of a step with the largest memory."""
     return max(moments(model, config, micro_batch, accumulation, world_size), key=lambda moment: moment.total)
 
 
 def reduce_bucket(num_parameters: int) -> int:
-    """Elements of DeepSpeed's bucket of gradients, which it takes whole however small the model.
+    """Elements of DeepSpeed's gradient bucket, which it allocates in full even for a small model.
 
-    One that holds all gradients is reduced when a larger one would be, after the last of them: the sums are the same.
+    It need not be larger than the model: a bucket of all gradients is reduced after the last one, with the same sums.
     """
     return min(REDUCE_BUCKET, num_parameters)
 
 
 def refuse_too_large(config: RunConfig, plan: Plan, model: Config, limit: int, of: str = "its GPU") -> None:
-    """Raise UserError when a rank needs more than `limit` bytes at its fullest moment, with the way out.
+    """Raise UserError with a remedy if the peak memory of a rank exceeds `limit` bytes.
 
-    of: what has so many, as the error says it.
+    of: name in the error of what has this limit.
     """
     peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
     if peak.total <= limit:
@@ -72,9 +73,9 @@ def refuse_too_large(config: RunConfig, plan: Plan, model: Config, limit: int, o
 
 
 def what_takes_less(config: RunConfig, plan: Plan, model: Config) -> str:
-    """For a rank that ran out of memory in a step: what was expected, and settings that take a tenth less or better."""
+    """For a rank that ran out of memory: the predicted peak, and settings that need at least 10 % less."""
     peak = rank_memory(model, config, plan.micro_batch, plan.accumulation, plan.world_size)
-    return f"It was to hold {_described(peak, plan)}. " + _way_out(config, plan, model, 0.9 * peak.total)
+    return f"The prediction was {_described(peak, plan)}. " + _way_out(config, plan, model, 0.9 * peak.total)
 
 
 def _described(peak: Memory, plan: Plan) -> str:
@@ -96,8 +97,8 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
 
 
 def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
-    """The largest part of a rank's `share` of the batch that divides it and fits `limit` bytes; 0 when none does."""
-    pairs = 2 if config.augment.mixup or config.augment.cutmix else 1
+    """Returns the largest divisor of a rank's `share` of the batch that fits `limit` bytes as a micro-batch; 0 if none."""
+    pairs = 2 if config.augment.mixes_pairs else 1
     for accumulation in range(1, share + 1):
         micro_batch, rest = divmod(share, accumulation)
         if rest or micro_batch % pairs:
@@ -108,13 +109,13 @@ def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size
 
 
 def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
-    """A rank's bytes in the backward pass, the reduction of gradients and the optimizer step."""
+    """Returns a rank's memory in the backward pass, the reduction of gradients and the optimizer step."""
     engine = config.engine
     e = _element(engine.precision)
     P = num_parameters(model)
     p = math.ceil(P / world_size)
     full = _backward_activations(model, micro_batch, engine)
-    # A bucket that the gradients overflow is reduced before the backward pass is done.
+    # If gradients exceed one bucket, it is reduced before the backward pass has finished.
     left = int(full * (1 - reduce_bucket(P) / P)) if engine.zero_stage >= 2 else 0
     inputs = input_bytes(model, micro_batch, engine.precision)
     state = _moments_bytes(config.optimizer)
@@ -124,7 +125,7 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     weights = e * P
     gathered = e * P
     if engine.zero_stage == 3:
-        # Parameters are gathered as they are used, and stay for the backward pass while there is room for more.
+        # Parameters are gathered when used, and stay for the backward pass up to a limit.
         weights, gathered = e * (p + _persistent(model)), e * (p + min(P, MAX_LIVE_PARAMETERS))
     gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
     return [
@@ -137,22 +138,22 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
 def _gradients_and_buffers(
     model: Config, config: RunConfig, accumulates: bool, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Bytes of gradients, and of buffers, in the backward pass, the reduction and the optimizer step."""
+    """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
     stage, e = config.engine.zero_stage, _element(config.engine.precision)
     P = num_parameters(model)
     p = math.ceil(P / world_size)
-    # The two parameter groups are stepped one after the other; this is the larger.
+    # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
     work = _optimizer_work(config.optimizer) * group
     bucket = e * reduce_bucket(P)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
     if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
-        # DeepSpeed's BF16_Optimizer: fp32 gradients of the whole model on every rank, all through the run, and the
-        # 16-bit ones beside them until the step. What is reduced is a flat fp32 copy, itself copied to 16 bits.
+        # DeepSpeed's BF16_Optimizer keeps fp32 gradients of the whole model on every rank during the whole run, and 16-bit
+        # gradients until the step. It reduces a flat fp32 copy, which it copies to 16 bits.
         return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
-    # Elsewhere gradients move into a bucket (stages 2, 3: as they come; stage 1: in the last micro-batch),
-    # what is reduced is a flat copy of the bucket, and a rank keeps its own part of the sum.
+    # Otherwise, gradients are copied to a bucket (stages 2, 3: immediately; stage 1: in the last micro-batch), a flat copy of
+    # the bucket is reduced, and a rank keeps its own part of the sum.
     if stage == 1:
         # 16-bit gradients become fp32 before they are reduced.
         bucket = 4 * reduce_bucket(P)
@@ -167,34 +168,34 @@ def _gradients_and_buffers(
 
 
 def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig) -> int:
-    """Bytes of activations when the backward pass begins: what was kept, and what it works in.
+    """Bytes of activations at the start of the backward pass: saved tensors and temporary ones.
 
-    That is gradients of the last block's activations, the gradient of its largest kernel and of the head's; with
-    checkpointing, the activations of a block, once more.
+    The temporary ones are the gradients of the last block's activations, of its largest kernel and of the head; with
+    checkpointing, also the recomputed activations of one block.
     """
     saved = saved_bytes(model, micro_batch, _dtype(engine.precision), engine.activation_checkpointing)
     e = _element(engine.precision)
-    # The loss works in fp32: logits, targets, and what comes of them.
+    # The loss is computed in fp32: logits, targets and their product.
     loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     again = saved.block if engine.activation_checkpointing else 0
-    # MLP's M and twice D a token; 6 D of the 4 D that it keeps.
+    # Per token, the MLP's M and twice D: 6 D, where the largest saved tensor has 4 D.
     gradients = 3 * saved.largest // 2 + e * (_largest_parameter(model) + _head(model))
     return saved.total + loss + again + gradients
 
 
 def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
-    """Bytes of a micro-batch's images: normalised in fp32, and their 16-bit copy that the model reads."""
+    """Bytes of a micro-batch's images: normalised in fp32, and the 16-bit copy that the model reads."""
     height, width = model.image_size
     return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + _element(precision))
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
-    """Bytes of one checkpoint, all ranks together: fp32 weights and moments, each once, and model.safetensors."""
+    """Bytes of one checkpoint over all ranks: fp32 weights and moments, and model.safetensors."""
     return num_parameters(model) * (4 + _moments_bytes(config.optimizer) + 4)
 
 
 def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
-    """Bytes that a rank copies to host memory for a checkpoint: its part of the fp32 weights and moments."""
+    """Bytes that a rank copies to host memory for a checkpoint: its part of fp32 weights and moments."""
     return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
 
 
@@ -207,19 +208,21 @@ def _dtype(precision: TrainPrecision) -> torch.dtype:
 
 
 def _moments_bytes(optimizer: OptimizerConfig) -> int:
-    """Of the optimizer's fp32 state for each parameter, and of the mean of the weights."""
+    """Bytes per parameter of the optimizer's fp32 state and of the moving average of the weights."""
     moments = 8 if optimizer.name == "adam" else 4 * bool(optimizer.momentum)
     return moments + 4 * bool(optimizer.ema_decay)
 
 
 def _optimizer_work(optimizer: OptimizerConfig) -> int:
-    """Bytes for each parameter that torch's foreach optimizers take in a step: Adam the root of the second moment, SGD
-    the gradient with its decay."""
+    """Bytes per parameter of temporary tensors of torch's foreach optimizers.
+
+    Adam has the root of the second moment, SGD the gradient with weight decay.
+    """
     return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
 
 
 def _undecayed(model: Config) -> int:
-    """Parameters in the group without weight decay: biases, norms, class token, positions."""
+    """Number of parameters without weight decay: biases, norms, class token, positions."""
     decayed = _built(model).weight_decay_mask()
     return sum(p.numel() for name, p in _built(model).named_parameters() if name not in decayed)
 
@@ -233,7 +236,7 @@ def _head(model: Config) -> int:
 
 
 def _persistent(model: Config) -> int:
-    """Parameters in tensors below stage 3's threshold."""
+    """Number of parameters in tensors below stage 3's threshold."""
     return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
 
 

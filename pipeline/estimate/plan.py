@@ -1,4 +1,4 @@
-"""What a run will do, worked out before it starts: batch arithmetic and lengths in steps."""
+"""The plan of a run: batch arithmetic and lengths in steps."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step. keep: the checkpoint stays for good. evaluations: names of evaluators."""
+    """What is due after a step. keep: the checkpoint is kept permanently. evaluations: names of evaluators."""
 
     log: bool
     save: bool
@@ -39,7 +39,7 @@ class Plan:
     save_scored: bool = False
 
     def due(self, step: int) -> Due:
-        """What is due after step `step`, counted from 1. Everything is due after the last."""
+        """What is due after step `step`, counted from 1; after the last step, everything but keep."""
         is_last = step == self.steps
         scores = step % self.eval_every == 0 or is_last
         probe = self.probe_every > 0 and (step % self.probe_every == 0 or is_last)
@@ -56,7 +56,7 @@ class Plan:
         return self.steps * self.global_batch / self.num_samples
 
     def notes(self, config: RunConfig) -> list[str]:
-        """What of the settings was changed to fit, a line each."""
+        """One line for each setting that was changed to fit."""
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
             return []
@@ -64,7 +64,7 @@ class Plan:
                 f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
-        """One line for a person."""
+        """The plan in one line for the log."""
         return (
             f"{self.steps:,} steps of {self.global_batch} = {self.world_size} ranks x {self.accumulation} x "
             f"{self.micro_batch} samples ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
@@ -73,9 +73,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
-    """The plan of a run on `num_samples` training samples and `world_size` ranks.
+    """Returns the plan of a run on `num_samples` training samples and `world_size` ranks.
 
-    Raises UserError, with the arithmetic, when the batch does not divide or a length comes to no step.
+    Raises UserError with the arithmetic if the batch is not divisible, the run has no step, or warm-up is too long.
     """
     train = config.train
     accumulation, micro_batch = cut_batch(config, world_size)
@@ -112,11 +112,11 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
 def new_model_config(
     settings: ModelConfig, num_classes: int, masked: str | None = None, covered: bool = True
 ) -> "Config":
-    """The model that a run begins with, when it begins without weights. Raises UserError for what cannot be built.
+    """Returns the configuration of a new model. Raises UserError if it cannot be built.
 
-    masked: what is predicted of corrupted patches, instead of classes. covered: whether patches must see all pixels.
+    masked: target of masked patch prediction, None for classes. covered: whether patches must cover all pixels.
     """
-    from pipeline.model import configure  # Late: torch, which batch arithmetic does without.
+    from pipeline.model import configure  # Late: imports torch, which batch arithmetic does not need.
 
     name = settings.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
@@ -145,9 +145,9 @@ def new_model_config(
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """(accumulation, samples of a micro-batch) on `world_size` ranks. Raises UserError, with the arithmetic."""
+    """Returns (accumulation, samples per micro-batch) on `world_size` ranks. Raises UserError with the arithmetic."""
     train = config.train
-    paired = bool(config.augment.mixup or config.augment.cutmix)
+    paired = config.augment.mixes_pairs
     accumulation = _accumulation(train.global_batch, train.micro_batch, world_size, paired)
     micro_batch = train.global_batch // (world_size * accumulation)
     if paired and micro_batch % 2:
@@ -160,9 +160,9 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
 
 
 def _accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool) -> int:
-    """Micro-batches a rank accumulates: of the largest size up to micro_batch that divides its share of the batch.
+    """Number of micro-batches per step and rank, of the largest size up to micro_batch that divides the rank's share.
 
-    even: of an even size, if there is one.
+    even: choose an even size if there is one.
     """
     if global_batch % world_size:
         lower = global_batch // world_size * world_size

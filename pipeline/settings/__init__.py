@@ -1,5 +1,5 @@
-"""Every setting of every command: typed, documented, with its range. One file for each kind of command.
+"""The settings of every command: typed, documented, with ranges. One file for each kind of command.
 
-schema.py makes typed trees of YAML and overrides; quantities.py are lengths and sizes with units. Imports errors only.
-Called by `launch/` (through `pipeline.command`); everything else is handed the finished values.
+schema.py fills typed trees from YAML and overrides; quantities.py has the types with units. Imports only the ground floor
+(errors, json_record, outputs). `launch/` calls it through `pipeline.command`; all other code receives the finished values.
 """

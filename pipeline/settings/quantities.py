@@ -1,4 +1,4 @@
-"""How long, how many, how large: settings that people write with a unit, or as 224x384."""
+"""Types of settings that are written with a unit ('90 epochs', '10%') or as 224x384, and upper limits of numbers."""
 
 import math
 import re
@@ -8,9 +8,15 @@ from typing import Literal, NamedTuple
 
 from pipeline.errors import UserError
 
-# Upper ends of ranges, far beyond what is sensible: what is above is a slip, and would overflow or take for ever.
+# Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.
 MAX_SIDE = 16_384
-_MOST = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
+MAX_SEED = 2**63 - 1
+MAX_WIDTH = 2**16
+MAX_BATCH = 2**24
+MAX_THREADS = 4096
+MAX_TASKS = 1_000_000
+MINUTES_PER_YEAR = 366 * 24 * 60
+_MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
 
 
 @dataclass(frozen=True)
@@ -32,18 +38,18 @@ class Length:
         unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
         amount = float(match[1])
         if not math.isfinite(amount):
-            raise ValueError("that is no finite number.")
-        if amount > _MOST[unit]:
-            raise ValueError(f"a length is at most {_MOST[unit]:,.0f}{'%' if unit == '%' else f' {unit}'}.")
+            raise ValueError("the number is not finite.")
+        if amount > _MAX_AMOUNT[unit]:
+            raise ValueError(f"a length is at most {_MAX_AMOUNT[unit]:,.0f}{'%' if unit == '%' else f' {unit}'}.")
         return cls(amount, unit)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        # Exact, so that what a checkpoint keeps is read back as the same length.
+        # Exact, so that a checkpoint's text is read back as the same length.
         amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
         return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
 
     def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
-        """In optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
+        """Number of optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
 
         num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
         """
@@ -55,13 +61,13 @@ class Length:
             exact = Fraction(self.amount) * num_samples / global_batch
         else:
             if total_steps is None:
-                raise UserError(f"train.length = {self} is a share of itself: give it in epochs, steps or samples.")
+                raise UserError(f"train.length = {self} is a share of itself: write it in epochs, steps or samples.")
             exact = Fraction(self.amount) * total_steps / 100
         return math.floor(exact + Fraction(1, 2))
 
 
 class ImageSize(NamedTuple):
-    """Of an image in pixels: '224' for a square, '224x384' for height x width."""
+    """Height and width of an image in pixels, written as '224' for a square or '224x384' for height x width."""
 
     height: int
     width: int
@@ -74,8 +80,8 @@ class ImageSize(NamedTuple):
         if not match:
             raise ValueError("write the side of a square, as 224, or height x width, as 224x384.")
         sides = (match[1], match[2] or match[1])
-        if max(map(int, sides)) > MAX_SIDE:
-            raise ValueError(f"a side has at most {MAX_SIDE:,} pixels.")
+        if not all(1 <= int(side) <= MAX_SIDE for side in sides):
+            raise ValueError(f"a side has from 1 to {MAX_SIDE:,} pixels.")
         return cls(int(sides[0]), int(sides[1]))
 
     def __str__(self) -> str:
@@ -84,7 +90,7 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """How many samples of a split: a number, or '10%' of them."""
+    """How many samples of a split are used: a number, or a share such as '10%'."""
 
     amount: float
     unit: Literal["samples", "%"]
@@ -96,8 +102,8 @@ class Limit:
         match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(%|samples)?\s*", _text(value))
         if not match or (match[2] == "%" and float(match[1]) > 100):
             raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
-        if float(match[1]) > _MOST["samples"]:
-            raise ValueError(f"there are at most {_MOST['samples']:,.0f} samples.")
+        if float(match[1]) > _MAX_AMOUNT["samples"]:
+            raise ValueError(f"there are at most {_MAX_AMOUNT['samples']:,.0f} samples.")
         return cls(float(match[1]), "%" if match[2] == "%" else "samples")
 
     def __str__(self) -> str:
@@ -105,12 +111,12 @@ class Limit:
         return f"{amount}%" if self.unit == "%" else amount
 
     def count(self, num_samples: int) -> int:
-        """Of so many samples, to the nearest."""
+        """Number of samples out of `num_samples`, rounded to the nearest."""
         exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
         return math.floor(exact + Fraction(1, 2))
 
 
 def _text(value: object) -> str:
-    """What is read of a setting: patterns take a time that grows with the square of the digits."""
+    """The value as text, empty if it is longer than 100 characters: matching takes time quadratic in the length."""
     text = str(value)
     return text if len(text) <= 100 else ""

@@ -1,8 +1,8 @@
 """Typed trees of settings: dataclasses filled from YAML and from `key=value` overrides, checked before anything runs.
 
-A settings class is a frozen dataclass whose fields are made by `setting(default, "what it means")`. Every field is
-documented, has a type that is checked, and can be set from the command line by its dotted name. The tree itself is
-in `run.py` and its neighbours; this file knows nothing of training.
+A settings class is a frozen dataclass whose fields are made by `setting(default, "what it means", min=0)`. Every field has
+documentation, a type and a range that are checked, and a dotted name by which the command line sets it. A class may have a
+method `check()` for what depends on several fields. The classes are in `run.py` and the files beside it.
 """
 
 import dataclasses
@@ -13,111 +13,86 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import UserError
+from pipeline.json_record import quoted, shortened
 from pipeline.outputs import Output
+from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
 
-
-# A file of settings has some KB; PyYAML reads about 100 KB in a second.
-_MAX_YAML_BYTES = 1 << 20
-# Values of a file once aliases (`*a`) are replaced by what they stand for, which can double with each line.
-_MAX_YAML_VALUES = 100_000
-# As long as the longest path.
+REQUIRED = dataclasses.MISSING
+# The length of the longest path.
 _MAX_TEXT = 4096
-# Where a setting names no other limit: what is larger is a mistake, and would overflow or take for ever somewhere.
-_MOST = {int: 1e9, float: 1e30}
-_QUOTED = 200
+# Upper limit of a number whose setting has none: a larger one is a mistake and would overflow somewhere.
+_MAX_NUMBER = {int: 1e9, float: 1e30}
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML whose scalars stay as typed but for null, true and false.
+class TextForm(NamedTuple):
+    """A form that text must have. pattern: regular expression of all of it; name: what an error calls it."""
 
-    What is a number is decided by the setting's type, so `name: 0123` is not 83 and `1e-3` is no text. Other tags than those
-    of text, numbers, lists and mappings are refused.
+    pattern: str
+    name: str
+
+
+FOLDER_NAME = TextForm(r"[^./][^/]*", "a plain folder name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a setting accepts beyond its type. In a list, numbers are checked one by one.
+
+    min and max belong to the range, above and below do not.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "bool", "merge")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    min: float | None = None
+    above: float | None = None
+    max: float | None = None
+    below: float | None = None
+    form: TextForm | None = None
+    min_items: int = 0
+    distinct: bool = False
 
-    def construct_yaml_bool(self, node: yaml.Node) -> bool:
-        value = self.construct_scalar(node).lower()  # type: ignore[arg-type]
-        if value not in self.bool_values:
-            raise _yaml_error(node, f"{typed(value)} is not true or false")
-        return self.bool_values[value]
+    def accepts(self, number: float) -> bool:
+        return (
+            (self.min is None or number >= self.min)
+            and (self.above is None or number > self.above)
+            and (self.max is None or number <= self.max)
+            and (self.below is None or number < self.below)
+        )
 
-    yaml_constructors = {  # noqa: RUF012
-        **{f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.construct_yaml_str for kind in ("str", "int", "float")},
-        "tag:yaml.org,2002:null": yaml.SafeLoader.construct_yaml_null,
-        "tag:yaml.org,2002:bool": construct_yaml_bool,
-        "tag:yaml.org,2002:seq": yaml.SafeLoader.construct_yaml_seq,
-        "tag:yaml.org,2002:map": yaml.SafeLoader.construct_yaml_map,
-        None: yaml.SafeLoader.construct_undefined,
-    }
-
-
-def _parse_yaml(text: str) -> Any:
-    """Text -> plain values. Raises ValueError, in one line, for text that is not valid YAML or takes too much."""
-    try:
-        loader = _Yaml(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            if _num_values(node, {}) > _MAX_YAML_VALUES:
-                raise _yaml_error(node, f"aliases make it more than {_MAX_YAML_VALUES:,} values")
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\\UFFFFFFFF" and `%YAML 99...9` are no YAMLError.
-        raise ValueError(_short(" ".join(str(error).split()), 2 * _QUOTED)) from None
-
-
-def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node comes to. Raises for a key that is set twice, and for a node that contains itself."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = -1  # Being counted.
-        children = node.value
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise _yaml_error(key, f"{typed(key.value)} is set twice")
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-            children = [child for pair in node.value for child in pair]
-        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
-    if known[id(node)] < 0:
-        raise _yaml_error(node, "an anchor contains itself")
-    return known[id(node)]
-
-
-def _yaml_error(node: yaml.Node, said: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-
-
-REQUIRED = dataclasses.MISSING
+    @property
+    def range(self) -> str:
+        """The range in words, such as "from 1 to 16,384" or "at least 0 and below 1"; empty without limits."""
+        if self.min is not None and self.max is not None:
+            return f"from {_plain(self.min)} to {_plain(self.max)}"
+        limits = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        return " and ".join(f"{word} {_plain(limit)}" for word, limit in limits.items() if limit is not None)
 
 
 def setting(
-    default: Any, doc: str, most: float | None = None, output: Output | None = None, within: str | None = None
+    default: Any,
+    doc: str,
+    *,
+    min: float | None = None,
+    above: float | None = None,
+    max: float | None = None,
+    below: float | None = None,
+    form: TextForm | None = None,
+    min_items: int = 0,
+    distinct: bool = False,
+    output: Output | None = None,
+    within: str | None = None,
 ) -> Any:
     """A documented dataclass field.
 
-    default: a value, REQUIRED, or a settings class (a nested section). most: the largest number that is accepted, of a list
-    for each of its numbers. output: the setting is a path that the command writes (`outputs.py`). within: another
-    field, the folder that it lies in.
+    default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
+    of a number or of a length's amount. form: of text. min_items, distinct: of a list. output: the setting is a path that the
+    command writes (`outputs.py`). within: name of the field whose folder contains that path.
     """
-    metadata = {"doc": doc, "most": most, "output": output, "within": within}
+    rule = Rule(min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct)
+    metadata = {"doc": doc, "rule": rule, "output": output, "within": within}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, (type, dict, list)):
@@ -129,17 +104,13 @@ def setting(
 def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] = ()) -> T:
     """Read a settings tree from a YAML file, then apply `a.b=value` overrides (values are YAML).
 
-    Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type, and
-    whatever the class's own `check()` refuses.
+    Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type or outside its
+    range, and whatever the class's own `check()` refuses.
     """
-    tree: dict[str, Any] = {}
-    where = "the command line"
-    if path is not None:
-        where = str(path)
-        tree = _read_yaml(Path(path))
+    tree = {} if path is None else read_yaml(Path(path))
     for override in overrides:
         _apply(cls, tree, override)
-    config = build(cls, tree, where)
+    config = build(cls, tree, "the command line" if path is None else str(path))
     check = getattr(config, "check", None)
     if check is not None:
         check()
@@ -147,73 +118,113 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
 
 
 def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
-    """Make a `cls` of a plain nested dict; `where` names the source in errors, `prefix` the section ('model.')."""
+    """Make a `cls` of a plain nested dict. where: source named in errors; prefix: the section ('model.').
+
+    Checks names, types and ranges, not the class's `check()`. Raises UserError.
+    """
     if not isinstance(tree, dict):
         raise UserError(
-            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {typed(tree)}."
+            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {as_typed(tree)}."
         )
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in tree:
         if key not in fields:
-            raise UserError(f"{where}: unknown setting {prefix}{typed(key)}.{_did_you_mean(cls, prefix, str(key))}")
+            raise UserError(f"{where}: unknown setting {prefix}{as_typed(key)}.{_did_you_mean(cls, prefix, str(key))}")
     values = {}
     for name, field in fields.items():
         if name in tree or _is_section(hints[name]):
-            most = field.metadata.get("most")
-            values[name] = convert(hints[name], tree.get(name), f"{prefix}{name}", where, most)
+            values[name] = _convert(hints[name], tree.get(name), f"{prefix}{name}", where, field.metadata["rule"])
         elif field.default is REQUIRED and field.default_factory is REQUIRED:
             raise UserError(f"{where}: {prefix}{name} is not set ({field.metadata['doc']}). Set it: {prefix}{name}=...")
     return cls(**values)
 
 
-def convert(kind: Any, value: Any, name: str, where: str, most: float | None = None) -> Any:
-    """Turn a YAML value into `kind`, or raise a UserError that names the setting, the value and the type.
-
-    most: the largest number, of either sign, that is accepted; None is the usual one.
-    """
-    if isinstance(kind, type) and hasattr(kind, "parse"):
-        try:
-            return kind.parse(value)
-        except ValueError as error:
-            raise UserError(f"{where}: {name} = {typed(value)}: {error}") from None
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return build(kind, value if value is not None else {}, where, f"{name}.")
+def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
+    """Convert a YAML value to `kind`. Raises UserError with the setting, the value and what it must be."""
     origin = typing.get_origin(kind)
-    if origin is typing.Literal:
-        choices = typing.get_args(kind)
-        # Numbers of a file come as text.
-        named = {str(choice): choice for choice in choices}
-        if not isinstance(value, bool) and str(value) in named:
-            return named[str(value)]
-        raise UserError(f"{where}: {name} = {typed(value)} is none of {', '.join(map(str, choices))}.")
+    if _is_section(kind):
+        return build(kind, value if value is not None else {}, where, f"{name}.")
     if origin in (typing.Union, types.UnionType):
         inner = [option for option in typing.get_args(kind) if option is not type(None)]
-        return None if value is None else convert(inner[0], value, name, where, most)
-    if origin is dict:
-        if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
-            return {_text(str(k), name, where): _text(v, name, where) for k, v in value.items()}
-        raise UserError(f"{where}: {name} = {typed(value)} must be a mapping of names to text.")
+        return None if value is None else _convert(inner[0], value, name, where, rule)
     if origin is list:
-        (inner,) = typing.get_args(kind)
-        return [convert(inner, item, name, where, most) for item in (value if isinstance(value, list) else [value])]
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return _text(str(value), name, where)
-    if kind in (int, float) and not isinstance(value, bool):
-        number = _whole(value) if kind is int else _number(value)
-        most = _MOST[kind] if most is None else most
-        if number is not None and abs(number) > most:
-            limit = f"at most {_plain(most)}" if number > 0 else f"at least -{_plain(most)}"
-            raise UserError(f"{where}: {name} = {typed(value)} must be {limit}.")
-        if number is not None:
-            return number
-    raise UserError(f"{where}: {name} = {typed(value)} must be a {type_name(kind)}.")
+        return _convert_list(kind, value, name, where, rule)
+    try:
+        if hasattr(kind, "parse"):
+            parsed = kind.parse(value)
+            _check_range(getattr(parsed, "amount", None), rule)
+            return parsed
+        if origin is typing.Literal:
+            return _choice(kind, value)
+        if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+            return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return _checked_text(str(value), rule.form)
+        if kind in (int, float) and not isinstance(value, bool):
+            number = _whole(value) if kind is int else _number(value)
+            if number is not None:
+                _check_range(number, rule, _MAX_NUMBER[kind])
+                return number
+    except _RefusedError as error:
+        raise UserError(f"{where}: {name} = {as_typed(value)} {error}") from None
+    except ValueError as error:  # From `parse`.
+        raise UserError(f"{where}: {name} = {as_typed(value)}: {error}") from None
+    expected = "mapping of names to text" if origin is dict else type_name(kind)
+    raise UserError(f"{where}: {name} = {as_typed(value)} must be a {expected}.")
+
+
+def _convert_list(kind: Any, value: Any, name: str, where: str, rule: Rule) -> list[Any]:
+    """A list of values; a single value is a list of one."""
+    (inner,) = typing.get_args(kind)
+    items = [_convert(inner, item, name, where, rule) for item in (value if isinstance(value, list) else [value])]
+    if len(items) < rule.min_items:
+        count = "one value" if rule.min_items == 1 else f"{rule.min_items} values"
+        raise UserError(f"{where}: {name} = {quoted(value)} must have at least {count}.")
+    if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
+        raise UserError(f"{where}: {name} = {quoted(value)} must have different values: one is there twice.")
+    return items
+
+
+class _RefusedError(Exception):
+    """What a value must be: the end of an error whose beginning names the setting and the value."""
+
+
+def _choice(kind: Any, value: Any) -> Any:
+    choices = {str(choice): choice for choice in typing.get_args(kind)}  # Numbers in a file are still text.
+    if isinstance(value, bool) or str(value) not in choices:
+        raise _RefusedError(f"must be one of {', '.join(choices)}.")
+    return choices[str(value)]
+
+
+def _check_range(number: float | None, rule: Rule, limit: float = math.inf) -> None:
+    if number is None:
+        return
+    if not rule.accepts(number):
+        raise _RefusedError(f"must be {rule.range}.")
+    if rule.max is None and abs(number) > limit:
+        raise _RefusedError(f"must be at most {_plain(limit)}.")
+
+
+def _checked_text(text: str, form: TextForm | None = None) -> str:
+    """The text, if a file name can contain it (no NUL, no lone surrogate) and it has the form."""
+    if len(text) > _MAX_TEXT:
+        raise _RefusedError(f"must be at most {_MAX_TEXT:,} characters long.")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise _RefusedError("has a character that no file name can have.")
+    if form is not None and not re.fullmatch(form.pattern, text):
+        raise _RefusedError(f"must be {form.name}.")
+    return text
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The tree as plain nested dicts that `build` reads back (what goes into checkpoints and MLflow)."""
+    """The tree as plain nested dicts, which checkpoints and MLflow keep and `build` reads back."""
     plain: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -240,7 +251,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(dotted name, type, default, meaning) of every field, in order; what `--help` lists."""
+    """(dotted name, type and range, default, meaning) of every field, in order, as `--help` lists them."""
     hints = typing.get_type_hints(cls)
     rows = []
     for field in dataclasses.fields(cls):
@@ -249,15 +260,17 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
             rows += describe(kind, f"{prefix}{field.name}.")
             continue
         if field.default is not REQUIRED:
-            default = str(field.default)
+            default = _as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
-        rows.append((f"{prefix}{field.name}", type_name(kind), default, field.metadata["doc"]))
+        limits = field.metadata["rule"].range
+        accepted = f"{type_name(kind)}, {limits}" if limits else type_name(kind)
+        rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))
     return rows
 
 
 def type_name(kind: Any) -> str:
-    """How a person would say the type."""
+    """The type in words, such as "whole number" or "list of numbers"."""
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
         return "|".join(map(str, typing.get_args(kind)))
@@ -266,7 +279,8 @@ def type_name(kind: Any) -> str:
     if origin is dict:
         return "mapping"
     if origin is list:
-        return f"list of {type_name(typing.get_args(kind)[0])}"
+        inner = type_name(typing.get_args(kind)[0])
+        return f"list of {inner}{'s' if inner.endswith(('number', 'length')) else ''}"
     names = {bool: "true|false", str: "text", int: "whole number", float: "number"}
     return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
 
@@ -275,53 +289,31 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_YAML_BYTES + 1)
-        if len(content) > _MAX_YAML_BYTES:
-            raise UserError(f"{path} is no config file: it has more than {_MAX_YAML_BYTES:,} bytes.")
-        tree = _parse_yaml(content.decode())
-    except FileNotFoundError:
-        raise UserError(f"{typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a config file.") from None
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"{typed(str(path))}: no config file ({error.strerror}).") from None
-    except ValueError as error:  # Also of bytes that are not UTF-8, and of a path with a NUL.
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold a mapping of settings, not {typed(tree)}.")
-    return tree
-
-
 def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise UserError(
-            f"{_short(repr(override))} is no override: write setting=value, for example train.global_batch=512."
+            f"{shortened(repr(override))} is no override: write setting=value, for example train.global_batch=512."
         )
     parts = name.split(".")
     for depth, part in enumerate(parts):
         prefix = "".join(f"{section}." for section in parts[:depth])
         kind = typing.get_type_hints(cls).get(part)
         if kind is None:
-            raise UserError(f"the command line: unknown setting {typed(name)}.{_did_you_mean(cls, prefix, part)}")
+            raise UserError(f"the command line: unknown setting {as_typed(name)}.{_did_you_mean(cls, prefix, part)}")
         rest = parts[depth + 1 :]
         if not rest:
             value = _override_value(kind, text)
-            (most,) = (field.metadata.get("most") for field in dataclasses.fields(cls) if field.name == part)
-            convert(kind, value, name, "the command line", most)  # A mistake here is not one of the file.
+            (rule,) = (field.metadata["rule"] for field in dataclasses.fields(cls) if field.name == part)
+            _convert(kind, value, name, "the command line", rule)  # So that errors do not blame the file.
             tree[part] = value
             return
         is_mapping = typing.get_origin(kind) is dict
         if not is_mapping and not _is_section(kind):
-            raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {typed(name)}.")
+            raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {as_typed(name)}.")
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
-                raise UserError(f"{prefix}{part} is {typed(tree[part])} in the file, so {name} cannot be set in it.")
+                raise UserError(f"{prefix}{part} is {as_typed(tree[part])} in the file, so {name} cannot be set in it.")
             tree[part] = {}
         tree = tree[part]
         if is_mapping:
@@ -332,10 +324,10 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
 
 def _override_value(kind: Any, text: str) -> Any:
     try:
-        value = _parse_yaml(text) if text else ""
+        value = parse_yaml(text) if text else ""
     except ValueError:
         return text
-    # Where text is wanted, it is taken as it was typed: name=true is no truth value.
+    # A text setting takes the text as typed: name=true is the name "true".
     wants_text = kind is str or kind == str | None
     return text if wants_text and value is not None and not isinstance(value, str) else value
 
@@ -346,43 +338,28 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
 
 
-def typed(value: Any) -> str:
-    """A value as the user wrote it, near enough; at most 200 characters on one line."""
-    return _short(value if isinstance(value, str) and value and value.isprintable() else repr(value))
-
-
-def _short(text: str, most: int = _QUOTED) -> str:
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
-
-
-def _text(value: str, name: str, where: str) -> str:
-    """The text, if it can be a file name or part of one: the system takes no NUL and no lone surrogate."""
-    if len(value) > _MAX_TEXT:
-        raise UserError(f"{where}: {name} = {typed(value)} must be at most {_MAX_TEXT:,} characters long.")
-    try:
-        if b"\0" not in os.fsencode(value):
-            return value
-    except UnicodeEncodeError:
-        pass
-    raise UserError(f"{where}: {name} = {typed(value)} has a character that no file name can have.")
-
-
 def _plain(number: float) -> str:
-    return f"{number:g}" if number > 1e20 else f"{int(number):,}"
+    return f"{int(number):,}" if number == int(number) and abs(number) < 1e20 else f"{number:g}"
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _whole(value: Any) -> int | None:
     text = str(value)
     if re.fullmatch(r"[-+]?[0-9]+", text):
-        # Not by way of float, which has 53 bits: a seed may have more. Of thousands of digits, int() would raise.
+        # A float has 53 bits, and a seed may have more. int() raises for thousands of digits; 21 exceed every limit.
         digits = text.lstrip("+-").lstrip("0")
-        return int(digits[:21] or "0") * (-1 if text.startswith("-") else 1)  # Beyond every limit, if cut.
+        return int(digits[:21] or "0") * (-1 if text.startswith("-") else 1)
     number = _number(value)
     return int(number) if number is not None and number.is_integer() else None
 
 
 def _number(value: Any) -> float | None:
-    # PyYAML reads 1e-3 (no dot) as text; people write it all the time. No setting may be infinite or no number.
+    # PyYAML reads 1e-3 (no dot) as text, and people write it often. Infinity and NaN are refused.
     try:
         number = float(value) if isinstance(value, (int, float, str)) else None
     except (ValueError, OverflowError):

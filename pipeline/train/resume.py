@@ -15,7 +15,8 @@ from pipeline.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.model import Model
 from pipeline.settings import schema
-from pipeline.settings.run import DataConfig, Length, RunConfig, TrainConfig
+from pipeline.settings.quantities import Length
+from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine

@@ -156,11 +156,11 @@ def test_training_refuses_what_the_plan_refuses(
     [
         (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
         (["cluster=0x8xH100"], "write nodes x GPUs x kind"),
-        (["cluster=8x8xTPU"], "no data sheet of 'TPU' here. Known: B200, H200"),
+        (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B200, H200"),
         (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
-        (["samples=0"], "samples = 0, classes = 21841: give both, or neither"),
+        (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
-        (["mfu=40"], "mfu = 40.0 must be above 0 and at most 1"),
+        (["mfu=40"], "mfu = 40 must be above 0 and at most 1"),
         (["variant=ViT-L/16"], "set model.name for a new model"),
     ],
 )

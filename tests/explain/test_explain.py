@@ -115,7 +115,7 @@ def test_drawings_that_do_not_apply_are_reported(
         (bit, "draw = rollout cannot be drawn of .*bit.pt: a ResNet has no tokens", images, "draw=[filters,rollout]"),
         (headless, "draw = gradcam .*: these weights have no head", images, "draw=gradcam"),
         (whole, "draw = attention .*: images=... is not set", "draw=attention"),
-        (whole, "draw = attentions is none of attention, rollout", "draw=attentions"),
+        (whole, "draw = attentions must be one of attention, rollout", "draw=attentions"),
         (whole, "layer = 2, but .*whole.pt has 1", "layer=2"),
         (whole, "head = 3, but .*whole.pt has 2", "head=3"),
         (whole, "head = last must be a number from 1, all, or mean", "head=last"),

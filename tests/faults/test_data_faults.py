@@ -49,9 +49,7 @@ def copy(dataset: Path, tmp_path: Path) -> Dataset:
 
 
 def check(data: AnyPath, **settings: object) -> dict:
-    config = VerifyConfig(data=str(data), **settings)
-    config.check()
-    return verify.run(config)
+    return verify.run(VerifyConfig(data=str(data), **settings))
 
 
 def listed(dataset: Dataset) -> list[tuple[str, int]]:

@@ -31,7 +31,8 @@ from pipeline.errors import OneRankError, UserError
 from pipeline.lifecycle import samples
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
-from pipeline.settings.run import Limit, RunConfig
+from pipeline.settings.quantities import Limit
+from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

@@ -20,11 +20,12 @@ from pipeline.settings import data as data_settings
 from pipeline.settings import operate as tools_settings
 from pipeline.settings import reports as suite_settings
 from pipeline.settings import run as settings
-from pipeline.settings import schema
+from pipeline.settings import run_sections, schema
 from pipeline.settings import transfer as transfer_settings
 from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.run import Length, RunConfig
+from pipeline.settings.quantities import Length
+from pipeline.settings.run import RunConfig
 from pipeline.train.optimizers import peak_rate
 from pipeline.transfer.grid import make_run
 from pipeline.transfer.sweep import settings_of
@@ -32,10 +33,14 @@ from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {
-    **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
+    **vars(run_sections), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
     **vars(suite_settings),
 }  # fmt: skip
-COMMANDS = [c for c in CLASSES.values() if dataclasses.is_dataclass(c) and hasattr(c, "check")]
+TREES = [
+    c for c in CLASSES.values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c is not schema.Rule
+]
+SECTIONS = {kind for cls in TREES for kind in typing.get_type_hints(cls).values()}
+COMMANDS = [cls for cls in TREES if cls not in SECTIONS]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
 SAMPLES = {"jft": 303_000_000, "imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "pets": 3_680,
@@ -182,6 +187,36 @@ def test_every_field_is_documented(command: type) -> None:
     assert not [name for name, kind, default, doc in rows if len(doc) < 5 or not kind]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_states_its_range(command: type) -> None:
+    numbers = [(name, kind) for name, kind, *_ in schema.describe(command) if "number" in kind]
+    assert not [(name, kind) for name, kind in numbers if not re.search(r", (from|at least|above) -?[0-9]", kind)]
+
+
+def test_every_end_of_every_range_is_checked() -> None:
+    """A number at an end of its range is accepted, and one beyond it is refused with the name, the value and the range."""
+    checked = 0
+    for command in COMMANDS:
+        for cls, name in leaves(command):
+            (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
+            kind, rule = typing.get_type_hints(cls)[name], field.metadata["rule"]
+            if not any(number in typing.get_args(kind) or kind is number for number in (int, float)):
+                continue
+            step = 1 if int in (kind, *typing.get_args(kind)) else 1e-6
+            beyond = {"min": rule.min is not None and rule.min - step, "above": rule.above, "below": rule.below,
+                      "max": rule.max is not None and rule.max * (1 if step == 1 else 1 + step) + step}  # fmt: skip
+            for end, value in beyond.items():
+                if getattr(rule, end) is None:
+                    continue
+                with pytest.raises(UserError, match=re.escape(rule.range)) as error:
+                    schema.load(cls, None, [f"{name}={value!r}"])
+                assert f"the command line: {name} = {value!r} must be " in str(error.value)
+                checked += 1
+                if end in ("min", "max"):
+                    assert rule.accepts(getattr(rule, end))
+    assert checked > 150
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_shipped_file_loads_and_plans(path: Path) -> None:
     if path.parent.name in ("data", "index"):
@@ -309,11 +344,17 @@ def test_there_are_shipped_files() -> None:
         ("optimizer: {lr: fast}", "optimizer.lr = fast must be a number"),
         ("optimizer: {lr: .nan}", "optimizer.lr = .nan must be a number"),
         ("augment: {flip: 1}", "augment.flip = 1 must be"),
-        ("engine: {zero_stage: 4}", "engine.zero_stage = 4 is none of 0, 1, 2, 3"),
-        ("engine: {zero_stage: true}", "engine.zero_stage = True is none of"),
+        ("engine: {zero_stage: 4}", "engine.zero_stage = 4 must be one of 0, 1, 2, 3."),
+        ("engine: {zero_stage: true}", "engine.zero_stage = True must be one of"),
         ("train: {length: 90}", "train.length = 90: write a length as '90 epochs'"),
         ("train: {length: 1.2.3 steps}", "write a length as"),
-        ("train: {length: 1e999 steps}", "no finite number"),
+        ("train: {length: 1e999 steps}", "the number is not finite"),
+        ("model: {image_size: 224x0}", "model.image_size = 224x0: a side has from 1 to 16,384 pixels."),
+        ("train: {micro_batch: 0}", "train.micro_batch = 0 must be from 1 to 16,777,216."),
+        ("augment: {area_min: 0}", "augment.area_min = 0 must be above 0 and at most 1."),
+        ("probe: {shots: [5, -1]}", "probe.shots = -1 must be at least 0."),
+        ("probe: {l2: []}", "probe.l2 = [] must have at least one value."),
+        ("schedule: {drops: [0.3, 1]}", "schedule.drops = 1 must be above 0 and below 1."),
         ("model: {image_size: 224x}", "model.image_size = 224x: write the side of a square, as 224, or height x width"),
     ],
 )
@@ -462,53 +503,56 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["train.global_batch=100"],
             "train.global_batch = 100 is not divisible by data.streams = 16. Use data.streams=4.",
         ),
-        (["train.micro_batch=0"], "train.micro_batch = 0 must be greater than 0"),
-        (["evaluate.every=0 steps"], "evaluate.every = 0.0 must be greater than 0"),
-        (["checkpoint.every=0%"], "checkpoint.every = 0.0 must be greater than 0"),
-        (["optimizer.beta2=1"], "optimizer.beta2 = 1.0 must be at least 0 and below 1"),
-        (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1.0 must not be negative"),
-        (["seed=-1"], "seed = -1 must not be negative"),
-        (["seed=9223372036854775808"], "seed = 9223372036854775808 must be at most 9,223,372,036,854,775,807."),
-        (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves nothing to train"),
-        (["model.dropout=1.5"], "model.dropout = 1.5 must be between 0 and 1"),
-        (["name=a/b"], "name = 'a/b' must be a plain folder name"),
+        (["train.micro_batch=0"], "the command line: train.micro_batch = 0 must be from 1 to 16,777,216."),
+        (["evaluate.every=0 steps"], "evaluate.every = 0 steps must be above 0."),
+        (["checkpoint.every=0%"], "checkpoint.every = 0% must be above 0."),
+        (["optimizer.beta2=1"], "optimizer.beta2 = 1 must be at least 0 and below 1."),
+        (["optimizer.weight_decay=-1"], "optimizer.weight_decay = -1 must be at least 0."),
+        (["seed=-1"], "seed = -1 must be from 0 to 9,223,372,036,854,775,807."),
+        (["seed=9223372036854775808"], "seed = 9223372036854775808 must be from 0 to 9,223,372,036,854,775,807."),
+        (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves no time to train"),
+        (["model.dropout=1.5"], "model.dropout = 1.5 must be from 0 to 1."),
+        (["name=a/b"], "name = a/b must be a plain folder name."),
         (["name=.."], "must be a plain folder name"),
-        (["augment.area_min=0.5", "augment.area_max=0.4"], "augment.area_min = 0.5 and augment.area_max = 0.4"),
-        (["augment.aspect_min=2"], "augment.aspect_min = 2.0 and augment.aspect_max = 1.33"),
+        (
+            ["augment.area_min=0.5", "augment.area_max=0.4"],
+            "augment.area_min = 0.5 must not be above augment.area_max = 0.4.",
+        ),
+        (["augment.aspect_min=2"], "augment.aspect_min = 2.0 must not be above augment.aspect_max = 1.33"),
         (
             ["augment.crop=none", "augment.area_min=0.3"],
-            "augment.area_min = 0.3 is of augment.crop=inception, and does nothing",
+            "augment.area_min = 0.3 belongs to augment.crop = inception and has no effect with none. Leave it at 0.05.",
         ),
         (
             ["augment.resize_to=300"],
-            "of augment.crop=resize_crop or resize_small_crop, and does nothing with inception. Leave it",
+            "belongs to augment.crop = resize_crop or resize_small_crop and has no effect with inception. Leave it",
         ),
         (
             ["augment.eval_crop=resize", "augment.eval_resize=300"],
-            "augment.eval_resize does nothing with augment.eval_crop=resize",
+            "augment.eval_resize has no effect with augment.eval_crop = resize",
         ),
         (
             ["augment.crop=resize_crop", "augment.resize_to=100"],
             "augment.resize_to = 100 is smaller than model.image_size = 224",
         ),
         (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
-        (["augment.randaugment_magnitude=21"], "augment.randaugment_magnitude = 21.0 must be from 0 to 20"),
-        (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must not be negative"),
-        (["augment.mixup=2"], "augment.mixup = 2.0 must be between 0 and 1"),
-        (["augment.erase=-0.1"], "augment.erase = -0.1 must be between 0 and 1"),
+        (["augment.randaugment_magnitude=21"], "augment.randaugment_magnitude = 21 must be from 0 to 20."),
+        (["augment.randaugment_layers=-1"], "augment.randaugment_layers = -1 must be from 0 to 100."),
+        (["augment.mixup=2"], "augment.mixup = 2 must be from 0 to 1."),
+        (["augment.erase=-0.1"], "augment.erase = -0.1 must be from 0 to 1."),
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16', init.weights = 'x.npz'"),
         (["model.name=null"], "model.name = None, init.weights = None"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
-            "init.weights brings its architecture: leave out model.width, model.pool.",
+            "init.weights determines the architecture: leave out model.width, model.pool.",
         ),
         (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
         (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
-        (["train.label_smoothing=0.1"], "needs train.loss=softmax"),
+        (["train.label_smoothing=0.1"], "train.label_smoothing = 0.1 needs train.loss=softmax"),
         (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels reads no labels"),
         (
             ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
-            "train.loss = masked_pixels begins with a new model",
+            "train.loss = masked_pixels starts with a new model",
         ),
         (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
@@ -522,15 +566,15 @@ def test_cross_checks_show_their_arithmetic(overrides: list[str], said: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["val_share=1"], "val_share = 1.0 must be at least 0 and below 1"),
-        (["val_share=0.1", "splits.val=v"], "splits names a 'val' already"),
+        (["val_share=1"], "val_share = 1 must be at least 0 and below 1."),
+        (["val_share=0.1", "splits.val=v"], "splits already has a 'val'"),
         (["val_share=0.1", "splits.test=v"], "splits has only test"),
-        (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one"),
-        (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds images out of 'train' as 'val', but"),
-        (["min_images=5", "splits.test=v"], "min_images is about the split 'train', but splits has only test"),
-        (["min_images=-1"], "min_images = -1 must not be negative"),
-        (["label_separator="], "label_separator must not be empty"),
-        (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1"),
+        (["val_share=0.1", "holdout_per_class=5"], "both hold out 'val': use one of them"),
+        (["holdout_per_class=5", "splits.val=v"], "holdout_per_class holds out images of 'train' as 'val', but"),
+        (["min_images=5", "splits.test=v"], "min_images needs a split 'train', but splits has only test"),
+        (["min_images=-1"], "min_images = -1 must be at least 0."),
+        (["label_separator="], "label_separator = '' must be text that is not empty."),
+        (["samples_per_shard=0"], "samples_per_shard = 0 must be at least 1."),
         (["splits.Train=x"], "in lower-case letters"),
     ],
 )

@@ -26,7 +26,8 @@ from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.random_numbers import Purpose
-from pipeline.settings.run import ProbeConfig, RunConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.run_sections import ProbeConfig
 
 # Test samples per chunk: their scores for 21,843 classes take 180 MB.
 _CHUNK = 1024

@@ -13,7 +13,7 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import UserError
-from pipeline.settings.run import Limit
+from pipeline.settings.quantities import Limit
 
 NOTHING = np.empty(0, np.int64)
 

@@ -120,7 +120,7 @@ def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.endswith(" 1.00 x") for line in lines[:6]] == [True, False, False, False, False, True]
     with pytest.raises(UserError, match="batch = 3 must be even"):
         replace(config, batch=3).check()
-    with pytest.raises(UserError, match="folder = '/nowhere': there is no such folder"):
+    with pytest.raises(UserError, match="folder = '/nowhere': this folder does not exist"):
         replace(config, folder="/nowhere").check()
 
 

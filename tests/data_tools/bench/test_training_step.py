@@ -47,4 +47,4 @@ def test_a_short_run_from_shards(tmp_path: Path) -> None:
 def test_mistakes() -> None:
     command = [sys.executable, "launch/bench.py", "train", "rounds=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: rounds = 0 must be at least 1.\n")
+    assert (done.returncode, done.stderr) == (2, "error: the command line: rounds = 0 must be at least 1.\n")

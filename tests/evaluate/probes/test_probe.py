@@ -16,7 +16,7 @@ from pipeline.evaluate import report
 from pipeline.evaluate.probes.features import Features, requests
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
 from pipeline.settings import schema
-from pipeline.settings.run import ProbeConfig
+from pipeline.settings.run_sections import ProbeConfig
 from pipeline.settings.weights import ScoreConfig
 
 PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",

@@ -1,0 +1,384 @@
+"""The sections of a run's settings: model, data, augmentation, training and so on. `run.py` puts them together."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.errors import UserError
+from pipeline.json_record import quoted
+from pipeline.settings.quantities import (
+    MAX_BATCH,
+    MAX_SIDE,
+    MAX_THREADS,
+    MAX_WIDTH,
+    MINUTES_PER_YEAR,
+    ImageSize,
+    Length,
+    Limit,
+)
+from pipeline.settings.schema import REQUIRED, setting
+
+Precision = Literal["fp32", "bf16"]
+TrainPrecision = Literal["fp32", "bf16", "fp16"]
+TrainLoss = Literal["softmax", "sigmoid", "masked_mean_color", "masked_small_patch", "masked_pixels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str | None = setting(
+        None,
+        "Architecture: a size (Ti, S, M, B, L, H, g, G) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
+        "BiT-R50x1. Leave it out with init.weights.",
+    )
+    image_size: ImageSize = setting(
+        ImageSize(224, 224), "Input size in pixels: the side of a square, or height x width."
+    )
+    width: int | None = setting(
+        None, "Overrides the variant's width D; for a ResNet, the channels of its first layer.", min=1, max=MAX_WIDTH
+    )
+    depth: int | None = setting(None, "Overrides the variant's number of blocks.", min=1, max=10_000)
+    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.", min=1, max=8 * MAX_WIDTH)
+    num_heads: int | None = setting(None, "Overrides the variant's number of heads.", min=1, max=10_000)
+    patch_stride: int | None = setting(
+        None, "Distance between patches in pixels; patches overlap if it is below the patch side.", min=1, max=MAX_SIDE
+    )
+    positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
+        "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem",
+        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
+        "with the same table (shared).",
+    )
+    pool: Literal["token", "gap", "map"] | None = setting(
+        None,
+        "Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
+    )
+    representation: bool = setting(True, "Add a dense + tanh layer before the head (pre-training only).")
+    gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
+    dropout: float = setting(
+        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", min=0, max=1
+    )
+    drop_path: float = setting(
+        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, max=1
+    )
+    head_bias: float = setting(
+        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    cache: str = setting(
+        "",
+        "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
+        output="folder",
+    )
+    cache_gb: float = setting(
+        200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0
+    )
+    retry_minutes: float = setting(
+        10.0, "Minutes for which a failed bucket request is retried before the run stops.", min=0, max=MINUTES_PER_YEAR
+    )
+    train_split: str = setting("train", "Split to train on.")
+    eval_split: str = setting("val", "Split to evaluate on.")
+    exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
+    limit: Limit = setting(
+        Limit.parse("100%"),
+        "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
+    )
+    dev_share: float = setting(
+        0.0,
+        "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
+        "data.eval_split, to choose settings by. 0 is none.",
+        min=0,
+        below=1,
+    )
+    streams: int = setting(
+        16,
+        "Number of equal streams that an epoch is divided into; must divide train.global_batch. More mix better.",
+        min=1,
+        max=1_000_000,
+    )
+    window: int = setting(4096, "Number of consecutive samples of a stream that are shuffled together.", min=1)
+    threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS)
+    prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000)
+    max_bad_share: float = setting(0.001, "Share of unreadable images above which the run stops.", min=0, max=1)
+
+    @property
+    def evaluated_split(self) -> str:
+        """Name of the split that the run is evaluated on; the prefix of its metrics."""
+        return "dev" if self.dev_share else self.eval_split
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
+        "inception",
+        "Training crop: random area and aspect ratio (inception); random crop after resizing the whole image "
+        "(resize_crop) or its short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
+    )
+    area_min: float = setting(0.05, "Inception crop: smallest share of the image's area.", above=0, max=1)
+    area_max: float = setting(1.0, "Inception crop: largest share of the image's area.", above=0, max=1)
+    aspect_min: float = setting(3 / 4, "Inception crop: smallest width / height.", above=0)
+    aspect_max: float = setting(4 / 3, "Inception crop: largest width / height.", above=0)
+    resize_to: int = setting(
+        0,
+        "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of model.image_size (448 for 384).",
+        min=0,
+        max=MAX_SIDE,
+    )
+    flip: bool = setting(True, "Flip horizontally with probability 0.5.")
+    resize_filter: Literal["linear", "antialias", "bilinear"] = setting(
+        "linear",
+        "linear: bilinear without antialias in training, as the papers' code, and area in evaluation; antialias: Pillow's "
+        "bilinear; bilinear: bilinear without antialias in both.",
+    )
+    color_jitter: float = setting(
+        0.0,
+        "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter.",
+        min=0,
+        max=1,
+    )
+    randaugment_layers: int = setting(
+        0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
+    )
+    randaugment_magnitude: float = setting(10.0, "RandAugment's M: strength of the operations.", min=0, max=20)
+    randaugment_contrast: Literal["mean", "pixel_count"] = setting(
+        "mean",
+        "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as "
+        "in the published AugReg and big_vision runs.",
+    )
+    erase: float = setting(
+        0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.", min=0, max=1
+    )
+    mixup: float = setting(
+        0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.", min=0, max=1
+    )
+    cutmix: float = setting(
+        0.0,
+        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of "
+        "the two.",
+        min=0,
+        max=1,
+    )
+    eval_resize: int = setting(
+        0, "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).", min=0, max=MAX_SIDE
+    )
+    eval_crop: Literal["center", "resize", "resize_center"] = setting(
+        "center",
+        "Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image (resize); or "
+        "resize the whole image to eval_resize and crop the centre (resize_center, big_vision's few-shot).",
+    )
+
+    @property
+    def mixes_pairs(self) -> bool:
+        return bool(self.mixup or self.cutmix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0)
+    global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.", min=1, max=MAX_BATCH)
+    micro_batch: int = setting(
+        64, "Samples per forward pass of one rank; determines accumulation.", min=1, max=MAX_BATCH
+    )
+    loss: TrainLoss = setting(
+        "sigmoid",
+        "Cross-entropy of class labels, over softmax or summed over sigmoids; or masked patch prediction without labels, of "
+        "the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+    )
+    label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
+    log_every: int = setting(50, "Steps between log lines.", min=1)
+    max_skipped_steps: int = setting(20, "Steps skipped for non-finite gradients above which the run stops.", min=0)
+    stop_after_minutes: float = setting(
+        0.0,
+        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
+        min=0,
+        max=MINUTES_PER_YEAR,
+    )
+
+    @property
+    def masked(self) -> str | None:
+        """Target of masked patch prediction (mean_color, small_patch or pixels); None when classes are predicted."""
+        return self.loss.removeprefix("masked_") if self.loss.startswith("masked_") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
+    lr: float = setting(1e-3, "Peak learning rate.", above=0)
+    lr_batch: int = setting(
+        0,
+        "Batch size that lr is meant for: lr is multiplied by train.global_batch / lr_batch. 0 uses lr as it is.",
+        min=0,
+        max=MAX_BATCH,
+    )
+    beta1: float = setting(0.9, "Adam: decay of the first moment.", min=0, below=1)
+    beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1)
+    eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0)
+    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1)
+    weight_decay: float = setting(
+        0.1,
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam: decoupled, SGD: added to the gradient.",
+        min=0,
+    )
+    clip: float = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
+    ema_decay: float = setting(
+        0.0,
+        "Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then "
+        "evaluated and exported. 0 is none.",
+        min=0,
+        below=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    decay: Literal["linear", "cosine", "constant", "drops"] = setting(
+        "linear", "Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
+    )
+    drops: list[float] = setting(
+        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9].", above=0, below=1
+    )
+    warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
+    final: float = setting(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
+
+    def check(self, prefix: str) -> None:
+        """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""
+        if (self.decay == "drops") != bool(self.drops):
+            raise UserError(
+                f"{prefix}decay = {self.decay} with {prefix}drops = {quoted(self.drops)}: decay=drops needs shares of the run, "
+                f"as {prefix}drops=[0.3,0.6,0.9], and other decays take none."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    zero_stage: Literal[0, 1, 2, 3] = setting(
+        1, "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."
+    )
+    precision: TrainPrecision = setting(
+        "bf16",
+        "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the loss.",
+    )
+    offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
+    compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
+    activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
+    peak_tflops: float = setting(0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0)
+    timeout_minutes: float = setting(
+        10.0, "Timeout of a collective call, after which the run fails.", above=0, max=MINUTES_PER_YEAR
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
+    batch: int = setting(64, "Images per forward pass of one rank.", min=1, max=MAX_BATCH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Scores of features without training: few-shot linear accuracy and k-nearest-neighbour accuracy."""
+
+    train_split: str = setting("train", "Split that few-shot images and neighbours are chosen from.")
+    shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
+    shots_seeds: int = setting(3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000)
+    l2: list[float] = setting(
+        [1024.0],
+        "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
+        above=0,
+        min_items=1,
+    )
+    neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
+    temperature: float = setting(0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0)
+    neighbour_images: int = setting(50_000, "kNN: number of random training images to search; 0 is all.", min=0)
+
+    @property
+    def probes(self) -> bool:
+        return any(self.shots) or self.neighbours > 0
+
+    def check_splits(self, prefix: str, split: str) -> None:
+        """Raise UserError if probes would be tested on their training split. prefix: of the settings' names."""
+        if self.probes and self.train_split == split:
+            raise UserError(
+                f"{prefix}train_split = {prefix}split = {split}: features would be tested on what they are fitted to. "
+                f"Use another {prefix}train_split, or {prefix}shots=0 {prefix}neighbours=0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProbeConfig(ProbeConfig):
+    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
+    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
+    split: str = setting("val", "Split that probes are tested on.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
+    keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
+    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
+    best: str = setting("", "Metric (val_top1, val_loss) whose best checkpoint is kept permanently; empty is none.")
+    folder: str = setting(
+        "",
+        "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
+        output="folder",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    on_spike: Literal["say", "skip", "rollback"] = setting(
+        "say",
+        "When the loss is far above recent losses: log it (say); skip the step, for which ranks agree on each step's loss "
+        "before its backward pass (skip); or return to the last checkpoint and skip the data up to the spike (rollback).",
+    )
+    spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
+    spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
+    max_rollbacks: int = setting(3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0)
+    hang_minutes: float = setting(
+        5.0,
+        "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
+        "ends; 0 is never. Must be below engine.timeout_minutes.",
+        min=0,
+        max=MINUTES_PER_YEAR,
+    )
+    straggler_ratio: float = setting(
+        1.5,
+        "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
+        min=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    trace_step: int = setting(
+        0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
+    )
+    trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000)
+    communication: bool = setting(False, "Time collective calls as well; they then no longer overlap with computation.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    weights: str | None = setting(
+        None, "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)."
+    )
+    new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    experiment: str = setting("vit", "MLflow experiment.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    env: str = setting(
+        "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
+        "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
+        "NAME=value. Put secrets into the environment, because settings are displayed.",
+    )

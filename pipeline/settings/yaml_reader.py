@@ -1,0 +1,113 @@
+"""Reads YAML text as plain values, within limits of size; every mistake is a one-line error. Knows no settings class."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.json_record import MAX_QUOTED, quoted, shortened
+
+# A file of settings has some KB; PyYAML reads about 100 KB in a second.
+_MAX_BYTES = 1 << 20
+# Number of values after aliases (`*a`) are expanded, which can double with each line.
+_MAX_VALUES = 100_000
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves every scalar as text except null, true and false.
+
+    The setting's type decides what is a number, so `name: 0123` is not 83 and `1e-3` is a number. Tags other than those of
+    text, numbers, lists and mappings are refused.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "bool", "merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_yaml_bool(self, node: yaml.Node) -> bool:
+        value = self.construct_scalar(node).lower()  # type: ignore[arg-type]
+        if value not in self.bool_values:
+            raise _error(node, f"{as_typed(value)} is not true or false")
+        return self.bool_values[value]
+
+    yaml_constructors = {  # noqa: RUF012
+        **{f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.construct_yaml_str for kind in ("str", "int", "float")},
+        "tag:yaml.org,2002:null": yaml.SafeLoader.construct_yaml_null,
+        "tag:yaml.org,2002:bool": construct_yaml_bool,
+        "tag:yaml.org,2002:seq": yaml.SafeLoader.construct_yaml_seq,
+        "tag:yaml.org,2002:map": yaml.SafeLoader.construct_yaml_map,
+        None: yaml.SafeLoader.construct_undefined,
+    }
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text as plain values. Raises ValueError, in one line, for invalid YAML and for text that is too large."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            if _num_values(node, {}) > _MAX_VALUES:
+                raise _error(node, f"aliases make it more than {_MAX_VALUES:,} values")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\\UFFFFFFFF" and `%YAML 99...9` raise no YAMLError.
+        raise ValueError(shortened(" ".join(str(error).split()), 2 * MAX_QUOTED)) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError when the file is missing, unreadable, too large or no mapping."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")
+        tree = parse_yaml(content.decode())
+    except FileNotFoundError:
+        raise UserError(f"{as_typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a config file.") from None
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{as_typed(str(path))}: cannot read the config file ({error.strerror}).") from None
+    except ValueError as error:  # Also raised for bytes that are not UTF-8, and for a path that contains NUL.
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a mapping of settings, not {as_typed(tree)}.")
+    return tree
+
+
+def as_typed(value: Any) -> str:
+    """A value roughly as the user wrote it, at most 200 characters on one line: printable text without quotes."""
+    return shortened(value) if isinstance(value, str) and value and value.isprintable() else quoted(value)
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values after aliases are expanded. Raises YAMLError for duplicate keys and self-references."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = -1  # Being counted.
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise _error(key, f"{as_typed(key.value)} is set twice")
+                seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            children = [child for pair in node.value for child in pair]
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    if known[id(node)] < 0:
+        raise _error(node, "an anchor contains itself")
+    return known[id(node)]
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
