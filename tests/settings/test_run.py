@@ -34,7 +34,7 @@ from pipeline.transfer.vtab_cell import warmup_steps
 ROOT = Path(__file__).parents[2]
 CLASSES = {
     **vars(run_sections), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
-    **vars(suite_settings),
+    **vars(suite_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
 }  # fmt: skip
 TREES = [
     c for c in CLASSES.values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c is not schema.Rule
