@@ -108,7 +108,7 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
             said = refusal(lambda: resume.find_checkpoint(checkpoints, FACTS, 99, ALONE, console))
             if said:
                 assert file == kept
-                assert "mend it, or remove it" in said
+                assert "repair or delete it" in said
             else:
                 assert latest.read_text() == "step-00000020"
             assert newest_whole(run / "checkpoints") == run / "checkpoints" / "step-00000020"
