@@ -5,7 +5,7 @@ even when the ranks are stopped or killed. It exits when its rank has exited and
 
 A request is one line of JSON on standard input, the data is in memory shared with the rank, and the reply is one line on
 standard output. Each writer writes its rank's file and reports progress in a status file beside it. Rank 0's writer waits for
-all of them, assembles model.safetensors, and commits. It does not import torch, which would take seconds at each start.
+all of them, assembles model.safetensors, and commits. No writer imports torch, which would take seconds at each start.
 """
 
 import contextlib
