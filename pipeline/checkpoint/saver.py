@@ -55,7 +55,7 @@ class _Given:
 
 
 class Saver:
-    """Saves checkpoints in the background.
+    """Saves checkpoints in the background. All methods but mark_best, tend and close are collective.
 
     A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second death
     during the same save raises CrashError.

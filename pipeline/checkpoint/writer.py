@@ -237,8 +237,8 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
 def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Checksum:
     """Write model.safetensors from the parts; returns its checksum.
 
-    By hand, because safetensors.serialize sorts the tensors by name, which would change the files' bytes, and returns one bytes
-    object, a second copy of all weights; this streams them. Format: header length, header in JSON, data.
+    By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an object
+    store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in JSON, data.
     """
     weights = sharded.whole(EMA if EMA in sharded.states else WEIGHTS)
     header: dict[str, Any] = {"__metadata__": commit.metadata}

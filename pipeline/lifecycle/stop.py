@@ -192,8 +192,8 @@ class Stop:
             self._agreed = True
             raise Stopped
 
-    def agreed_reason(self) -> str:
-        """Return the reason of an agreed stop. Collective."""
+    def agreed_reason_on_all_ranks(self) -> str:
+        """Return the reason of an agreed stop."""
         assert self._ranks is not None
         return next(filter(None, self._ranks.gather(self.reason)))
 

@@ -35,10 +35,10 @@ _FREE_WHEN_FINISHED = (
 _SETS_THE_RESULT = ("engine.precision",)
 
 
-def find_checkpoint(
+def find_checkpoint_on_all_ranks(
     checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
 ) -> tuple[AnyPath | None, set[str]]:
-    """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones. Collective.
+    """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
 
     now: this run's `identity`. num_steps: its length. Corrects `latest` if it names another checkpoint.
     Raises UserError if checkpoints exist but none can be continued.
@@ -96,8 +96,10 @@ def _default_settings() -> dict[str, Any]:
     return schema.flatten(schema.to_dict(config))
 
 
-def go_back(checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console) -> State | None:
-    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None. Collective.
+def go_back_on_all_ranks(
+    checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console
+) -> State | None:
+    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
 
     No save may be in flight.
     """

@@ -58,7 +58,7 @@ def _train(training: TrainingRun) -> str:
             training.losses.catch_up()
             training.save_on_all_ranks()
         saver.wait()
-        status, reason = "KILLED", stop.agreed_reason()
+        status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
     finally:
         training.close(status, in_a_hurry=bool(reason))
     return reason

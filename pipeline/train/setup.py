@@ -61,7 +61,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         new = new_model_config(config.model, dataset.num_classes, config.train.masked)
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = resume.find_checkpoint(checkpoints, facts, plan.steps, ranks, console)
+    resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
     model = resume.initial_model(config, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)

@@ -123,7 +123,7 @@ class TrainingRun:
         if not spikes or config.health.on_spike != "rollback":
             return False
         self.saver.wait()
-        state = resume.go_back(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
+        state = resume.go_back_on_all_ranks(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
         if state is None:
             return False
         progress.skipped_batches[:] = leave_out(progress.skipped_batches, state.step, progress.step)
