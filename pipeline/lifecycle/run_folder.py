@@ -23,7 +23,7 @@ from pipeline.files import write_text
 
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
-_NOBODY = "a run that does not say who it is"
+_UNKNOWN_HOLDER = "an unidentified run"
 
 Ending = Literal["running", "finished", "stopped", "failed", "refused", "diverged"]
 
@@ -71,7 +71,7 @@ class RunFolder:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_locked = True
         except (BlockingIOError, PermissionError):
-            who = os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
+            who = os.pread(file, 1000, 0).decode(errors="replace") or _UNKNOWN_HOLDER
             os.close(file)
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         except OSError:
@@ -124,7 +124,7 @@ def holder(path: Path) -> str | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return os.pread(file, 1000, 0).decode(errors="replace") or _NOBODY
+        return os.pread(file, 1000, 0).decode(errors="replace") or _UNKNOWN_HOLDER
     except OSError:
         return None
     finally:
