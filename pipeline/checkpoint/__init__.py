@@ -1,4 +1,4 @@
-"""Checkpoints, whole or invisible: the store, tensors by ranges, the copy that training waits for, the writer process.
+"""Checkpoints: atomic store, sharded tensors, the copy to host memory that training waits for, the writer process.
 
-Imports data/storage for buckets. Knows nothing of DeepSpeed or models. Called by train/ and by whatever reads a run's weights.
+Imports data/storage for object stores; knows nothing of DeepSpeed or models. Called by train/ and by readers of checkpoints.
 """

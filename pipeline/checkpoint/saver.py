@@ -1,7 +1,7 @@
-"""A rank's side of saving: the copy to host memory, which is all that training waits for, and word from the writer.
+"""A rank's side of asynchronous saving: copy to host memory, hand over to the writer process, collect its replies.
 
-The memory is an anonymous file that both processes map: it needs no room in /dev/shm, and is gone when both are. There is
-one, and it is used again: host memory is bounded by what the rank owns, and one save is in flight at most.
+Training waits for the copy only. The buffer is an anonymous file (memfd) mapped by both processes: it uses no /dev/shm and
+is freed when both have exited. It is reused, so host memory is bounded and at most one save is in flight.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import CrashError, UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Deaf to signals and nobody's child before it does anything that takes time.
+# The writer ignores signals and leaves the rank's process tree before its slow imports.
 _START = """
 import os, signal
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -41,13 +41,13 @@ if os.fork():
 from pipeline.checkpoint.writer import main
 main()
 """
-# How long a run that ends with an error waits for the save in flight; the writer finishes it in any case.
+# How long a run that fails waits for the save in flight; the writer finishes it in any case.
 _LAST_WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What the writer was asked for. step: of a save, None for a word on the best. again: a writer was killed at it."""
+    """A request without a reply yet. step: the step being saved, None for other requests. again: a writer died during it."""
 
     request: Request
     step: int | None
@@ -55,26 +55,26 @@ class _Given:
 
 
 class Saver:
-    """Saves checkpoints in the background. All methods but tend and close are collective.
+    """Saves checkpoints in the background. All methods but mark_best, tend and close are collective.
 
-    A writer that is killed is replaced, and does its work again: the copy that it writes is still there. One that is killed
-    twice at the same work ends the run, as a crash.
+    A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second death
+    during the same save raises CrashError.
 
-    folder: of all checkpoints, local or a URL. patience: seconds that requests to a bucket are tried again.
-    committed_step: of the checkpoint that the run begins from. say: told on rank 0, in a line, of a writer that was killed.
+    folder: of all checkpoints, local or a URL. retry: seconds for which object store requests are retried.
+    committed_step: step of the checkpoint that the run starts from. say: receives a line on rank 0 when a writer died.
     """
 
     def __init__(
         self, folder: str, ranks: Ranks, retry: float, committed_step: int = 0, say: Callable[[str], None] = print
     ) -> None:
         self.folder, self.ranks, self.retry, self.say = folder, ranks, retry, say
-        # Seconds that this rank waited for saving, and that its writer worked, since they were last asked for.
+        # Seconds since the last `read`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
-        # What is certainly on disk, and the longest that writing took: 0 before the first.
+        # Step of the last committed checkpoint, and the longest time that writing one took (0 before the first).
         self.committed_step, self.longest = committed_step, 0.0
-        # What the writer was given and has not answered.
+        # Requests without a reply yet, oldest first.
         self._in_flight: deque[_Given] = deque()
-        self._error: UserError | CrashError | None = None  # Of this rank, until all ranks hear of it.
+        self._error: UserError | CrashError | None = None  # This rank's, until `_conclude` shares it.
         self._notes: list[str] = []
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
@@ -89,12 +89,12 @@ class Saver:
             env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         starter.wait()
-        # Answers are read unbuffered: what lay in a buffer, select would not see.
+        # Unbuffered: select does not see what a buffer holds.
         self._from = cast(io.RawIOBase, starter.stdout)
         self._to = io.BufferedWriter(cast(io.RawIOBase, starter.stdin))
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
-        """Copy this rank's part and hand it over; first waits for the save before. commit: on rank 0."""
+        """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""
         begin = time.perf_counter()
         self._hear_all()
         self._conclude()
@@ -107,35 +107,35 @@ class Saver:
         self.blocked += time.perf_counter() - begin
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
-        """The checkpoint of `step` stays while no other is better by `metric`; after the save that was given before."""
+        """Retain the checkpoint of `step` until one with a better `metric` exists. Queued behind the save in flight."""
         if self.ranks.is_main and math.isfinite(value):
             self._send(_Given(Request(best=Best(self.folder, self.retry, step, metric, value)), None))
 
     def read(self) -> dict[str, float]:
-        """Seconds since the last one: training waited for saving (the slowest rank), and writers worked beside it."""
+        """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers worked."""
         reading = {"checkpoint_blocked_seconds": self.ranks.max(self.blocked),
                    "checkpoint_write_seconds": self.ranks.max(self.written)}  # fmt: skip
         self.blocked = self.written = 0.0
         return reading
 
     def tend(self) -> None:
-        """Replace the writer if it was killed: others may wait for its part. Does not wait; this rank alone."""
+        """Replace the writer if it died, because other writers wait for its part. Does not block; not collective."""
         self._hear(0.0)
 
     def check(self) -> None:
-        """Raise UserError or CrashError if a save has failed; does not wait for one."""
+        """Raise UserError or CrashError if a save has failed; does not wait for the one in flight."""
         self.tend()
         self._conclude()
 
     def wait(self) -> None:
-        """Return once all that was given is committed. Raises UserError or CrashError if it cannot be."""
+        """Return once all saves are committed. Raises UserError or CrashError if one failed."""
         begin = time.perf_counter()
         self._hear_all()
         self._conclude()
         self.blocked += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Let the writer go when it is done; this rank alone."""
+        """Close the pipes; the writer exits when its work is done. Not collective."""
         deadline = time.monotonic() + _LAST_WAIT_SECONDS
         while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
@@ -160,7 +160,7 @@ class Saver:
             torch.cuda.synchronize(self.ranks.device)
 
     def _map(self, count: int) -> None:
-        """Make room for `count` elements: at the first save, and when the optimizer has begun to keep its states."""
+        """Resize the buffer to `count` elements: at the first save, and once the optimizer has its states."""
         on_gpu = self.ranks.device.type == "cuda"
         if on_gpu and len(self._host):
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
@@ -172,7 +172,7 @@ class Saver:
 
     def _send(self, given: _Given) -> None:
         self._in_flight.append(given)
-        with contextlib.suppress(BrokenPipeError):  # It died; the next look at its answers says so.
+        with contextlib.suppress(BrokenPipeError):  # It died; the next `_hear` notices.
             self._to.write(json.dumps(asdict(given.request)).encode() + b"\n")
             self._to.flush()
 
@@ -181,7 +181,7 @@ class Saver:
             self._hear(None)
 
     def _hear(self, seconds: float | None) -> None:
-        """Take in the writer's answers so far, waiting up to `seconds` (None: for ever) for one."""
+        """Process the writer's replies, waiting up to `seconds` (None: no timeout) for the first."""
         while (self._in_flight or seconds == 0.0) and select.select([self._from], [], [], seconds)[0]:
             seconds = 0.0
             line = self._from.readline()
@@ -190,7 +190,7 @@ class Saver:
                 if self._error is not None:
                     return
                 continue
-            given, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's answer")
+            given, reply = self._in_flight.popleft(), json_record.parse(line, Reply, "the checkpoint writer's reply")
             self.written += reply.seconds
             self.longest = max(self.longest, reply.seconds)
             if reply.error is not None and self._error is None:
@@ -200,7 +200,7 @@ class Saver:
                 self.committed_step = given.step
 
     def _replace_writer(self) -> None:
-        """After the writer died: start another, and give it what the dead one has not answered."""
+        """Start another writer and resend the requests that have no reply."""
         what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
         unanswered = list(self._in_flight)
         self._in_flight.clear()
@@ -236,7 +236,7 @@ class Saver:
         return lines[-1] if lines else "it was killed"
 
     def _conclude(self) -> None:
-        """Tell all ranks what went wrong on any. Raises the first error."""
+        """Share notes and errors with all ranks. Raises the first error."""
         gathered = self.ranks.gather((self._error, self._notes))
         self._notes = []
         for _, notes in gathered:

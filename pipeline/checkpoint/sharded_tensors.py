@@ -1,11 +1,11 @@
-"""Tensors in the files of a checkpoint, as the ranges that the ranks which wrote them happened to own.
+"""Tensors of a checkpoint, stored as the ranges that each writing rank owned.
 
-`rank-*.bin` is raw little-endian fp32: for each state (weights, exp_avg, ...) the same ranges one after another.
-`index.json` says which:
+`rank-*.bin` is raw little-endian fp32: for each state (weights, exp_avg, ...) the same ranges, concatenated.
+`index.json` lists them:
 
     {"shapes": {name: [int, ...]}, "states": ["weights", ...], "files": {file: [[name, start, length], ...]}}
 
-start and length count elements of the flattened tensor. Any number of ranks reads just the ranges that it now owns.
+start and length count elements of the flattened tensor. On any number of ranks, each reads only the ranges it owns.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
 
-# States that are no optimizer's: the weights themselves, and their running mean.
+# The states that are not the optimizer's: weights, and their exponential moving average.
 WEIGHTS, EMA = "weights", "ema"
 INDEX = "index.json"
 BYTES = 4
@@ -32,7 +32,7 @@ _READ_AHEAD = 2**23
 
 
 class Range(NamedTuple):
-    """Elements [start, start + len(out)) of a flattened tensor's state are wanted in `out`, float32 (n,)."""
+    """Requests elements [start, start + len(out)) of a flattened tensor's state. out: float32 (n,), is filled."""
 
     state: str
     name: str
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank writes. ranges: (name, start, length). tensors: by state, a flat fp32 tensor for each range."""
+    """One rank's part of a checkpoint. ranges: (name, start, length). tensors: by state, one flat fp32 tensor per range."""
 
     ranges: list[tuple[str, int, int]]
     tensors: dict[str, Sequence["Tensor"]]
@@ -50,21 +50,21 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json holds. files: (name, start, length) of each state, in order."""
+    """Content of index.json. files: by file name, the ranges (name, start, length) of each state, in order."""
 
     shapes: dict[str, list[int]]
     states: list[str]
     files: dict[str, list[tuple[str, int, int]]]
 
     def check(self, where: str) -> None:
-        """Raise UserError for what no save has written. where: named in the error."""
+        """Raise UserError for inconsistent content. where: file name for the error."""
         for name, shape in self.shapes.items():
             if min(shape, default=0) < 0:
-                raise UserError(f"{where}: shapes.{name} = {shape} is no shape: the file is damaged.")
+                raise UserError(f"{where}: shapes.{name} = {shape} is not a shape: the file is damaged.")
         there: dict[str, int] = defaultdict(int)
         for file, ranges in self.files.items():
             if "/" in file or not file.isprintable():
-                raise UserError(f"{where}: files has {file!r}, which is no name of a file: the file is damaged.")
+                raise UserError(f"{where}: files has {file!r}, which is not a file name: the file is damaged.")
             for name, start, length in ranges:
                 if start < 0 or length < 0 or start + length > prod(self.shapes.get(name, [0])):
                     raise UserError(f"{where}: {file} has elements {start} to {start + length} of {name}, which has "
@@ -78,7 +78,7 @@ class Index:
 
 @dataclass
 class ShardedTensors:
-    """A checkpoint's tensors. folder: where its files are."""
+    """The tensors of a checkpoint folder."""
 
     folder: AnyPath
     index: Index
@@ -98,12 +98,12 @@ class ShardedTensors:
 
     @classmethod
     def open(cls, folder: AnyPath) -> "ShardedTensors":
-        """Those of a checkpoint folder. Raises UserError for a damaged index."""
+        """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
             index = json_record.parse(file.read_bytes(), Index, str(file))
         except FileNotFoundError:
-            raise UserError(f"{file} is missing: {folder} is no whole checkpoint.") from None
+            raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         index.check(str(file))
         return cls(folder, index)
 
@@ -112,7 +112,7 @@ class ShardedTensors:
         return self.index.states
 
     def check(self, shapes: dict[str, list[int]]) -> None:
-        """Raises UserError, with the first difference, unless these are the tensors of a model of these shapes."""
+        """Raise UserError, naming the first difference, unless the tensors have these shapes."""
         for name in [*shapes, *self.index.shapes]:
             here, there = shapes.get(name), self.index.shapes.get(name)
             if here != there:
@@ -121,7 +121,7 @@ class ShardedTensors:
                 )
 
     def read(self, wanted: Iterable[Range]) -> None:
-        """Fill the arrays, reading each file from its beginning to its end."""
+        """Fill the arrays, reading each file sequentially."""
         reads: dict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
         for state, name, start, out in wanted:
             ranges, at = self._ranges[name], start
@@ -153,7 +153,7 @@ class ShardedTensors:
             raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
 
     def whole(self, state: str) -> dict[str, np.ndarray]:
-        """Every tensor of one state, by name."""
+        """Return every tensor of one state, by name."""
         flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
         self.read(Range(state, name, 0, array) for name, array in flat.items())
         return {name: flat[name].reshape(shape) for name, shape in self.index.shapes.items()}

@@ -1,16 +1,16 @@
-"""Checkpoints on disk or in a bucket: whole or invisible.
+"""Checkpoints on disk or in an object store: complete or invisible.
 
-    checkpoints/step-00001000/rank-0003.5f3a91c2.bin   what rank 3 updated, fp32 (pipeline/checkpoint/sharded_tensors.py)
+    checkpoints/step-00001000/rank-0003.5f3a91c2.bin   rank 3's part, fp32 (pipeline/checkpoint/sharded_tensors.py)
     checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
     checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
     checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
     checkpoints/step-00001000/checksums.json           size and SHA-256 of every file above; written last
     checkpoints/latest                                 the name of the newest, replaced atomically
-    checkpoints/kept.json                              those that retention leaves alone, and why
+    checkpoints/kept.json                              checkpoints exempt from retention, and why
 
-In a folder, files are written below a hidden name and flushed; then the folder is renamed, then pointed at. A bucket has no
-rename: there, a checkpoint exists once its checksums.json does. Names carry a token of the save they belong to, so that a
-writer which outlived its run cannot change the files of another save.
+On a file system, files are written to a hidden folder and flushed; then the folder is renamed, and `latest` is replaced. An
+object store has no rename: there, a checkpoint exists once its checksums.json does. File names contain a token of their save,
+so that a writer that outlives its run cannot change the files of another save.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from pipeline.settings.run import RunConfig
 
 FORMAT = 1
 MODEL = "model.safetensors"
-# A writer at work changes its status file so often; one that has not for SILENCE is dead.
+# Interval of a writer's heartbeat in its status file; without one for SILENCE_SECONDS it is considered dead.
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * BEAT_SECONDS
 _WRITING, _REMOVING = ".writing-", ".removing-"
@@ -45,7 +45,7 @@ _KEPT = "kept.json"
 
 @dataclass(frozen=True)
 class Kept:
-    """always: names of checkpoints that stay. best: the name of one that stays until a better one comes; its metric."""
+    """Content of kept.json. always: names of checkpoints never removed. best: name of the best one by `metric`, and its value."""
 
     always: list[str]
     best: str | None
@@ -55,7 +55,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Counters:
-    """What the engine counts, beside its tensors. loss_scale: of fp16, by name."""
+    """The engine's counters. loss_scale: state of the fp16 loss scaler, by name."""
 
     optimizer_steps: int | None
     global_steps: int
@@ -65,7 +65,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class State:
-    """What a run goes on from, of state.json. losses: recent ones. left_out: batches, as (first, number)."""
+    """Content of state.json that a resumed run needs. losses: recent ones. left_out: skipped batches, as (first, number)."""
 
     step: int
     identity: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class State:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A rank's file. ranges: (name, start, length) of each state."""
+    """A rank's finished file. ranges: (name, start, length) within each state."""
 
     file: str
     ranges: list[tuple[str, int, int]]
@@ -87,7 +87,7 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """How far a writer is: beat, at work; part, done; error, failed, for a reason that one line says."""
+    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line, set when it failed."""
 
     beat: int | None = None
     part: WrittenPart | None = None
@@ -95,14 +95,14 @@ class WriterStatus:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a local folder or a bucket. One process at a time commits, prunes and settles."""
+    """The checkpoints of one run, in a local folder or an object store. Only one process at a time may change them."""
 
     def __init__(self, folder: AnyPath) -> None:
         self.folder = folder
 
     # ---------------------------------------------------------------- writing
     def begin(self, step: int, token: str) -> AnyPath:
-        """Where the files of a save go: a hidden folder, which is made, or in a bucket the place where they stay."""
+        """Return the folder to write a save to: a new hidden one, or in an object store the final one."""
         if isinstance(self.folder, BucketPath):
             return self.folder / step_name(step)
         path = self.folder / f"{_WRITING}{step_name(step)}.{token}"
@@ -110,11 +110,11 @@ class Checkpoints:
         return path
 
     def commit(self, path: AnyPath, checksums: dict[str, Checksum]) -> AnyPath:
-        """Make what was written and flushed in `path` a checkpoint, and point at it. checksums: of every file of it."""
+        """Commit the flushed files in `path` as a checkpoint and make `latest` name it. checksums: of every file."""
         write_whole(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
         if isinstance(path, BucketPath):
             final: AnyPath = path
-            for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Of a save that failed.
+            for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Left by a failed save.
                 (path / name).unlink(missing_ok=True)
         else:
             assert isinstance(self.folder, Path)
@@ -123,7 +123,7 @@ class Checkpoints:
                 if file.name not in checksums and file.name != CHECKSUMS:
                     file.unlink()
             sync_folder(path)
-            if final.exists():  # Of this same step, and damaged, or we would have resumed from it.
+            if final.exists():  # The same step, damaged: otherwise the run would have resumed from it.
                 self.remove(final)
             os.rename(path, final)
             sync_folder(self.folder)
@@ -131,11 +131,11 @@ class Checkpoints:
         return final
 
     def point_at(self, newest: AnyPath) -> None:
-        """Make `latest` name a checkpoint."""
+        """Write the name of a checkpoint to `latest`."""
         write_whole(self.folder / LATEST, newest.name)
 
     def mend_pointer(self, newest: AnyPath) -> bool:
-        """Make `latest` name the newest whole checkpoint, if a kill came before that; whether it had to be."""
+        """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
         try:
             named = (self.folder / LATEST).read_bytes()
         except FileNotFoundError:
@@ -146,15 +146,15 @@ class Checkpoints:
         return True
 
     def committed_by(self, step: int, token: str) -> AnyPath | None:
-        """The checkpoint of `step`, if it is there and is of the save with this token."""
+        """Return the committed checkpoint of `step` if the save with this token wrote it, else None."""
         path = self.folder / step_name(step)
         checksums = read_checksums(path)
         return path if checksums and any(name.endswith(f".{token}.bin") for name in checksums) else None
 
     def prune(self, newest: AnyPath, keep: int, damaged: set[str]) -> None:
-        """Remove what is older than `newest`, but the `keep` newest and those that are to be kept.
+        """Remove checkpoints up to `newest`, except the `keep` newest and those in kept.json.
 
-        damaged: names of checkpoints that do not count among the newest, and go.
+        damaged: names of checkpoints that are removed and do not count.
         """
         kept = self.kept()
         older = [path for path in self.candidates() if step_of(path) <= step_of(newest)]
@@ -165,23 +165,23 @@ class Checkpoints:
                 self.remove(path)
 
     def kept(self) -> Kept:
-        """What retention leaves alone. Raises UserError for a damaged file: what it named would be removed."""
+        """Read kept.json. Raises UserError if it is damaged, because the checkpoints it names would be removed."""
         file = self.folder / _KEPT
         try:
             return json_record.parse(file.read_bytes(), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
         except UserError as error:
-            raise UserError(f"{error} It lists the checkpoints that stay for good: mend it, or remove it.") from None
+            raise UserError(f"{error} It lists the checkpoints that are never removed: repair or delete it.") from None
 
     def keep_always(self, name: str) -> None:
-        """Leave this checkpoint alone from now on."""
+        """Exempt this checkpoint from retention."""
         kept = self.kept()
         if name not in kept.always:
             self._keep(replace(kept, always=[*kept.always, name]))
 
     def keep_if_best(self, name: str, metric: str, value: float) -> bool:
-        """Leave this checkpoint alone while no other is better by `metric` (a loss: lower; else higher); is it now?"""
+        """Exempt this checkpoint while it is the best by `metric` (lower for a loss, else higher). Returns whether it is."""
         kept, sign = self.kept(), -1 if metric.endswith("loss") else 1
         worse = kept.metric == metric and kept.value is not None and sign * value <= sign * kept.value
         if worse or math.isnan(value):
@@ -193,7 +193,7 @@ class Checkpoints:
         write_whole(self.folder / _KEPT, json.dumps(asdict(kept), indent=1))
 
     def remove(self, path: AnyPath) -> None:
-        """Remove a checkpoint so that a kill in the middle leaves no half of one."""
+        """Remove a checkpoint atomically: hide it first, then delete its files."""
         if isinstance(path, BucketPath):
             (path / CHECKSUMS).unlink(missing_ok=True)
             remove_tree(path)
@@ -201,17 +201,17 @@ class Checkpoints:
         hidden = path.with_name(f"{_REMOVING}{path.name}")
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)  # What stays is hidden, and swept at the next start.
+        shutil.rmtree(hidden, ignore_errors=True)  # Leftovers are hidden, and removed at the next start.
 
     def discard(self, path: AnyPath) -> None:
-        """Remove what a save that failed has written."""
+        """Remove the files of a failed save."""
         if isinstance(path, BucketPath):
-            self.remove(path)  # It may have become a checkpoint in that moment.
+            self.remove(path)  # It may just have been committed.
         else:
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_after(self, step: int) -> None:
-        """Remove all checkpoints of later steps."""
+        """Remove all checkpoints after `step`."""
         for path in self.candidates():
             if step_of(path) > step:
                 self.remove(path)
@@ -224,16 +224,16 @@ class Checkpoints:
             found = [path for path in found if (path / CHECKSUMS).exists()]
         return sorted(found, key=step_of, reverse=True)
 
-    # ---------------------------------------------------------------- what an earlier life left
+    # ---------------------------------------------------------------- leftovers of an earlier process
     def unfinished(self) -> list[AnyPath]:
-        """Where files lie that are no checkpoint: of a save that goes on, or that was interrupted."""
+        """Folders of saves that are not committed: still in progress, or interrupted."""
         if isinstance(self.folder, BucketPath):
             found = [path for path in _inside(self.folder) if NAME.fullmatch(path.name)]
             return [path for path in found if not (path / CHECKSUMS).exists()]
         return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
 
     def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
-        """Let a writer that outlived its run finish; then remove what nobody works on any more."""
+        """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
         seen, since = self._progress(), time.monotonic()
         said = False
         while seen and time.monotonic() - since < silence:
@@ -241,24 +241,24 @@ class Checkpoints:
             now = self._progress()
             if now != seen:
                 if now and not said:
-                    say(f"{self.folder}: a checkpoint is still being written by the run before: waiting for it")
+                    say(f"{self.folder}: a checkpoint is still being written by the previous run: waiting for it")
                     said = True
                 seen, since = now, time.monotonic()
         for path in self.unfinished():
             self.discard(path)
 
     def _progress(self) -> dict[str, list[str]]:
-        """What the writers say of each save that is not finished."""
+        """Contents of the writers' status files, by unfinished save."""
         found: dict[str, list[str]] = {}
         for path in self.unfinished():
             if not path.name.startswith(_REMOVING):
-                with contextlib.suppress(OSError):  # It may be committed, or removed, while we look.
+                with contextlib.suppress(OSError):  # It may be committed or removed meanwhile.
                     found[str(path)] = sorted(file.read_text() for file in path.glob("status-*.json"))
         return found
 
 
 def checkpoint_folder(config: RunConfig) -> AnyPath:
-    """Where the checkpoints of a run are."""
+    """Return the folder of a run's checkpoints."""
     if config.checkpoint.folder:
         folder = (
             to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes, "data.retry_minutes")) / config.name
@@ -269,12 +269,12 @@ def checkpoint_folder(config: RunConfig) -> AnyPath:
 
 
 def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
-    """Say to rank 0's writer, and to a run that starts meanwhile, how far this rank's writer is."""
+    """Publish the progress of this rank's writer to rank 0's writer and to a run that starts meanwhile."""
     write_whole(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
-    """How far a writer is; an empty status where it has said nothing, or nothing readable."""
+    """Read a writer's progress; an empty status if the file is missing or unreadable."""
     file = path / _status_name(rank, token)
     try:
         return json_record.parse(file.read_bytes(), WriterStatus, str(file))
@@ -287,9 +287,9 @@ def _status_name(rank: int, token: str) -> str:
 
 
 def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a committed checkpoint, or None when it is made of the files that were committed, to the bit.
+    """Compare a committed checkpoint with its checksums. Returns the first problem, or None.
 
-    share of shares: each rank may look at every n-th file; together they have looked at all.
+    share, shares: check only every n-th file, so that the ranks together check all.
     """
     expected = read_checksums(path)
     if expected is None:
@@ -299,7 +299,7 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     for name, known in sorted(expected.items())[share::shares]:
         try:
             if "/" in name:
-                return f"{name!r} is no name of a file"
+                return f"{name!r} is not a file name"
             if checksum(path / name) != known:
                 return f"{name} does not match its checksum"
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -310,7 +310,7 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
 
 
 def _listed_files(path: AnyPath) -> set[str]:
-    """The files that index.json lists; what is wrong with it itself, its checksum says."""
+    """Files listed in index.json; empty if it is damaged, which its checksum reports."""
     try:
         return set(ShardedTensors.open(path).index.files)
     except (OSError, UserError):
@@ -318,12 +318,12 @@ def _listed_files(path: AnyPath) -> set[str]:
 
 
 def read_state(path: AnyPath) -> State:
-    """state.json of a checkpoint. Raises UserError for a damaged one, and for one of another format."""
+    """Read state.json. Raises UserError if it is missing, damaged, or has another format."""
     file = path / "state.json"
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{file} is missing: {path} is no checkpoint.") from None
+        raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _Format, str(file)).format
     if found > FORMAT:
         raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
@@ -340,14 +340,14 @@ class _Format:
 
 
 def checksum(file: AnyPath) -> Checksum:
-    """Size and SHA-256 of a file."""
+    """Return size and SHA-256 of a file."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         return Checksum(stream.tell(), digest)
 
 
 def write_whole(path: AnyPath, text: str, durable: bool = True) -> None:
-    """Replace a small file of a checkpoint, as write_text does; objects of a bucket are replaced so anyway."""
+    """Replace a small file atomically."""
     if isinstance(path, BucketPath):
         with path.replacing() as stream:
             stream.write(text.encode())
@@ -360,10 +360,10 @@ def _inside(folder: AnyPath) -> list[AnyPath]:
 
 
 def step_name(step: int) -> str:
-    """Of the checkpoint made after so many steps."""
+    """Name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: AnyPath) -> int:
-    """Of a checkpoint."""
+    """Step number in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))

@@ -1,11 +1,11 @@
-"""The process that writes and commits checkpoints while its rank trains on; one beside each rank.
+"""The process that writes and commits checkpoints while training continues; one per rank.
 
-It is nobody's child and has a session of its own, and takes no signal but SIGKILL: what stops or kills the ranks does not
-reach it, and the save that it was given is committed all the same. It ends when its rank does and no work is left.
+It is detached from its rank (own session, reparented) and ignores all signals but SIGKILL, so a save in progress is committed
+even when the ranks are stopped or killed. It exits when its rank has exited and no work is left.
 
-A job is one line of JSON on standard input, the data lies in memory that it shares with its rank, and the answer is one line
-on standard output. Each writer writes its rank's file, and says in a status file beside it how far it is. Rank 0's waits for
-those of all, puts model.safetensors together, and commits. Neither imports torch, which would take seconds at each start.
+A request is one line of JSON on standard input, the data is in memory shared with the rank, and the reply is one line on
+standard output. Each writer writes its rank's file and reports progress in a status file beside it. Rank 0's writer waits for
+all of them, assembles model.safetensors, and commits. No writer imports torch, which would take seconds at each start.
 """
 
 import contextlib
@@ -43,23 +43,23 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 
-# A writer that says nothing for so long is gone, with its host: its rank's part will not come.
+# Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
 _CHUNK = 2**23
 _FULL = "no space left: free some, or lower checkpoint.keep; the same command goes on from the last checkpoint"
 
 
 class WriterError(Exception):
-    """A save that failed for a reason that one line says."""
+    """A save failed; the message is one line."""
 
 
 class LostWriterError(WriterError):
-    """A save that failed because another rank's writer is gone: a crash, no mistake of the user."""
+    """A save failed because another rank's writer is lost: a crash, not a user's mistake."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """keep: how many of the newest stay. damaged: names of older ones that do not count. always: this one stays."""
+    """keep: number of newest checkpoints to retain. damaged: names that do not count. always: never remove this one."""
 
     keep: int
     damaged: list[str]
@@ -68,7 +68,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0's writer needs beyond its part. state: of state.json. metadata: of model.safetensors. shapes: by name."""
+    """What rank 0's writer also needs. state: for state.json. shapes: of parameters. metadata: for model.safetensors."""
 
     state: dict[str, Any]
     shapes: dict[str, list[int]]
@@ -78,9 +78,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) of each state, in order.
+    """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in order.
 
-    patience: seconds that requests to a bucket are tried again. commit: on rank 0. again: another writer was killed at it.
+    retry: seconds for which object store requests are retried. commit: rank 0 only. again: a previous writer died during it.
     """
 
     folder: str
@@ -101,7 +101,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Best:
-    """The value of a metric at a step whose checkpoint stays while no other is better."""
+    """Request to retain the checkpoint of a step while it is the best by a metric."""
 
     folder: str
     retry: float
@@ -112,7 +112,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Request:
-    """What a writer is asked for, as a line of JSON: one of the two."""
+    """A request to the writer, one line of JSON; one of the two is set."""
 
     job: Job | None = None
     best: Best | None = None
@@ -120,21 +120,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a request. error: one line, or None. crash: it is no mistake of the user. seconds: of work."""
+    """The reply to a request. error: one line, or None. crash: not a user's mistake. seconds: time the work took."""
 
     error: str | None
     crash: bool
     seconds: float
 
 
-def save(job: Job, memory: int) -> None:
-    """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError."""
+def save(job: Job, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
+    """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError.
+
+    give_up: timeout in seconds for another rank's writer without a heartbeat.
+    """
     checkpoints = Checkpoints(to_path(job.folder, Retry(job.retry, "data.retry_minutes")))
     path: AnyPath | None = None
     committed = False
     try:
         if job.again and (final := checkpoints.committed_by(job.step, job.token)) is not None:
-            if job.commit is not None:  # The writer was killed in between.
+            if job.commit is not None:  # The previous writer died after the commit.
                 checkpoints.point_at(final)
                 _retain(checkpoints, final, job.commit.retention)
             return
@@ -144,7 +147,7 @@ def save(job: Job, memory: int) -> None:
         with _beating(path, job):
             part = _write_part(path, job, memory)
             if job.commit is not None:
-                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part))
+                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part, give_up))
         if job.commit is not None:
             final = checkpoints.commit(path, checksums)
             committed = True
@@ -176,8 +179,8 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
             with data[begin : begin + _CHUNK] as chunk:
                 if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
                     raise WriterError(
-                        f"weights or moments of step {job.step:,} are no numbers (NaN or Inf), on rank {job.rank}. The same "
-                        "command goes on from the checkpoint before"
+                        f"weights or moments of step {job.step:,} are non-finite (NaN or Inf) on rank {job.rank}. The same "
+                        "command continues from the previous checkpoint"
                     )
                 digest.update(chunk)
                 if file is not None:
@@ -190,8 +193,8 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
     return WrittenPart(name, job.ranges, size, digest.hexdigest())
 
 
-def _await_parts(path: AnyPath, job: Job, own: WrittenPart) -> list[WrittenPart]:
-    """Every rank's part. Raises WriterError when one failed, or is silent for GIVE_UP_SECONDS."""
+def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float) -> list[WrittenPart]:
+    """Wait for every rank's part. Raises WriterError if one failed, LostWriterError after `give_up` seconds of silence."""
     parts = {job.rank: own}
     heard: dict[int, tuple[WriterStatus, float]] = {}
     pause = 0.01
@@ -205,10 +208,10 @@ def _await_parts(path: AnyPath, job: Job, own: WrittenPart) -> list[WrittenPart]
             last, since = heard.get(rank, (WriterStatus(), 0.0))
             if rank not in heard or status != last:
                 heard[rank] = status, time.monotonic()
-            elif time.monotonic() - since > GIVE_UP_SECONDS:
+            elif time.monotonic() - since > give_up:
                 raise LostWriterError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
-                    f"nothing for {GIVE_UP_SECONDS:.0f} s"
+                    f"nothing for {give_up:.0f} s"
                 )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
@@ -216,7 +219,7 @@ def _await_parts(path: AnyPath, job: Job, own: WrittenPart) -> list[WrittenPart]
 
 
 def _write_rest(path: AnyPath, job: Job, commit: Commit, parts: list[WrittenPart]) -> dict[str, Checksum]:
-    """index.json, state.json and model.safetensors; checksums of all there is."""
+    """Write index.json, state.json and model.safetensors; returns the checksums of all files."""
     index = Index(commit.shapes, job.states, {part.file: part.ranges for part in parts})
     write_whole(path / INDEX, json.dumps(asdict(index)))
     write_whole(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
@@ -233,7 +236,11 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
 
 
 def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Checksum:
-    """A .safetensors of the weights in the parts; its checksum. (The length of a header, the header in JSON, the data.)"""
+    """Write model.safetensors from the parts; returns its checksum.
+
+    By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an object
+    store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in JSON, data.
+    """
     weights = sharded.whole(EMA if EMA in sharded.states else WEIGHTS)
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
@@ -241,7 +248,7 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
         header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # So that the data is aligned.
+    text += b" " * (-len(text) % 8)  # Aligns the data.
     with file.replacing() if isinstance(file, BucketPath) else open(file, "wb") as stream:
         for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for array in weights.values())):
             stream.write(part)
@@ -252,14 +259,14 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
 
 @contextlib.contextmanager
 def _beating(path: AnyPath, job: Job) -> Iterator[None]:
-    """Show in the status file that this writer is alive."""
+    """Write heartbeats to the status file from a thread."""
     over = threading.Event()
 
     def beat() -> None:
         count = 0
         while not over.wait(BEAT_SECONDS):
             count += 1
-            # If it cannot be written, the part cannot either, and that says so.
+            # Writing the part fails for the same reason and reports it.
             with contextlib.suppress(OSError, StorageError):
                 write_status(path, job.rank, job.token, WriterStatus(beat=count))
 
@@ -281,13 +288,13 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
 
 
 def mark_best(best: Best) -> None:
-    """As Checkpoints.keep_if_best."""
+    """Apply Checkpoints.keep_if_best."""
     checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry, "data.retry_minutes")))
     checkpoints.keep_if_best(step_name(best.step), best.metric, best.value)
 
 
 def answer(line: str, memory: int) -> Reply:
-    """Do what a line asks."""
+    """Execute one request; returns the reply."""
     begin = time.perf_counter()
     error, crash = None, False
     try:
@@ -300,16 +307,16 @@ def answer(line: str, memory: int) -> Reply:
         error, crash = str(failed), isinstance(failed, LostWriterError)
     except UserError as failed:  # A damaged kept.json.
         error = str(failed)
-    except Exception as failed:  # Whatever it is: it must not die without a word.
+    except Exception as failed:  # Report everything: the rank waits for a reply.
         error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {' '.join(str(failed).split())}", True
     return Reply(error, crash, time.perf_counter() - begin)
 
 
 def main() -> None:
-    """Serve one rank. Argument: the file descriptor of the memory that they share."""
+    """Serve one rank's requests until it exits. sys.argv[1]: file descriptor of the shared memory."""
     memory = int(sys.argv[1])
-    os.nice(10)  # Training goes first.
+    os.nice(10)  # Training has priority.
     for line in sys.stdin:
         reply = answer(line, memory)
-        with contextlib.suppress(BrokenPipeError):  # Its rank is gone.
+        with contextlib.suppress(BrokenPipeError):  # Its rank has exited.
             print(json.dumps(asdict(reply)), flush=True)

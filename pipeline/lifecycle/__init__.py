@@ -1,4 +1,4 @@
-"""The life of a run's processes: its folder, stopping, supervision, hosts and their check, which samples it saw.
+"""The processes of a run: run folder, stopping, supervision, host checks, and which samples were in which step.
 
-Imports checkpoints, estimates and data. With train/ the only room that may end ranks. Called by train/ and by commands.
+May import checkpoint/, estimate/ and data/. Only this room and train/ may end ranks. Called by train/ and by commands.
 """

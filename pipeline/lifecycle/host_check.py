@@ -1,6 +1,6 @@
-"""The hosts of a run: whether they are alike and fit, asked before the start, and what environment DeepSpeed takes there.
+"""Checks a run's hosts before the start (versions, paths, disk, clock, network) and writes DeepSpeed's environment file.
 
-`python -m pipeline.lifecycle.host_check` on each of them answers; it needs nothing but Python.
+`python -m pipeline.lifecycle.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
 
 import fnmatch
@@ -31,7 +31,7 @@ from pipeline.settings import schema
 from pipeline.settings.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
 
-_ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher looks for it where it is started.
+_ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
 _CHUNK = b"\0" * 2**20
@@ -41,7 +41,7 @@ _SLOW = 0.5
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host is and has. missing: of the paths asked for. port: where it waits to be measured."""
+    """Properties of a host. missing: requested paths that do not exist. port: where it accepts the measuring connection."""
 
     versions: dict[str, str]
     missing: list[str]
@@ -54,7 +54,7 @@ class Answer:
 
 
 def run(config: HostsConfig) -> list[dict[str, Any]]:
-    """Write `.deepspeed_env`, ask every host, print a table; returns the answers. Raises UserError when any is unfit."""
+    """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check fails."""
     slots = read_hostfile(Path(config.hostfile))
     of_run = schema.load(RunConfig, config.run)
     carried = write_environment(of_run.launch)
@@ -76,16 +76,16 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     for line in found:
         print(f"unfit: {line}", file=sys.stderr)
     if found:
-        raise UserError(f"{len(found)} problems on {len(slots)} hosts, above: mend them before starting the run.")
+        raise UserError(f"{len(found)} problems on {len(slots)} hosts, above: fix them before starting the run.")
     print(f"{len(slots)} hosts, {sum(slots.values())} slots: alike and fit")
     return answers
 
 
 def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Write what DeepSpeed's launcher exports on every host: NAME=value as given, and variables here that match.
+    """Write the variables that DeepSpeed's launcher exports on every host: NAME=value, or local variables matching a pattern.
 
-    Returns the names. The file is for its owner's eyes, as there may be credentials in it. DeepSpeed puts values into a
-    shell command as they are, and pdsh replaces %: both are escaped here.
+    Returns their names. Only the owner can read the file, because it may contain credentials. Values are escaped for the
+    shell and for pdsh (%), because DeepSpeed escapes nothing.
     """
     chosen: dict[str, str] = {}
     for pattern in shlex.split(launch.env):
@@ -103,10 +103,10 @@ def write_environment(launch: LaunchConfig, environment: Mapping[str, str] = os.
 
 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-    """One host's answer (`answer`), its clock's offset and the speed to it; or {"error": why there is none}."""
+    """Return one host's `answer`, with clock offset and network speed; or {"error": reason} if there is none."""
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
-    # The variable with which pdsh is told of keys and ports.
+    # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -114,8 +114,8 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     try:
         line = process.stdout.readline()
         if not line:
-            said = process.communicate()[1].decode(errors="replace").strip().splitlines()
-            return {"error": said[-1] if said else f"ssh ended with code {process.returncode}"}
+            lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
+            return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
         found: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
         found.update(_measure(found["addresses"], found["port"]))
         return found
@@ -127,7 +127,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
 
 
 def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
-    """What this host is and has."""
+    """Collect this host's properties."""
     versions = {"python": platform.python_version(), "revision": _revision()}
     for package in _PACKAGES:
         try:
@@ -148,7 +148,7 @@ def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
 
 
 def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config: HostsConfig, token: str) -> list[str]:
-    """A line for each thing that is wrong with a host, compared with the first that answered."""
+    """Return one line per problem of a host; versions are compared with the first host that answered."""
     lines = [f"{host}: {a['error']}" for host, a in zip(slots, answers, strict=True) if "error" in a]
     fit = {host: a for host, a in zip(slots, answers, strict=True) if "error" not in a}
     if not fit:
@@ -160,10 +160,10 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
             if version != reference["versions"][name]:
                 lines.append(f"{host}: {name} is {version}, but {reference['versions'][name]} on {first}")
         for path in a["missing"]:
-            what = "the output folder is not shared with it" if path == token else f"{path} is not there"
+            what = "the output folder is not shared with it" if path == token else f"{path} is missing"
             lines.append(f"{host}: {what}")
         if not a["writable"]:
-            lines.append(f"{host}: may not write into the output folder")
+            lines.append(f"{host}: has no permission to write to the output folder")
         if a["free_bytes"] < config.min_free_gb * 1e9:
             lines.append(f"{host}: {a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}")
         if abs(a["clock_offset"]) > config.max_clock_offset:
@@ -176,7 +176,7 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
 
 
 def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
-    """One line for each host."""
+    """Return a text table, one line per host."""
     rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free", "clock", "Gbit/s"]]
     for (host, number), a in zip(slots.items(), answers, strict=True):
         if "error" in a:
@@ -191,7 +191,7 @@ def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
 
 
 def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:
-    """clock_offset in seconds (theirs minus ours) and gbit_per_second of one connection to a host that `_serve`s."""
+    """Measure clock_offset in seconds (remote minus local) and gbit_per_second over one connection to `_serve`."""
     connection = _connect(addresses, port)
     with connection, connection.makefile("rb") as replies:
         offsets = []
@@ -206,13 +206,13 @@ def _measure(addresses: Sequence[str], port: int) -> dict[str, float]:
             connection.sendall(_CHUNK)
             sent += len(_CHUNK)
         connection.shutdown(socket.SHUT_WR)
-        replies.readline()  # All has arrived.
+        replies.readline()  # The host has received everything.
         seconds = time.perf_counter() - begin
     return {"clock_offset": min(offsets)[1], "gbit_per_second": 8 * sent / seconds / 1e9}
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket:
-    """The first of a host's addresses that can be reached."""
+    """Connect to the first reachable address of a host."""
     for address in addresses:
         try:
             return socket.create_connection((address, port), timeout=10)
@@ -222,7 +222,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Answer `_measure` once."""
+    """Serve one connection of `_measure`."""
     connection, _ = listener.accept()
     with connection:
         for _ in range(5):
@@ -234,7 +234,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _own_addresses() -> list[str]:
-    """This host's addresses as its peers may know it."""
+    """Return this host's network addresses."""
     try:
         shown = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -251,7 +251,7 @@ def _num_gpus() -> int:
 
 
 def _revision() -> str:
-    """Of this project's files, whether or not they are in git."""
+    """Hash of this project's Python files; works without git."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""The hosts of a run, as DeepSpeed's hostfile lists them: which of them failed, and which to go on with."""
+"""DeepSpeed hostfiles: which hosts of a run failed, and which to continue with."""
 
 import os
 import re
@@ -16,7 +16,7 @@ _CONNECT_SECONDS = 10
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """Lines of `name slots=N`; empty ones and comments are skipped. Raises UserError."""
+    """Parse lines `name slots=N`; empty lines and comments are ignored. Raises UserError."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -28,7 +28,7 @@ def read_hostfile(path: Path) -> Hosts:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
         if not match or match[1] in hosts:
-            raise UserError(f"{path}: {line!r} is no line of a hostfile: write each host once, as 'name slots=8'.")
+            raise UserError(f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'.")
         hosts[match[1]] = int(match[2])
     if not hosts:
         raise UserError(f"{path} names no host: write lines as 'name slots=8'.")
@@ -40,10 +40,10 @@ def write_hostfile(path: Path, hosts: Hosts) -> None:
 
 
 def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
-    """The hosts that a run failed on, by the word its ranks left (`run_folder.read_failures`).
+    """Return the hosts responsible for a failure, from its failure records (`run_folder.read_failures`).
 
-    A rank that failed of itself says so; one that lost the others says that; one that was killed, or whose host died,
-    says nothing. What happens on all hosts is no host's fault.
+    First choice: hosts with a rank that failed by itself, not by losing others. Otherwise: hosts with a rank that left no
+    record, because it was killed or its host died. If this applies to all hosts, none is blamed.
     """
     host_of = [name for name, slots in hosts.items() for _ in range(slots)]
     by_themselves = {host_of[rank] for rank, f in failures.items() if 0 <= rank < len(host_of) and not f.lost_others}
@@ -55,7 +55,7 @@ def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
 
 
 def unreachable(hosts: Hosts, ssh_port: str | None) -> list[str]:
-    """The hosts that do not answer to ssh, asked all at once in the way that DeepSpeed's pdsh asks them."""
+    """Return the hosts that ssh cannot reach, with the options that DeepSpeed's pdsh uses; tried in parallel."""
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")) + (["-p", ssh_port] if ssh_port else [])
 
     def answers(host: str) -> bool:
@@ -70,7 +70,7 @@ def unreachable(hosts: Hosts, ssh_port: str | None) -> list[str]:
 
 
 def largest_fitting(hosts: Hosts, fits: Callable[[int], bool]) -> Hosts:
-    """The most slots of these hosts, first to last, whose number `fits`; the last host may give a part of its own."""
+    """Choose the largest number of slots that `fits`, in host order; the last host may be used partially."""
     count = next(count for count in range(sum(hosts.values()), 0, -1) if fits(count))
     chosen: Hosts = {}
     for name, slots in hosts.items():

@@ -1,9 +1,9 @@
-"""What a run's folder says of the run in it: is one alive, how did the last start end, is it to stop. No heavy imports.
+"""State files of a run folder: is a run alive, how did its last start end, is it asked to stop. No slow imports.
 
-lock             held by rank 0 as long as it lives; its text says who that is
-status.json      how the last start ended, or that it is running (or was killed: then nobody could say it ended)
-failures/*       why a rank gave up by itself, and its traceback; a rank that was killed leaves nothing
-stop             made by a person or a supervisor: the run commits, removes it and leaves
+lock             locked by rank 0 while it lives; contains its host and process id
+status.json      how the last start ended; "running" also if it was killed
+failures/*       error and traceback of each rank that failed by itself; a killed rank leaves none
+stop             created by a person or a supervisor: the run commits a checkpoint, removes this file and exits
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.locks import FileLock
 
-# "Resume me": all that was trained is committed, and the same command goes on (EX_TEMPFAIL of sysexits.h).
+# Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
-_NOBODY = "a run that does not say who it is"
+_UNKNOWN_HOLDER = "an unidentified run"
 
 Ending = Literal["running", "finished", "stopped", "failed", "refused", "diverged"]
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a start ended. step: what is committed at least. code: its exit code, -1 while it runs."""
+    """How a start ended. step: at least this step is committed. code: exit code, -1 while running."""
 
     status: Ending
     step: int
@@ -40,7 +40,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank gave up. lost_others: because another rank was gone, not of itself."""
+    """Why a rank failed. lost_others: because it lost another rank, not by itself."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class Failure:
 
 
 class RunFolder:
-    """The folder of one run, as the run itself uses it. Rank 0 locks it; `ours` once every rank knows that it did."""
+    """The folder of the run in this process. Rank 0 locks it; ours: every rank knows that rank 0 has the lock."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
@@ -58,11 +58,11 @@ class RunFolder:
         self._lock: FileLock | None = None
 
     def lock(self) -> UserError | None:
-        """Take the folder until this process ends, or say who has it.
+        """Lock the folder until this process ends. Returns an error naming the holder if another process has the lock.
 
-        A record lock: the kernel drops it when its process dies, however that dies, and the file server when its host
-        does. Assumed: hosts that share the folder see each other's locks (NFS, GPFS, CephFS, BeeGFS; Lustre mounted
-        with `flock`). Where there are none at all, the run owns the folder without (`is_locked` stays False).
+        This is a record lock: the kernel releases it when the process dies, and the file server when the host dies. It
+        requires a file system whose locks work between hosts (NFS, GPFS, CephFS, BeeGFS; Lustre mounted with `flock`).
+        On one without locks the run continues unlocked (`is_locked` stays False).
         """
         self.path.mkdir(parents=True, exist_ok=True)
         # Opened once and not closed: closing any descriptor of the file would release the lock.
@@ -71,7 +71,7 @@ class RunFolder:
         with contextlib.suppress(OSError):  # Raised by file systems without locks.
             is_free = self.is_locked = lock.acquire(wait=False)
         if not is_free:
-            who = lock.read_owner() or _NOBODY
+            who = lock.read_owner() or _UNKNOWN_HOLDER
             lock.close()
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         self._lock, self.is_owner = lock, True
@@ -85,12 +85,12 @@ class RunFolder:
         self._lock, self.is_owner, self.is_locked = None, False, False
 
     def say_status(self, status: Status) -> None:
-        """Replace status.json; only by the run that has the folder, on its rank 0."""
+        """Replace status.json. No-op unless this process holds the folder (rank 0)."""
         if self.is_owner:
             write_text(self.path / "status.json", json.dumps(asdict(status)))
 
     def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
-        """Leave word why this rank gives up (see Failure), and its traceback if there is one."""
+        """Write this rank's failure record, and its traceback if there is one."""
         if self.ours:
             file = self._failure_file()
             file.parent.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ class RunFolder:
                 write_text(file.with_suffix(".txt"), trace)
 
     def take_stderr(self) -> None:
-        """Send what this process still prints to stderr, from any library, into the file of its traceback."""
+        """Redirect stderr of this process, including native libraries, to the traceback file."""
         file = os.open(self._failure_file().with_suffix(".txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.dup2(file, 2)
         os.close(file)
@@ -112,18 +112,18 @@ class RunFolder:
 
 
 def holder(path: Path) -> str | None:
-    """Who has the run folder, None when nobody does. Not for the process that has it: the lock would be lost."""
+    """Return who holds a run folder's lock, or None. Not for use by the holder: it would lose the lock."""
     try:
         lock = FileLock(path / "lock", create=False, by_record=True)
     except FileNotFoundError:
         return None
     with contextlib.closing(lock), contextlib.suppress(OSError):
-        return None if lock.acquire(wait=False) else lock.read_owner() or _NOBODY
+        return None if lock.acquire(wait=False) else lock.read_owner() or _UNKNOWN_HOLDER
     return None
 
 
 def read_status(path: Path) -> Status | None:
-    """How the last start ended, None when there is no word of it, or no readable one."""
+    """Read status.json; None if it is missing or unreadable."""
     try:
         return json_record.read(path / "status.json", Status)
     except (OSError, UserError):
@@ -131,17 +131,17 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_failures(path: Path) -> dict[int, Failure]:
-    """What the ranks said that gave up by themselves in the last start, by rank."""
+    """Read the failure records of the last start, by rank."""
     found = {}
     for file in sorted((path / "failures").glob("rank-*.json")):
-        with contextlib.suppress(OSError, UserError):  # What cannot be read says nothing, like a rank that was killed.
+        with contextlib.suppress(OSError, UserError):  # An unreadable record counts as missing.
             failure = json_record.read(file, Failure)
             found[failure.rank] = failure
     return found
 
 
 def forget_last_start(path: Path) -> None:
-    """Remove what the last start said, so that the next one's silence is not taken for it."""
+    """Remove status and failure records, so that they are not mistaken for the next start's."""
     (path / "status.json").unlink(missing_ok=True)
     shutil.rmtree(path / "failures", ignore_errors=True)
 

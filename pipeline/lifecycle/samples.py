@@ -1,4 +1,4 @@
-"""Which samples were in a step, and when is a sample seen? Answered from the order alone, for steps past and to come."""
+"""Lists the samples of a step, or the steps of a sample. Computed from the order alone, for past and future steps."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ _TILE = 96
 
 
 def run(config: SamplesConfig) -> list[dict[str, Any]]:
-    """Print (or write) the table that was asked for; returns its rows. Raises UserError for a user's mistake."""
+    """Print or write the requested table; returns its rows. Raises UserError for a user's mistake."""
     path = Path(config.run)
     state = _newest_state(path)
     trained = state.step if state else 0
@@ -65,7 +65,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
 
 
 def _newest_state(path: Path) -> State | None:
-    """state.json of a checkpoint, or of a run's newest one."""
+    """Read state.json of a checkpoint, or of a run's newest checkpoint; None if there is none."""
     if (path / "state.json").exists():
         return read_state(path)
     folder: AnyPath = path / "checkpoints"
@@ -76,13 +76,13 @@ def _newest_state(path: Path) -> State | None:
 
 
 def _planned(path: Path) -> RunConfig:
-    """The settings that a run folder began with."""
+    """Read the settings in a run folder's config.json."""
     file = path / "config.json"
     return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
 
 
 def _settings(path: Path, state: State | None) -> RunConfig:
-    """A run's settings: those of its newest checkpoint, of the run folder, or of a file."""
+    """Return a run's settings: from its newest checkpoint, else the run folder, else a YAML file."""
     if state:
         tree: dict[str, Any] = {}
         for name, *_ in schema.describe(RunConfig):
@@ -97,7 +97,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
         try:
             return _planned(path)
         except FileNotFoundError:
-            raise UserError(f"{path} is no run folder: it has neither checkpoints nor config.json.") from None
+            raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
     return schema.load(RunConfig, path)
 
 
@@ -114,8 +114,7 @@ def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> 
 def _of_step(
     dataset: Dataset, split: Split, rows: np.ndarray, epochs: np.ndarray, first_place: int
 ) -> list[dict[str, Any]]:
-    """One row for each sample, in the order of the batch."""
-    shards = split.shard_of(rows)
+    """Return one row per sample, in batch order."""
     table = []
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
     for i, key in enumerate(split.keys(rows)):
@@ -137,7 +136,7 @@ def _of_step(
 def _of_sample(
     order: SampleOrder, row: int, steps: int, trained: int, ranks: int, left_out: list[tuple[int, int]]
 ) -> list[dict[str, Any]]:
-    """One row for each time that the sample is seen."""
+    """Return one row for each time the sample is seen."""
     batch, table = order.global_batch, []
     for epoch in range(math.ceil((batch_of_step(steps - 1, left_out) + 1) * batch / order.num_samples)):
         number, place = divmod(int(order.positions(np.array([row]), epoch)[0]), batch)
@@ -165,7 +164,7 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
-    """A sheet of small pictures in the order of the table, row after row; what cannot be read stays black."""
+    """Write a contact sheet of the augmented images, row by row in table order; unreadable images are black."""
     import cv2  # Late: tables need neither OpenCV nor torch.
 
     from pipeline.data.loading.loader import Loader, train_view

@@ -1,10 +1,10 @@
-"""Notices that the process which started this rank is gone, so that ranks left without a launcher commit and leave.
+"""Detects that the launcher of this rank has ended, so that orphaned ranks commit a checkpoint and exit. Linux only.
 
-`deepspeed` is two processes: the runner, which the user starts, and below it (or below the sshd of each host, with pdsh) the
-launcher, `deepspeed.launcher.launch`, which starts the ranks. Neither SIGTERM nor SIGKILL to the runner reaches the others, and
-a kernel tells nobody that a grandparent died. But a process whose parent dies gets another parent, and that can be read.
+`deepspeed` is two processes: the runner, started by the user, and its child (with pdsh: a child of each host's sshd), the
+launcher `deepspeed.launcher.launch`, which starts the ranks. A SIGTERM or SIGKILL to the runner does not reach the others, and
+the kernel does not report a grandparent's death. But an orphaned process gets another parent, which /proc shows.
 
-Only parents that are known to be launchers are watched: a shell may end while `nohup torchrun ... &` goes on. Linux only.
+Only known launchers are watched, because a shell may end while `nohup torchrun ... &` continues.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ _SSHD = ("sshd", "sshd-session")
 
 @dataclass(frozen=True)
 class Starter:
-    """The processes between this rank and what started it. links: (child, parent) pids, each true at the start."""
+    """The process that started this rank. links: (child, parent) pids of the chain up to it, as they were at the start."""
 
     name: str
     pid: int
     links: tuple[tuple[int, int], ...]
 
     def is_gone(self) -> bool:
-        """Whether this process or one of those between has ended."""
+        """Whether it or a process between it and this rank has ended."""
         return any(_parent(child) != parent for child, parent in self.links)
 
 
 def find_starter() -> Starter | None:
-    """What started this rank, or None if it is unknown: then nothing can be noticed, and nothing is."""
+    """Return the process that started this rank, or None if no known launcher is among its ancestors."""
     child = os.getpid()
     links: list[tuple[int, int]] = []
     found, launcher = None, 0
@@ -47,7 +47,7 @@ def find_starter() -> Starter | None:
             found, launcher = Starter(program, parent, tuple(links)), parent
         if launcher and _started_over_ssh(launcher, parent):
             found = Starter("the ssh connection", parent, tuple(links))
-            # pdsh outlives its runner, and ssh connections outlive pdsh: only the host where it runs can see that.
+            # pdsh outlives its runner, and ssh connections outlive pdsh; only pdsh's own host can detect that.
             if (above := _pdsh_above(launcher)) is not None:
                 found = Starter("pdsh", above[0], (*links, above))
             return found
@@ -56,7 +56,7 @@ def find_starter() -> Starter | None:
 
 
 def _started_over_ssh(launcher: int, parent: int) -> bool:
-    """Whether `parent` is the sshd whose connection the launcher belongs to: not if it was to outlive it (nohup, setsid)."""
+    """Whether `parent` is the sshd of the launcher's session; False if the launcher was detached (nohup, setsid)."""
     with contextlib.suppress(OSError, ValueError):
         if Path(f"/proc/{parent}/comm").read_text().strip() not in _SSHD:
             return False
@@ -67,9 +67,9 @@ def _started_over_ssh(launcher: int, parent: int) -> bool:
 
 
 def _pdsh_above(launcher: int) -> tuple[int, int] | None:
-    """(pid, pid of the runner) of the pdsh on this host that started a launcher, if there is one."""
+    """Return (pid, pid of its runner) of the pdsh on this host that started the launcher, or None."""
     own = [word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))]
-    if not own:  # Not started by a runner; any pdsh would do.
+    if not own:  # Not started by a runner: any pdsh would match.
         return None
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -81,10 +81,10 @@ def _pdsh_above(launcher: int) -> tuple[int, int] | None:
 
 
 def _parent(pid: int) -> int | None:
-    """None when there is no such process, or it may not be seen."""
+    """Return the parent's pid; None if the process does not exist or is hidden."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(text.rpartition(")")[2].split()[1])  # Behind the name, which may hold anything.
+        return int(text.rpartition(")")[2].split()[1])  # After the name, which may contain any character.
     except (OSError, ValueError, IndexError):
         return None
 
@@ -97,7 +97,7 @@ def _command(pid: int) -> list[str]:
 
 
 def _program(pid: int) -> str:
-    """The name of the script, the module or the program that a process runs."""
+    """Return the name of the script, module or program that a process runs."""
     words = _command(pid) or [""]
     if not os.path.basename(words[0]).startswith("python"):
         return os.path.basename(words[0])

@@ -1,11 +1,11 @@
-"""Stopping a run so that nothing is lost: who may ask for it, how the ranks agree on a step, how a run says it ended.
+"""Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
-Asked by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run's folder, by `train.stop_after_minutes`, or by
-the end of the launcher that started the ranks (pipeline/lifecycle/starter.py).
-A thread of each rank hears it, also while the main thread is inside a collective, and tells the others through the
-process group's store; so a rank that waits for data hears it too. What is done about it is decided together: with each
-item (a training step, a batch of evaluation) goes a sum over ranks that nobody waits for, and all leave before the same
-item. Before training begins there is nothing to commit, and a rank that is asked leaves at once.
+A stop is requested by SIGTERM, SIGINT or SIGUSR1 to any rank, by a file `stop` in the run folder, by
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/lifecycle/starter.py).
+A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
+process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
+accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
+is nothing to commit, and a rank exits at once.
 """
 
 import contextlib
@@ -39,27 +39,27 @@ BY_LIMIT = "train.stop_after_minutes"
 BY_STARTER = "the end of what started it"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 1.0
-# How long one word with the store may take: rank 0, which keeps it, may hang.
+# Timeout of one store request: rank 0, which hosts the store, may hang.
 _STORE_TIMEOUT = timedelta(seconds=5)
-# How long rank 0 stays for the others to hear of it, when it leaves before training begins.
+# Before training, rank 0 waits this long before it exits, so that the others can read its message from the store.
 _SPREAD_SECONDS = 3.0
-# What a rank that is refused tells the others begins with this, and it waits so long for its own thread to hear of it.
+# Prefix of the message that ends all ranks with one rank's UserError, and the timeout for it to arrive.
 _REFUSED, _REFUSAL_SECONDS = "refused: ", 15.0
-# One Ctrl-C may arrive twice, from the terminal and from a launcher that passes it on.
+# One Ctrl-C may arrive twice, from the terminal and from the launcher.
 _ONE_INTERRUPT_SECONDS = 1.0
 # The deepspeed launcher kills what is left 30 s after SIGTERM.
 _LAST_WORD_SECONDS = 27.0
-# How long a rank that leaves, with all committed, waits for the others.
+# Timeout for the other ranks when leaving with everything committed.
 _FAREWELL_SECONDS = 10.0
-# Before the limit: for the step at hand, for MLflow and for the exit; three times the longest commit comes on top.
+# Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit.
 _RESERVE_SECONDS = 30.0
-# How long ranks have to answer when one has lost another, and how many of those that do not are named.
+# Timeout for ranks to report when one is lost, and the number of lost ranks named in the error.
 _ROLL_CALL_SECONDS, _NAMED = 3 * _POLL_SECONDS, 8
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
 
 
 class Stop:
-    """Hears that the run is to stop, from the moment it is made. A context manager around the whole run."""
+    """Receives stop requests from its construction on. A context manager around the whole run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
@@ -67,15 +67,15 @@ class Stop:
         self.step = 0
         self.commit_seconds = 0.0
         self.limit_seconds = config.train.stop_after_minutes * 60
-        self.begin = time.monotonic()  # No clock of the day: those jump.
+        self.begin = time.monotonic()  # Monotonic: wall clocks jump.
         self._training = False
-        self._agreed = False  # To leave: a rank may know this before it hears why.
+        self._agreed = False  # A rank may learn this before the reason.
         self._refused = False
         self._ranks: Ranks | None = None
         self._store: Any = None
         self._hosts: list[str] = []  # By rank.
         self._lock = threading.Lock()
-        self._interrupted = self._terminated = float("inf")  # When SIGINT and SIGTERM were first heard.
+        self._interrupted = self._terminated = float("inf")  # Times of the first SIGINT and SIGTERM.
         self._before: dict[int, Any] = {}
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -96,10 +96,10 @@ class Stop:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Say how the run ended, unless another one has the folder."""
-        if self._refused:  # What this rank met is only that others have left; its thread ends it, too.
+        """Write how the run ended, unless another run holds the folder."""
+        if self._refused:  # The error is only that other ranks left; the thread ends this one.
             self._thread.join()
-        with contextlib.suppress(OSError):  # The disk is full, which the error says already.
+        with contextlib.suppress(OSError):  # A full disk, which the error already reports.
             if error is None:
                 self.folder.say_status(Status("finished", self.step, 0, ""))
             elif isinstance(error, UserError):
@@ -126,7 +126,7 @@ class Stop:
         self.folder.unlock()
 
     def connect(self, ranks: "Ranks") -> None:
-        """Hear what other ranks are asked, from now on. The process group is there. Collective."""
+        """Share stop requests with the other ranks from now on. Needs the process group. Collective."""
         if ranks.world_size > 1:
             from torch.distributed import TCPStore
 
@@ -138,7 +138,7 @@ class Stop:
         self._ranks, self.folder.ours = ranks, True
 
     def begin_training(self, step: int) -> None:
-        """From now on there is something to commit, and the ranks leave together. Collective."""
+        """From now on the ranks stop together, with a checkpoint. Collective."""
         assert self._ranks is not None
         self.committed(step)
         with self._lock:
@@ -146,21 +146,20 @@ class Stop:
         self._ranks.barrier()
 
     def committed(self, step: int, seconds: float = 0.0) -> None:
-        """A checkpoint of `step` is on disk, and took `seconds`."""
+        """Record that a checkpoint of `step` is committed, and how many seconds that took."""
         self.step = step
         self.commit_seconds = max(self.commit_seconds, seconds)
         self.folder.say_status(Status("running", step, -1, ""))
 
     def is_wanted(self) -> bool:
-        """Whether this rank has heard of it. Others may have not: only `together` says when to leave."""
+        """Whether this rank knows of a stop request. Others may not yet: the ranks agree in `together`."""
         return self._agreed or bool(self.reason)
 
     def together(self, items: Iterator[T]) -> Iterator[T]:
-        """`items`, until the ranks agree to stop; then raises Stopped. Collective: each rank has as many items.
+        """Yield `items` until the ranks agree to stop; then raise Stopped. Collective; each rank has equally many items.
 
-        The question goes out one item ahead and the answer is there when it is needed. It goes out when the next item
-        is there, or when this rank knows that it will not be wanted: so nobody starts on an item that another rank
-        still waits for, and could not leave.
+        The all-reduce starts one item ahead, so that its result is available without waiting. It starts only when this rank
+        has its next item, or will not need one: so no rank begins an item for which another still waits for data.
         """
         end: Any = object()
 
@@ -187,33 +186,32 @@ class Stop:
             item = following
 
     def leave_if_wanted_on_all_ranks(self) -> None:
-        """Raise Stopped on all ranks if one was asked to stop. Collective, and waits for its answer, unlike `together`."""
+        """Raise Stopped on all ranks if any has a stop request. Collective; blocks, unlike `together`."""
         assert self._ranks is not None
         if self._ranks.sum(float(self.is_wanted()))[0]:
             self._agreed = True
             raise Stopped
 
-    def agreed_reason(self) -> str:
-        """Why the ranks stop, once they do. Collective."""
+    def agreed_reason_on_all_ranks(self) -> str:
+        """Return the reason of an agreed stop."""
         assert self._ranks is not None
         return next(filter(None, self._ranks.gather(self.reason)))
 
     def refuse(self, error: UserError) -> NoReturn:
-        """End all ranks with a mistake that this one has met, before training; others may wait for it in a collective.
+        """End all ranks with this rank's error, before training; the others may be blocked in a collective.
 
-        Rank 0 says it, whoever met it, and all end with code 2.
+        Rank 0 prints the error, whichever rank raised it, and all exit with code 2.
         """
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_key(), f"{_REFUSED}{error}")
-                self._thread.join(_REFUSAL_SECONDS)  # It hears of it as the other ranks' do, and ends the process.
+                self._thread.join(_REFUSAL_SECONDS)  # The thread ends this process, as on the other ranks.
         raise error
 
     def leave(self, step: int, reason: str) -> NoReturn:
-        """End this process with RESUME, all ranks together: the launcher kills the others when one has left.
+        """Exit with code RESUME, all ranks together, because a launcher kills the others when one exits. Collective.
 
-        Collective. Everything is committed; neither threads that still wait for data, nor libraries, nor another rank can
-        hold it up.
+        Everything is committed. Blocked threads, libraries or other ranks cannot delay the exit.
         """
         assert self._ranks is not None
         self.step = step
@@ -221,27 +219,27 @@ class Stop:
         alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME])
         alone.daemon = True
         alone.start()
-        with contextlib.suppress(RuntimeError):  # Another has left alone.
+        with contextlib.suppress(RuntimeError):  # Another rank has exited already.
             self._ranks.barrier()
         _exit(RESUME)
 
-    # ------------------------------------------------------------------ when another rank is gone
+    # ------------------------------------------------------------------ after the loss of another rank
     def _leave_lost(self, error: str) -> NoReturn:
-        """End this process with code 1 after one rank has said, in one line, which ranks are gone.
+        """Exit with code 1 after one rank has reported, in one line, which ranks were lost.
 
-        What a rank meets then is an error of a collective, whose traceback says nothing of the cause. It is in `failures/`.
+        This rank's own error comes from a collective and does not tell the cause; its traceback goes to `failures/`.
         """
         assert self._store is not None
         gone: list[int] = []
         speaks, line, said = True, "", 2
         with contextlib.suppress(OSError):
             said = os.dup(2)
-            self.folder.take_stderr()  # torch prints C++ frames when the store is gone.
+            self.folder.take_stderr()  # torch prints C++ frames when the store is lost.
         try:
             speaks = self._store.add(_key("speaker"), 1) == 1
             if speaks:
                 gone = self._roll_call()
-        except RuntimeError:  # The store is gone, and it is rank 0 that keeps it.
+        except RuntimeError:  # The store is lost, so rank 0, which hosts it, is.
             gone, speaks = [0], self.folder.rank == 1
         if speaks:
             line = self._loss(gone, error)
@@ -249,9 +247,8 @@ class Stop:
                 self.folder.say_status(Status("failed", self.step, 1, line))
             with contextlib.suppress(OSError):
                 os.write(said, f"error: {line}\n".encode())
-        with contextlib.suppress(
-            RuntimeError
-        ):  # The store goes with rank 0, and a launcher kills the others when one has left.
+        # The store ends with rank 0, and a launcher kills the others when one exits.
+        with contextlib.suppress(RuntimeError):
             if speaks and gone != [0]:
                 self._store.set(_key("told"), line)
             elif not speaks:
@@ -262,7 +259,7 @@ class Stop:
         _exit(1)
 
     def _roll_call(self) -> list[int]:
-        """The ranks that do not answer. Raises RuntimeError when there is no store to ask by."""
+        """Return the ranks that do not respond. Raises RuntimeError if the store is lost."""
         assert self._store is not None
         missing = set(range(len(self._hosts))) - {self.folder.rank}
         self._store.set(_key("roll call"), "")
@@ -273,7 +270,7 @@ class Stop:
         return sorted(missing)
 
     def _loss(self, gone: list[int], error: str) -> str:
-        """What happened to the ranks that are gone, and what happens next. error: what this rank met."""
+        """Describe which ranks were lost and how to continue. error: this rank's own error."""
         said = read_failures(self.folder.path)
         lines = []
         for rank in gone[:_NAMED]:
@@ -289,7 +286,7 @@ class Stop:
             f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
         )
 
-    # ------------------------------------------------------------------ the thread that listens
+    # ------------------------------------------------------------------ the listening thread
     def _listen(self) -> None:
         while not self._closed:
             woken, _, _ = select.select([self._woken], [], [], _POLL_SECONDS)
@@ -320,10 +317,10 @@ class Stop:
         self._want(number.name)
 
     def _asked_elsewhere(self) -> str:
-        """What asks this rank to stop, besides signals; empty when nothing does."""
+        """Return the reason of a stop request other than a signal; empty if there is none."""
         if self._starter is not None and self._starter.is_gone():
             return f"{BY_STARTER} ({self._starter.name}, process {self._starter.pid})"
-        if self._ranks is None:  # The others could not hear of it.
+        if self._ranks is None:  # Not connected: the other ranks could not be told.
             return ""
         if self._ranks.is_main:
             if stop_file(self.folder.path).exists():
@@ -331,7 +328,7 @@ class Stop:
             reserve = _RESERVE_SECONDS + 3 * self.commit_seconds
             if self.limit_seconds and time.monotonic() - self.begin > self.limit_seconds - reserve:
                 return BY_LIMIT
-        with contextlib.suppress(RuntimeError):  # Rank 0, which keeps the store, has left.
+        with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
             if self._store is not None and self._store.check([_key()]):
                 return self._store.get(_key()).decode()
         return ""
@@ -350,7 +347,7 @@ class Stop:
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
                 if self._store is not None and self.folder.rank == 0:
-                    time.sleep(_SPREAD_SECONDS)  # The store goes with this rank.
+                    time.sleep(_SPREAD_SECONDS)  # The store ends with this rank.
                 _exit(RESUME)
 
     def _leave_refused(self, error: str) -> NoReturn:
@@ -359,7 +356,7 @@ class Stop:
             with contextlib.suppress(OSError):
                 self.folder.say_status(Status("refused", self.step, 2, error))
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # The store goes with rank 0, and a launcher kills the others when one has left.
+        # The store ends with rank 0, and a launcher kills the others when one exits.
         time.sleep(_SPREAD_SECONDS)
         _exit(2)
 
@@ -367,7 +364,7 @@ class Stop:
         with contextlib.suppress(OSError):
             self.folder.take_back_failure()
             self.folder.say_status(Status("stopped", self.step, code, reason))
-            if self.folder.is_owner:  # The stop file has had its effect: the next start is not to stop.
+            if self.folder.is_owner:  # The request is fulfilled: the next start must not stop.
                 stop_file(self.folder.path).unlink(missing_ok=True)
 
 

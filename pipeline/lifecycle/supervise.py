@@ -1,8 +1,8 @@
-"""Starts a run again until it is finished: after a crash, after preemption, on the hosts that are left.
+"""Restarts a run until it is finished: after a crash, after preemption, on the remaining hosts. No slow imports.
 
-No heavy imports. What happened is read from what the run itself left in its folder (`run_folder.py`): the launcher's
-exit code says little (DeepSpeed 0.19.8 may exit with 0 or 1 whatever the ranks did). What was started is waited for to
-its last process, also when the launcher was killed and its ranks live on.
+The outcome of a start is read from the run folder (`run_folder.py`), because the launcher's exit code is unreliable
+(DeepSpeed 0.19.8 may exit with 0 or 1 regardless of the ranks). The supervisor waits for the last process of a start, even if
+the launcher was killed and its ranks are still running.
 """
 
 import contextlib
@@ -37,29 +37,29 @@ from pipeline.settings.run import RunConfig
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 
 _SCRIPTS = ("pretrain.py", "finetune.py")
-_DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own.
+_DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's default.
 _POLL_SECONDS = 0.2
 _LONGEST_PAUSE = 600.0
-# After the stop file: SIGTERM to the launcher and its ranks, which have 30 s from there, then SIGKILL.
+# Seconds after the stop file until SIGTERM goes to the launcher and its ranks, which then have 30 s, and until SIGKILL.
 _TERMINATE_SECONDS = 10.0
 _KILL_SECONDS = 45.0
-# How long processes may live on when the launcher has ended, before they are asked to stop.
+# How long processes may outlive the launcher before they are asked to stop.
 _ORPHAN_SECONDS = 3.0
-# How long ranks on other hosts, which no signal reaches, may take to follow the stop file.
+# Timeout for ranks on other hosts, which no signal reaches, to obey the stop file.
 _REMOTE_SECONDS = 300.0
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 def supervise(command: list[str], config: SuperviseConfig) -> None:
-    """Run `command` until its run is finished. Ends the process with 0, 75 (start again), 2 (refused) or 1 (gave up).
+    """Restart `command` until its run is finished. Exits with 0, 75 (resume later), 2 (refused) or 1 (gave up).
 
-    Raises UserError when the command is none that starts a run, or the run is already running.
+    Raises UserError if the command does not start a run, or the run is already running.
     """
     sys.exit(Supervisor(command, config).loop())
 
 
 class Supervisor:
-    """One run and its starts."""
+    """Supervises the starts of one run."""
 
     def __init__(self, command: list[str], config: SuperviseConfig) -> None:
         self.command, self.config = command, config
@@ -74,11 +74,11 @@ class Supervisor:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
-        # What the launcher leaves behind becomes our child, so that it can be waited for.
+        # Orphans of the launcher become children of this process, which can wait for them.
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def loop(self) -> int:
-        """Start, look, wait, start again. The exit code."""
+        """Start the run, judge the outcome, wait, repeat. Returns the exit code."""
         starts, idle, committed = 0, 0, -1
         while True:
             starts += 1
@@ -113,7 +113,7 @@ class Supervisor:
             self._leave_out_hosts()
 
     def _judge(self, status: Status | None, launch: "Launch") -> tuple[Outcome, str]:
-        """What became of a start, and why."""
+        """Return the outcome of a start and its reason."""
         how = status.status if status else None
         why = status.reason if status else ""
         if how == "finished":
@@ -125,13 +125,13 @@ class Supervisor:
         if how == "stopped" and (launch.orphaned or why.startswith(BY_STARTER)):
             return "failed", "its launcher was killed; what was trained is committed"
         if how == "stopped" and why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT")):
-            return "stopped", why  # By a person, or because the time is up.
+            return "stopped", why  # By a person, or by the time limit.
         if how == "stopped" or (how is None and launch.code == RESUME):
             return "preempted", why or "before it had its folder"
         return "failed", why if how == "failed" else f"killed; the launcher ended with {launch.code}"
 
     def _wait(self, seconds: float) -> bool:
-        """False when asked to stop in the meantime."""
+        """Sleep. Returns False if a stop was requested meanwhile."""
         end = time.monotonic() + seconds
         while not self.signals and not stop_file(self.folder).exists():
             if time.monotonic() >= end:
@@ -142,7 +142,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------ hosts
     def _leave_out_hosts(self) -> None:
-        """Go on without the hosts that have failed too often, on as many ranks as divide the batch."""
+        """Drop hosts that failed too often; use as many of the remaining slots as can divide the batch."""
         if len(self.hosts) < 2:
             return
         launcher, port = _option(self.command, "--launcher"), _option(self.command, "--ssh_port")
@@ -164,8 +164,8 @@ class Supervisor:
         write_hostfile(path, self.hosts)
         options: dict[str, str | None] = {"--hostfile": str(path)}
         if first not in self.hosts:
-            options["--master_addr"] = None  # Of the host that is gone: DeepSpeed asks the first one that is left.
-        # One host alone would be started here, whatever its name.
+            options["--master_addr"] = None  # It names the dropped host; DeepSpeed's default is the first one.
+        # Otherwise DeepSpeed starts a single host's ranks locally, whatever its name.
         self.command = _with_options(self.command, options, ["--force_multi"])
 
     def _count_failures(self, hosts: list[str], why: str) -> None:
@@ -181,7 +181,7 @@ class Supervisor:
         return True
 
     def say(self, event: str, line: str, **facts: Any) -> None:
-        """Print a line, and keep it in the run's folder, for people and for programs."""
+        """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S")
         print(f"supervise: {line}", flush=True)
         with open(self.folder / "supervise.log", "a") as file:
@@ -191,7 +191,7 @@ class Supervisor:
 
 
 class Launch:
-    """One start of the command, with all the processes that come of it. code: the launcher's, once it has ended."""
+    """One start of the command with all its processes. code: the launcher's exit code, once it has ended."""
 
     def __init__(self, command: list[str], folder: Path, signals: list[int], say: Callable[[str, str], None]) -> None:
         self.folder, self.signals, self.say = folder, signals, say
@@ -199,11 +199,11 @@ class Launch:
         self.orphaned = False
         self._ended_at = self._asked_at = float("inf")
         self._sent: list[int] = []
-        # A session of its own: Ctrl-C comes to us alone, and we tell the run in a way that loses nothing.
+        # Own session: Ctrl-C reaches only the supervisor, which then stops the run gracefully.
         self._process = subprocess.Popen(command, start_new_session=True)
 
     def wait(self) -> None:
-        """Return when its last process has ended, here and on other hosts; ask them to stop when we are asked."""
+        """Wait for the last process on all hosts; forwards stop requests of the supervisor to the run."""
         while (left := self._what_is_left()) is not None:
             now = time.monotonic()
             if self._asked_at == float("inf") and self.signals:
@@ -211,7 +211,7 @@ class Launch:
             elif self._asked_at == float("inf") and now - self._ended_at > _ORPHAN_SECONDS:
                 self.orphaned = True
                 self._ask(f"the launcher has ended ({self.code}), {left} has not: asking it to commit and stop")
-            if signal.SIGUSR1 not in self.signals:  # A notice of what is to come leaves more time.
+            if signal.SIGUSR1 not in self.signals:  # SIGUSR1 announces a preemption and leaves more time.
                 self._insist(now - self._asked_at)
             if self.signals.count(signal.SIGINT) > 1:
                 self._send(signal.SIGKILL)
@@ -224,7 +224,7 @@ class Launch:
         stop_file(self.folder).unlink(missing_ok=True)
 
     def _what_is_left(self) -> str | None:
-        """Who still runs; None when nobody does."""
+        """Describe what is still running; None if nothing is."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._process.pid:
@@ -246,7 +246,7 @@ class Launch:
             self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        """Send it once, to the launcher and its ranks on this host."""
+        """Send a signal, at most once, to the launcher and its ranks on this host."""
         if number not in self._sent:
             self._sent.append(number)
             with contextlib.suppress(ProcessLookupError):
@@ -254,7 +254,7 @@ class Launch:
 
 
 def _settings_of(command: list[str]) -> RunConfig:
-    """The settings of the run that a command line starts. Raises UserError."""
+    """Return the settings of the run that a command starts. Raises UserError."""
     if any(Path(word).name in _SCRIPTS for word in command):
         return read_settings(RunConfig, command[_script_place(command) + 1 :])
     raise UserError(
@@ -264,7 +264,7 @@ def _settings_of(command: list[str]) -> RunConfig:
 
 
 def _hostfile_of(command: list[str]) -> Path | None:
-    """The hostfile of a deepspeed command line, if it runs on several hosts. Raises UserError."""
+    """Return the hostfile of a deepspeed command, None if it has none. Raises UserError."""
     given = _option(command, "--hostfile") or _option(command, "-H")
     path = Path(given) if given else _DEFAULT_HOSTFILE
     if Path(command[0]).name != "deepspeed" or not (given or path.exists()):
@@ -276,7 +276,7 @@ def _hostfile_of(command: list[str]) -> Path | None:
 
 
 def _option(command: list[str], name: str) -> str | None:
-    """The value of an option of the launcher: `name value` or `name=value`, before the script."""
+    """Return the value of a launcher option (`name value` or `name=value` before the script), or None."""
     words = command[: _script_place(command)]
     for place, word in enumerate(words):
         if word.startswith(f"{name}="):
@@ -287,7 +287,7 @@ def _option(command: list[str], name: str) -> str | None:
 
 
 def _with_options(command: list[str], values: dict[str, str | None], flags: list[str]) -> list[str]:
-    """The command with these values of its launcher's options (None: without the option) and these flags."""
+    """Return the command with these launcher options replaced (None: removed) and these flags added."""
     place = _script_place(command)
     words, script = command[1:place], command[place:]
     for name in ("-H", *values, *flags):

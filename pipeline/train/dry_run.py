@@ -1,4 +1,4 @@
-"""A step and an evaluation of a run's largest shapes before its first step: memory that is too small shows in a minute."""
+"""Dry run: one step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once."""
 
 import socket
 import traceback
@@ -25,7 +25,7 @@ from pipeline.train.zero.engine import Engine
 
 @contextmanager
 def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) -> Iterator[None]:
-    """Inside, a rank that runs out of memory ends all ranks, with settings that take less."""
+    """Context in which an out-of-memory error on one rank ends all ranks and names settings that need less memory."""
     with _room("training", lambda: what_takes_less(config, plan, model), stop):
         yield
 
@@ -33,17 +33,17 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
 def dry_run_on_all_ranks(
     config: RunConfig, plan: Plan, engine: Engine, objective: Objective, split: Split, evaluation: Split, stop: Stop
 ) -> None:  # fmt: skip
-    """One training step and one batch of evaluation, of the largest shapes; leaves everything as it was.
+    """Run one training step and one evaluation batch of the largest shapes; leaves no trace in model or optimizer.
 
-    Before anything is loaded. Where a rank runs out of memory, all ranks end with what would take less.
+    Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
     batch = _blank(plan.micro_batch, config.model.image_size, split.max_labels)
-    micro_batches = [batch] * min(2, plan.accumulation)  # At the second one there are gradients beside the activations.
+    micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, objective, micro_batches, step=0, lr=0.0, mixing=mixing)
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
-    smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "It is one image: use a larger GPU."
+    smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {count} images", lambda: smaller, stop):
         batch = _blank(count, config.model.image_size, 0)
         engine.forward(batch.images, *objective.extra_inputs(batch, engine.ranks.device))
@@ -57,21 +57,21 @@ def _room(what: str, way_out: Callable[[], str], stop: Stop) -> Iterator[None]:
         if not _is_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
-        traceback.clear_frames(error.__traceback__)  # What they hold: it takes a little memory to say what would help.
+        traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
         where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
         stop.refuse(OneRankError(f"{where}: {reason} {way_out()}"))
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """torch has an exception of its own on a GPU; its allocator on a CPU has not, nor have NCCL and cuBLAS."""
-    said = str(error)
+    """Whether an error means out of memory. Only CUDA's allocator has an exception type; CPU, NCCL and cuBLAS have texts."""
+    text = str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in said for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+        words in text for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
     )
 
 
 def _blank(count: int, image_size: ImageSize, num_labels: int) -> Batch:
-    """Black images of class 0."""
+    """A batch of black images of class 0."""
     return Batch(
         torch.zeros(count, *image_size, 3, dtype=torch.uint8),
         torch.zeros(count, num_labels, dtype=torch.int64),

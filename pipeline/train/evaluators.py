@@ -1,6 +1,7 @@
-"""What is scored while a run trains: the held-out split by the objective, and probes of the features.
+"""Evaluators that run during training: scores on the held-out split, and probes of the features.
 
-Each evaluator writes its last result to a file of the run folder, from which a later start sees what it still owes.
+Each writes its last result to a file of the run folder. A restarted run compares it with its checkpoint, to make up an
+evaluation that was due but did not finish.
 """
 
 import json
@@ -31,20 +32,20 @@ if TYPE_CHECKING:
 
 
 class Evaluator(Protocol):
-    """name: what `Plan.due` calls it."""
+    """An evaluation repeated during training. name: its name in `Plan.due`."""
 
     name: str
 
     def is_owed(self, start: int) -> bool:
-        """Whether the run left step `start` before it was scored: stopped or killed after its checkpoint. Reads a file."""
+        """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
 
     def evaluate_on_all_ranks(self, step: int) -> None:
-        """Score the model after `step`, report it and keep it. Raises Stopped on all ranks when they agree to stop."""
+        """Score the model after `step`; report and store the result. Raises Stopped on all ranks when they agree to stop."""
 
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """What both evaluators share. every: steps, 0 is never. tracker: on rank 0."""
+    """Base of both evaluators. every: interval in steps, 0 is never. tracker: rank 0 only."""
 
     config: RunConfig
     plan: Plan
@@ -80,7 +81,7 @@ class _Evaluator:
 
 @dataclass(frozen=True)
 class SplitEvaluator(_Evaluator):
-    """Scores the held-out split by the objective; the scores decide which checkpoint is the best."""
+    """Scores the held-out split with the objective; the scores select the best checkpoint."""
 
     objective: Objective
     split: Split
@@ -115,7 +116,7 @@ class SplitEvaluator(_Evaluator):
 
 @dataclass(frozen=True)
 class ProbeEvaluator(_Evaluator):
-    """Few-shot and nearest-neighbour accuracy of the features."""
+    """Measures few-shot and nearest-neighbour accuracy of the features."""
 
     probe: RunProbe
 

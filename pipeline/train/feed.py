@@ -1,4 +1,4 @@
-"""The micro-batches of each step of a run, in the order that the seed gives, from any step on."""
+"""The micro-batches of each training step, from any step on, in the order defined by the seed."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,7 +14,7 @@ from pipeline.settings.run import RunConfig
 
 
 class Feed:
-    """Reads this rank's share of the training split ahead of the step that needs it; the wait is counted by the clock."""
+    """Prefetches this rank's share of the training split; the clock counts the time spent waiting for it."""
 
     def __init__(self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock) -> None:
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
@@ -40,7 +40,7 @@ class Feed:
         return next(self._steps)
 
     def end_on_all_ranks(self) -> None:
-        """Hear what the ranks agreed on while the last step ran. Raises Stopped."""
+        """Check for a stop that was agreed during the last step. Raises Stopped on all ranks."""
         assert next(self._steps, None) is None
 
     def _of_steps(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:

@@ -1,7 +1,7 @@
-"""Training: the forward pass, the loss, the backward pass, the step; what is logged, saved and scored, and when.
+"""The training loop: forward, loss, backward, step; what is logged, saved and scored, and when.
 
-Read it from top to bottom. `setup.py` prepares what is used here, `run.py` starts and ends it. A call whose name ends in
-`_on_all_ranks` is collective: when one rank makes it, all must.
+Read it from top to bottom. `setup.py` prepares what the loop uses, `run.py` starts and ends it. A name that ends in
+`_on_all_ranks` is a collective call: when one rank makes it, all must.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from pipeline.train.training_run import TrainingRun
 
 
 def train_on_all_ranks(run: TrainingRun) -> None:
-    """Train from where the run stands to the end of its plan. Raises Stopped on all ranks when they agree to stop."""
+    """Train from `run.progress.step` to the end of the plan. Raises Stopped on all ranks when they agree to stop."""
     config, plan, progress = run.config, run.plan, run.progress
     run.feed.go_to(progress.step, progress.skipped_batches)
     while progress.step < plan.steps:
         micro_batches = run.feed.next_on_all_ranks()
-        step = progress.step  # Steps that are done, so the number of this one, from 0. Log lines count from 1.
+        step = progress.step  # Number of this step, from 0; log lines count from 1.
         due = plan.due(step + 1)
 
         # ------------------------------------------------------------------ forward, loss, backward, step
@@ -36,10 +36,10 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
         result = training_step(run.engine, run.objective, micro_batches, step, lr, mixing, run.accept_loss_of(step))
         progress.step = step + 1
-        run.count_step(result.loss)
+        run.record_step(result.loss)
 
-        # ------------------------------------------------------------------ a loss that jumped: go on, or go back
-        if (due.log or due.save) and run.rolled_back_on_all_ranks():
+        # ------------------------------------------------------------------ loss spikes: continue, skip, or roll back
+        if (due.log or due.save) and run.rolled_back_after_spikes_on_all_ranks():
             run.feed.go_to(progress.step, progress.skipped_batches)
             continue
 
@@ -49,7 +49,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         with run.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
-                run.stop.leave_if_wanted_on_all_ranks()  # Else the next step would want a checkpoint of its own.
+                run.stop.leave_if_wanted_on_all_ranks()  # Stopping later would need another checkpoint.
             for evaluator in run.evaluators:
                 if evaluator.name in due.evaluations:
                     evaluator.evaluate_on_all_ranks(progress.step)
@@ -58,7 +58,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
 
 class Trainer(Protocol):
-    """A model with its optimizer, as a training step uses it: DeepSpeed's engine, or one device without."""
+    """A model and its optimizer as `training_step` uses them: DeepSpeed's engine, or a single device without DeepSpeed."""
 
     ranks: Ranks
     clock: StepClock
@@ -73,7 +73,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over this rank's micro-batches, a scalar on the device. grad_norm: before clipping; NaN if unknown."""
+    """loss: mean over this rank's micro-batches, a scalar on the device. grad_norm: before clipping, NaN if unknown."""
 
     loss: Tensor
     grad_norm: float
@@ -83,10 +83,11 @@ def training_step(
     trainer: Trainer, objective: Objective, micro_batches: Sequence[Batch], step: int, lr: float,
     mixing: Mixing | None = None, accept: Callable[[Tensor], bool] | None = None,
 ) -> StepResult:  # fmt: skip
-    """One optimizer step from this rank's micro-batches, of images mixed in pairs if `mixing` says so. Collective.
+    """One optimizer step on this rank's micro-batches. Collective, unless the trainer uses one device.
 
-    accept: is given this rank's mean loss before the last backward pass, on every rank; where it returns False the step is
-    skipped. So it is when a gradient is not finite on any rank: weights and moments stay as they are.
+    step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean loss
+    before the last backward pass; if it returns False, the step is skipped. A step is also skipped when a gradient is
+    non-finite on any rank. A skipped step leaves weights and moments unchanged.
     """
     trainer.begin_step(step, lr)
     num_samples = sum(len(batch.rows) for batch in micro_batches)
@@ -99,7 +100,7 @@ def training_step(
             loss = objective.loss(trainer.predictions(*inputs), targets)
         total += loss.detach()
         if is_last and accept is not None and not accept(total / len(micro_batches)):
-            loss = loss * float("nan")  # The one way to skip a step that all ZeRO stages know.
+            loss = loss * float("nan")  # Every ZeRO stage skips a step with a non-finite gradient.
         with trainer.clock.device("backward"):
             trainer.backward(loss, share=len(batch.rows) / num_samples)
         with trainer.clock.device("optimizer"):

@@ -1,4 +1,4 @@
-"""What a run trains: the classes of images, or what their corrupted patches show. Each has a loss and a score.
+"""Objectives: image classification and masked patch prediction. Each has a loss and a score.
 
 Shapes: B batch, K classes, M labels, N patches, C corrupted patches, T targets of a patch.
 """
@@ -22,10 +22,10 @@ from pipeline.settings.run import RunConfig
 
 
 class Targets(NamedTuple):
-    """What is asked of a batch.
+    """Targets of a batch.
 
-    values: labels int64 (B, M), or what the corrupted patches show (B, C, T). valid: bool (B,), False for samples that could
-    not be read. own: float32 (B,), the share of each sample's own labels where images were mixed in pairs, else None.
+    values: labels int64 (B, M), or targets of the corrupted patches (B, C, T). valid: bool (B,), False for samples that could
+    not be read. own: float32 (B,), weight of each sample's own labels if images were mixed in pairs, else None.
     """
 
     values: Tensor
@@ -34,16 +34,16 @@ class Targets(NamedTuple):
 
 
 class Objective(Protocol):
-    """All that the training step, the dry run and the evaluation need to know of what is trained."""
+    """Interface of an objective for the training step, the dry run and evaluation."""
 
     def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
-        """The model's inputs on the device, images float32 (B, 3, H, W) first, and the targets."""
+        """Return the model's inputs on the device, images float32 (B, 3, H, W) first, and the targets."""
 
     def extra_inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
-        """What the model reads beside the images."""
+        """Return the model's inputs other than the images."""
 
     def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
-        """Mean over the batch's B places, a scalar; samples that are not valid count as zero."""
+        """Return the scalar loss: sum over valid samples, divided by B."""
 
     def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> Scores | MaskedScores:
         """Score a whole split. forward: (uint8 images (B, H, W, 3), extra inputs) -> predictions."""
@@ -56,7 +56,7 @@ def normalised(pixels: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Classification:
-    """Softmax or sigmoid cross-entropy against class labels. read: uint8 pixels -> what the model reads."""
+    """Softmax or sigmoid cross-entropy against class labels. read: uint8 pixels -> model input."""
 
     kind: str
     label_smoothing: float = 0.0
@@ -84,7 +84,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class MaskedPatches:
-    """Prediction of what corrupted patches show (ViT paper, B.1.2). Images are not mixed: the settings refuse it."""
+    """Masked patch prediction (ViT paper, B.1.2). Mixing images is refused by the settings."""
 
     masking: Masking
 
@@ -107,7 +107,7 @@ class MaskedPatches:
 
 
 def objective_of(model: Model, config: RunConfig) -> Objective:
-    """What the settings of a run train its model for."""
+    """Return the objective that matches the model and the settings."""
     if isinstance(model, MaskedViT):
         return MaskedPatches(Masking(model.config, config.seed))
     return Classification(config.train.loss, config.train.label_smoothing)

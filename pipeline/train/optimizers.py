@@ -1,4 +1,4 @@
-"""Optimizers, which parameters they decay, and the learning rate as a pure function of the step."""
+"""Optimizers, weight decay groups, and the learning rate as a pure function of the step."""
 
 import math
 
@@ -9,7 +9,7 @@ from pipeline.settings.run import OptimizerConfig, ScheduleConfig
 
 
 def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups of `model`: parameters named in `decayed`, and the rest without weight decay.
+    """Build AdamW or SGD with two parameter groups: those named in `decayed`, and the rest without weight decay.
 
     torch's AdamW multiplies weights by 1 - lr x weight_decay: the paper's decoupled decay with its own value, scaled by
     the schedule.
@@ -27,15 +27,15 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:
-    """The learning rate after warm-up: optimizer.lr, scaled with the batch if it is said for another one."""
+    """Learning rate after warm-up: optimizer.lr, scaled linearly from optimizer.lr_batch to the global batch if that is set."""
     return config.lr * global_batch / config.lr_batch if config.lr_batch else config.lr
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
     """Learning rate of step `step` (from 0): linear warm-up from 0, then decay to `final` x peak.
 
-    As the paper's team: shape(progress) x min(1, step / warmup), progress counted from the end of the warm-up
-    (big_vision, utils.create_learning_rate_schedule). "drops" counts from the start of the run, as BiT does.
+    As in the paper's code: shape(progress) x min(1, step / warmup), progress counted from the end of the warm-up
+    (big_vision, utils.create_learning_rate_schedule). "drops" counts from the start of the run, as in BiT.
     """
     progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
     if config.decay == "linear":

@@ -1,4 +1,4 @@
-"""Where a run starts: the newest whole checkpoint that is its own, else the weights given, else a new model."""
+"""Where a run starts: its newest intact checkpoint, else the weights in init.weights, else a new model."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,12 @@ from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
 
-# What must be as it was for a checkpoint to continue: its tensors, the order of its samples. Ranks, ZeRO stage, precision
-# and micro-batch may change: the same samples make up the same batches.
+# Changing one of these would change the tensors or the order of samples, so the checkpoint cannot be continued. Ranks, ZeRO
+# stage, precision and micro-batch may change: batches still hold the same samples.
 _FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
           "optimizer.name", "init.", "fingerprint", "classes", "excluded")  # fmt: skip
-# What may differ when the command of a finished run is given again: places, the number of ranks, how it is watched. Anything
-# else would have made another model, and nothing is left to train it with.
+# Settings that may differ when the command of a finished run is repeated: paths, number of ranks, monitoring. Any other would
+# have led to a different model.
 _FREE_WHEN_FINISHED = (
     "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
     "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
@@ -36,17 +36,17 @@ _FREE_WHEN_FINISHED = (
 _SETS_THE_RESULT = ("engine.precision",)
 
 
-def find_checkpoint(
+def find_checkpoint_on_all_ranks(
     checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
 ) -> tuple[AnyPath | None, set[str]]:
-    """The newest whole checkpoint of this run, None to start afresh; and the names of damaged ones. Collective.
+    """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
 
-    now: what this run is (`identity`). num_steps: its length. `latest` is mended where it names another one.
-    Raises UserError when there are some, but none that can be continued.
+    now: this run's `identity`. num_steps: its length. Corrects `latest` if it names another checkpoint.
+    Raises UserError if checkpoints exist but none can be continued.
     """
     damaged: set[str] = set()
     ranks.on_main(lambda: checkpoints.settle(console.say))
-    ranks.on_main(checkpoints.kept)  # A damaged list is said before training, not after.
+    ranks.on_main(checkpoints.kept)  # Raises for a damaged kept.json before training, not after.
     for path in ranks.on_main(checkpoints.candidates):
         problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
         if not problems:
@@ -63,12 +63,12 @@ def find_checkpoint(
 
 
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
-    """How the run that made a checkpoint differs from this one. Raises UserError when it cannot be continued."""
-    # What an older checkpoint does not know of was as it is by default: settings, and that no sample was left out.
+    """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
+    # Settings that an older checkpoint lacks had today's defaults, and no samples were excluded.
     nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
     state = read_state(path)
     then = {**_default_settings(), **nothing, **state.identity}
-    # As text: a size was a number before it could be 224x384.
+    # Compared as text: image sizes used to be numbers, before 224x384 was possible.
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
@@ -92,32 +92,34 @@ def _is_free(change: str) -> bool:
 
 
 def _default_settings() -> dict[str, Any]:
-    """Of a run, by dotted name; the required ones hold nothing that means anything."""
+    """Default settings of a run by dotted name; required ones hold placeholders."""
     config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
     return schema.flatten(schema.to_dict(config))
 
 
-def go_back(checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console) -> State | None:
-    """Load the newest whole checkpoint before step `spike`, and drop those after it; its state, None if there is none.
+def go_back_on_all_ranks(
+    checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console
+) -> State | None:
+    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
 
-    Collective; no save is in flight.
+    No save may be in flight.
     """
     for path in ranks.on_main(checkpoints.candidates):
         if step_of(path) >= spike:
             continue
         if not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
             state = read_state(path)
-            # A kill from here on must not resume behind the spike.
+            # From here on, a killed run must not resume from a checkpoint after the spike.
             ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
             engine.load(ShardedTensors.open(path), state.engine)
-            console.say(f"back to {path}, and on with the data behind the spike")
+            console.say(f"back to {path}, continuing with the data after the spike")
             return state
-    console.say("there is no checkpoint before it to go back to: going on")
+    console.say("no checkpoint before the spike to roll back to: continuing")
     return None
 
 
 def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, evaluation: Split) -> dict[str, Any]:
-    """What a run is: its settings by dotted name, its data and its ranks. Saved with each checkpoint."""
+    """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
     return {
         **schema.flatten(schema.to_dict(config)),
         "fingerprint": dataset.fingerprint,
@@ -130,15 +132,15 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
 
 
 def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any], rank: int) -> None:
-    """Stop a rank whose data or settings are not those of rank 0: its batches would be of another order."""
+    """Raise OneRankError if this rank's settings or data differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
     if other:
-        raise OneRankError(f"rank {rank} is of another run: {'; '.join(other)}. Give every node the same files.")
+        raise OneRankError(f"rank {rank} differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 
 
 def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console) -> Model:
-    """The model of the checkpoint (its tensors come with the engine's), of the weights given, or a new one."""
+    """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model."""
     settings = config.model
     if resumed is not None:
         return models.build(models.config_from_dict(read_state(resumed).model))

@@ -1,6 +1,6 @@
-"""A run from its first line to its last: set up, train, end. The same command starts, resumes and finishes it.
+"""A complete run: set up, train, end. The same command starts, resumes and finishes it.
 
-Pre-training and fine-tuning differ in their settings only: fine-tuning has `init.weights`.
+Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
 """
 
 from pipeline.errors import Stopped
@@ -13,15 +13,15 @@ from pipeline.train.training_run import TrainingRun
 
 
 def run_training(config: RunConfig) -> None:
-    """As `start.run`, in a process that has imported everything."""
+    """Run training in a process that has already imported everything; otherwise use `start.run`."""
     with Stop(config) as stop:
         train_prepared(config, stop, prepare(config))
 
 
 def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
-    """Train to the end of `config.train.length`, from wherever the run stands. Raises UserError for a user's mistake.
+    """Start or resume a run and train to the end of `config.train.length`. Raises UserError for a user's mistake.
 
-    A run that is stopped ends the process with exit code 75.
+    A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
     training = set_up(config, stop, prepared)
     progress, console, meter = training.progress, training.console, training.meter
@@ -39,7 +39,7 @@ def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
 
 
 def _train(training: TrainingRun) -> str:
-    """Train to the end, or until the run is asked to stop; then all is committed, and the reason is returned."""
+    """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
     progress, stop, saver = training.progress, training.stop, training.saver
     status, reason = "FAILED", ""
     try:
@@ -53,12 +53,12 @@ def _train(training: TrainingRun) -> str:
         stop.committed(progress.step)
         training.report_bad_samples_on_all_ranks()
         status = "FINISHED"
-    except Stopped:  # In training or in an evaluation, on all ranks at the same place.
+    except Stopped:  # On all ranks at the same step or evaluation batch.
         if progress.step > progress.saved:
             training.losses.catch_up()
             training.save_on_all_ranks()
         saver.wait()
-        status, reason = "KILLED", stop.agreed_reason()
+        status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
     finally:
         training.close(status, in_a_hurry=bool(reason))
     return reason

@@ -1,4 +1,4 @@
-"""Everything that happens before the first step: ranks, data, plan, lock, where to start, engine, dry run."""
+"""Set-up before the first step: ranks, data, plan, lock, checkpoint or weights to start from, engine, dry run."""
 
 import json
 import socket
@@ -36,8 +36,8 @@ from pipeline.train.zero.engine import Engine, start_ranks
 
 
 def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
-    """All that a run needs to train, at the step where it starts. Collective. Raises UserError before anything is trained."""
-    # ------------------------------------------------------------------ what will happen, before anything does
+    """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
+    # ------------------------------------------------------------------ plan, run folder's lock, ranks
     ranks = from_environment()
     dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
     facts = resume.identity(config, dataset, plan, split, evaluation)
@@ -56,12 +56,12 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
 
     # ------------------------------------------------------------------ where to start: checkpoint, weights or afresh
     gpu_memory = device_memory(ranks.device)
-    if config.model.name:  # Before it is built, which takes long if it is too large.
+    if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         least = min(ranks.gather(gpu_memory or host_memory()))
         new = new_model_config(config.model, dataset.num_classes, config.train.masked)
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = resume.find_checkpoint(checkpoints, facts, plan.steps, ranks, console)
+    resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
     model = resume.initial_model(config, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
@@ -83,7 +83,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     start = state.step
     progress = Progress(start, start, start, list(state.left_out))
 
-    # ------------------------------------------------------------------ what feeds it, and what watches it
+    # ------------------------------------------------------------------ data, metrics, checkpoints, evaluators
     feed = Feed(config, plan, split, ranks, stop, clock)
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     flops = models.training_flops_per_image(model.config)
@@ -103,7 +103,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     losses = LossWatch(config.health, ranks, state.losses)
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
-    # Also when nothing is left to train: what MLflow has not been told yet goes now.
+    # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = _start_tracker(config, facts, plan, folder, engine, model, start) if ranks.is_main else None
     for line in tracker.notes if tracker else []:
         console.say(line)

@@ -1,4 +1,4 @@
-"""The start of a run: launcher, settings and data are checked before the imports that take seconds (torch, DeepSpeed)."""
+"""Entry point of a run: checks launcher, settings and data before the slow imports (torch, DeepSpeed)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs to know before it begins."""
+    """Data and plan of a run, checked."""
 
     dataset: "Dataset"
     split: "Split"
@@ -27,11 +27,11 @@ class Prepared:
 
 
 def run(config: RunConfig) -> None:
-    """Train, in a process that a launcher or a person has started. Raises UserError for a user's mistake."""
+    """Train, in a process started by a launcher or directly. Raises UserError for a user's mistake."""
     check_environment()
     refuse_busy_port()
     quiet_torch()
-    with Stop(config) as stop:  # Before everything that may take long.
+    with Stop(config) as stop:  # First, so that signals are handled during slow work.
         prepared = prepare(config)
         from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
@@ -39,10 +39,10 @@ def run(config: RunConfig) -> None:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Open the data and plan the run. Raises UserError for settings, data and weights that cannot be."""
+    """Open the data and plan the run. Raises UserError for invalid settings, data or weights."""
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.dataset.subset import run_splits
-    from pipeline.data.storage.cache import Storage  # Late, as all here: Stop hears signals meanwhile.
+    from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
@@ -60,7 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _find_weights(config: RunConfig, weights: str) -> None:
-    """Raise UserError when a run that has no checkpoint yet names weights that do not exist."""
+    """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
     from pipeline.checkpoint.store import Checkpoints, checkpoint_folder  # Imports torch.
     from pipeline.model.files import find_file
 

@@ -1,4 +1,4 @@
-"""A run while it trains: everything the loop uses, and what it does with it besides the step itself."""
+"""The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -33,16 +33,16 @@ from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.objective import Objective
 
-if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and a training step without it uses this file's neighbours, too.
+if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
     from pipeline.train.zero.engine import Engine
 
 
 @dataclass
 class Progress:
-    """What a run remembers from step to step. All counts are of optimizer steps.
+    """Progress of a run, counted in optimizer steps.
 
-    start: where this process began. step: done. saved: in the checkpoint that was handed over last. skipped_batches: ranges
-    (first, number) of batches that are passed over, one for each time the run went back after a loss spike.
+    start: step at which this process started. step: steps completed. saved: step of the last checkpoint handed to the writer.
+    skipped_batches: ranges (first, number) of batches to skip, one for each rollback after a loss spike.
     """
 
     start: int
@@ -53,8 +53,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Made by `setup.set_up`. facts: what the run is, saved with each checkpoint. damaged: names of checkpoints that are
-    not whole. tracker: on rank 0. Methods whose name ends in `_on_all_ranks` are collective."""
+    """Everything the training loop uses; made by `setup.set_up`.
+
+    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker: rank 0 only.
+    """
 
     config: RunConfig
     plan: Plan
@@ -85,11 +87,14 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ around the step
     def accept_loss_of(self, step: int) -> Callable[[Tensor], bool] | None:
-        """Judges the loss of a step (from 0) before its last backward pass, if a spike is to be skipped. Collective."""
+        """Return the check that skips step `step` (from 0) if its loss is a spike; None unless health.on_spike is "skip".
+
+        The check is collective.
+        """
         return partial(self.losses.accept, step + 1) if self.config.health.on_spike == "skip" else None
 
-    def count_step(self, loss: Tensor) -> None:
-        """Count the step that was just done, with this rank's mean loss; nothing here waits for the device."""
+    def record_step(self, loss: Tensor) -> None:
+        """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
         if self.config.health.on_spike != "skip":
             self.losses.add(self.progress.step, loss)
         self.meter.step(self.plan.global_batch)
@@ -99,11 +104,11 @@ class TrainingRun:
             self.tracker.artifact(file)
             self.console.say(f"step {self.progress.step:,}: trace in {file}")
 
-    def rolled_back_on_all_ranks(self) -> bool:
-        """Report loss spikes since the last call; return whether the run went back to a checkpoint before one.
+    def rolled_back_after_spikes_on_all_ranks(self) -> bool:
+        """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
 
-        health.on_spike decides: "say" goes on, "skip" has skipped the step already, "rollback" loads the newest checkpoint
-        before the spike and passes over the data that led there. Raises DivergedError when a budget is used up.
+        "say" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
+        the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
         config, progress = self.config, self.progress
         spikes = self.losses.catch_up()
@@ -118,7 +123,7 @@ class TrainingRun:
         if not spikes or config.health.on_spike != "rollback":
             return False
         self.saver.wait()
-        state = resume.go_back(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
+        state = resume.go_back_on_all_ranks(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -135,7 +140,7 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ log, save
     def log_on_all_ranks(self, loss: Tensor, grad_norm: float, lr: float) -> None:
-        """One line on the console and one record of metrics. Raises UserError for a save that failed, or too many bad samples."""
+        """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
         plan, ranks, progress, loader = self.plan, self.ranks, self.progress, self.feed.loader
         self.clock.add("communication", self.engine.communication_seconds())
         batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
@@ -153,7 +158,7 @@ class TrainingRun:
             self.tracker.log(progress.step, metrics)
         self.saver.check()
         self.stop.committed(self.saver.committed_step, self.saver.longest)
-        # Each rank has seen its own; here they are counted together.
+        # The limit is for all ranks together; each loader knows only its own.
         if metrics["bad_samples"] > loader.max_bad:
             raise UserError(
                 f"{metrics['bad_samples']:.0f} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
@@ -161,17 +166,17 @@ class TrainingRun:
             )
 
     def save_on_all_ranks(self, keep: bool = False) -> None:
-        """Hand a checkpoint of this step to the writer, which commits it while training goes on. keep: it stays for good."""
+        """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""
         step = self.progress.step
         self.watchdog.at(step, "checkpoint")
-        self.damaged.discard(step_name(step))  # It is written anew.
+        self.damaged.discard(step_name(step))  # It is overwritten.
         commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
         with self.clock.host("checkpoint"):
             self.saver.save(step, self.engine.part(), commit)
         self.progress.saved = step
 
     def _commit(self, retention: Retention) -> Commit | None:
-        """What a checkpoint holds beside the tensors, on rank 0."""
+        """Content of a checkpoint other than tensors; None except on rank 0."""
         if not self.ranks.is_main:
             return None
         config, progress = self.config, self.progress
@@ -192,13 +197,13 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
-        """A line for each sample that could not be read, of any rank."""
+        """Print a line for each sample that could not be read on any rank."""
         bad = {row: why for of_rank in self.ranks.gather(self.feed.loader.bad) for row, why in of_rank.items()}
         for row, key in zip(sorted(bad), self.split.keys(sorted(bad)), strict=True):
             self.console.say(f"left out {key}: {bad[row]}")
 
     def close(self, status: str, in_a_hurry: bool) -> None:
-        """End threads and processes. status: FINISHED, FAILED or KILLED, as MLflow calls them. in_a_hurry: asked to stop."""
+        """End threads and processes. status: FINISHED, FAILED or KILLED (MLflow's names). in_a_hurry: the run must exit soon."""
         self.watchdog.close()
         self.console.close_bar()
         self.feed.loader.close()

@@ -261,11 +261,10 @@ def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert newest_whole(tmp_path) == "step-00000010"
 
 
-def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "GIVE_UP_SECONDS", 0.2)
+def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path) -> None:
     save_all(tmp_path, 10)
     with pytest.raises(WriterError, match="rank 1's part of the checkpoint of step 20 does not come"):
-        save(*job(tmp_path, 20, 0, 2))
+        save(*job(tmp_path, 20, 0, 2), give_up=0.2)
     assert names(tmp_path) == ["latest", "step-00000010"]
 
 

@@ -68,7 +68,7 @@ def test_the_one_before_is_used_or_one_line_says_it(name: str, run: Path) -> Non
         if file.read_bytes() == good:
             continue
         # A resume never goes on from it, whatever was changed.
-        found, damaged = resume.find_checkpoint(checkpoints, FACTS, 99, ALONE, console)
+        found, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, FACTS, 99, ALONE, console)
         assert found is not None
         assert (found.name, damaged) == ("step-00000010", {"step-00000020"})
         # Readers of weights and of tensors, which check less, end with a UserError, or with what was saved.
@@ -105,10 +105,10 @@ def test_damaged_small_files_around_checkpoints(run: Path) -> None:
         good = file.read_bytes()
         for _ in range(MUTATIONS):
             mutate(file, rng)
-            said = refusal(lambda: resume.find_checkpoint(checkpoints, FACTS, 99, ALONE, console))
+            said = refusal(lambda: resume.find_checkpoint_on_all_ranks(checkpoints, FACTS, 99, ALONE, console))
             if said:
                 assert file == kept
-                assert "mend it, or remove it" in said
+                assert "repair or delete it" in said
             else:
                 assert latest.read_text() == "step-00000020"
             assert newest_whole(run / "checkpoints") == run / "checkpoints" / "step-00000020"
@@ -136,7 +136,7 @@ def test_a_pointer_that_a_kill_left_behind_is_mended(run: Path) -> None:
     """By a run that starts, also a finished one, and by a reader; one that may not write just reads the newest."""
     latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
     latest.write_text("step-00000010")
-    resume.find_checkpoint(Checkpoints(latest.parent), FACTS, 20, ALONE, console)
+    resume.find_checkpoint_on_all_ranks(Checkpoints(latest.parent), FACTS, 20, ALONE, console)
     assert latest.read_text() == "step-00000020"
     assert "latest named another checkpoint, and now names step-00000020" in (run / "log.txt").read_text()
 
@@ -174,7 +174,7 @@ def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path)
     def start(steps: int, **changed: object) -> None:
         settings = {name.replace("__", "."): value for name, value in changed.items()}
         assert settings.keys() <= {*now, "ranks"}
-        resume.find_checkpoint(checkpoints, {**now, **settings}, steps, ALONE, console)
+        resume.find_checkpoint_on_all_ranks(checkpoints, {**now, **settings}, steps, ALONE, console)
 
     start(20)
     start(

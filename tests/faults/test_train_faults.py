@@ -127,22 +127,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     alone, said = Ranks(0, 0, 1, torch.device("cpu")), tmp_path / "log.txt"
     checkpoints, console = Checkpoints(tmp_path / "checkpoints"), Console(said, True)
     facts = {"seed": 0, "ranks": 2, "excluded": "none", "evaluation_excluded": "none"}
-    assert resume.find_checkpoint(checkpoints, facts, 99, alone, console) == (None, set())
+    assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (None, set())
     for step in (10, 20):
         save_all(checkpoints.folder, step, identity={"seed": 0, "ranks": 3})
     newest = checkpoints.folder / "step-00000020"
-    assert resume.find_checkpoint(checkpoints, facts, 99, alone, console) == (newest, set())
+    assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (newest, set())
     assert "changed since the checkpoint: ranks was 3, is 2" in said.read_text()
     with pytest.raises(UserError, match=r"step-00000020 cannot be continued: seed was 0, is 1. Set it back"):
-        resume.find_checkpoint(checkpoints, {**facts, "seed": 1}, 99, alone, console)
+        resume.find_checkpoint_on_all_ranks(checkpoints, {**facts, "seed": 1}, 99, alone, console)
 
     (newest / "index.json").unlink()
     before = checkpoints.folder / "step-00000010"
-    assert resume.find_checkpoint(checkpoints, facts, 99, alone, console) == (before, {"step-00000020"})
+    assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (before, {"step-00000020"})
     assert f"{newest} is damaged (index.json is missing): not used." in said.read_text()
     (before / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole. Remove that folder"):
-        resume.find_checkpoint(checkpoints, facts, 99, alone, console)
+        resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console)
 
 
 def test_a_run_keeps_its_checkpoints_in_a_bucket(

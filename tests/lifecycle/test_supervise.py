@@ -204,7 +204,8 @@ def test_options_of_the_launcher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a", "'a' is no line"), ("a slots=1\na slots=2", "each host once"), ("", "names no host")]
+    ("text", "said"),
+    [("a", "'a' is not a hostfile line"), ("a slots=1\na slots=2", "each host once"), ("", "names no host")],
 )
 def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "hosts").write_text(text)

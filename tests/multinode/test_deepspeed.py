@@ -119,7 +119,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     (site.folder / "hosts").write_text("node1 slots=1\nnode2 slots=2\nnode9 slots=1\n")
     code, said = site.run(*ask)
     assert code == 2
-    assert f"unfit: node2: {data} is not there" in said
+    assert f"unfit: node2: {data} is missing" in said
     assert "unfit: node9: " in said
     assert "error: 2 problems on 3 hosts" in said
     assert "Traceback" not in said

@@ -111,9 +111,9 @@ def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data
     checkpoints, console = Checkpoints(limited / "checkpoints"), Console(limited / "log.txt", False)
     newest = checkpoints.candidates()[0]
     then = read_state(newest).identity
-    assert resume.find_checkpoint(checkpoints, then, 99, ALONE, console) == (newest, set())
+    assert resume.find_checkpoint_on_all_ranks(checkpoints, then, 99, ALONE, console) == (newest, set())
     with pytest.raises(UserError, match=r"data\.limit was 60, is 70"):
-        resume.find_checkpoint(checkpoints, {**then, "data.limit": "70"}, 99, ALONE, console)
+        resume.find_checkpoint_on_all_ranks(checkpoints, {**then, "data.limit": "70"}, 99, ALONE, console)
 
 
 def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path, tmp_path: Path) -> None:
@@ -130,9 +130,12 @@ def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path
         sums["state.json"] = asdict(checksum(folder / "state.json"))
         (folder / "checksums.json").write_text(json.dumps(sums))
     console = Console(tmp_path / "log.txt", False)
-    assert resume.find_checkpoint(checkpoints, now, 99, ALONE, console) == (checkpoints.candidates()[0], set())
+    assert resume.find_checkpoint_on_all_ranks(checkpoints, now, 99, ALONE, console) == (
+        checkpoints.candidates()[0],
+        set(),
+    )
     with pytest.raises(UserError, match=r"model\.positions was learned, is none"):
-        resume.find_checkpoint(checkpoints, {**now, "model.positions": "none"}, 99, ALONE, console)
+        resume.find_checkpoint_on_all_ranks(checkpoints, {**now, "model.positions": "none"}, 99, ALONE, console)
 
 
 def test_ranks_that_see_other_lists_are_stopped() -> None:

@@ -1,7 +1,7 @@
-"""`import deepspeed` in half the time: without MLflow and Inductor, which only parts that are not used here need.
+"""Imports DeepSpeed without MLflow and Inductor, which only unused parts of it need.
 
-The import takes 4 s less of every rank's 12 s. Each shortcut is undone at once and may fail: when a later DeepSpeed is
-organised differently, it is imported as it is. To remove the shortcuts, replace this file by `import deepspeed`.
+This saves every rank 4 of 12 s. Each patch is reverted at once, and if a later DeepSpeed is organised differently, the plain
+import happens. To remove the patches, replace this file by `import deepspeed`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# torch and DeepSpeed disagree on the name of a collective; a user can do nothing about it.
+# torch warns about the name of a collective that DeepSpeed uses; users cannot change that.
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
 
 
@@ -24,8 +24,8 @@ def _import_deepspeed() -> Any:
         import deepspeed
     with contextlib.suppress(ImportError, AttributeError), _without_inductor():
         import deepspeed.runtime.zero.muon.original_muon  # Later imports find it here.
-    # A collective of tensor-parallel inference. On a CPU every rank would compile it for a minute and map 66 MiB of
-    # /dev/shm under a name that outlives the rank.
+    # For tensor-parallel inference only. On a CPU every rank would compile it for a minute and map 66 MiB of /dev/shm under
+    # a name that outlives the rank.
     with contextlib.suppress(AttributeError):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -33,7 +33,7 @@ def _import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _without_mlflow() -> Iterator[None]:
-    """Makes `import mlflow` fail: DeepSpeed's autotuner imports it, and does without when it is missing."""
+    """Makes `import mlflow` fail: DeepSpeed's autotuner imports it if it is installed."""
     mlflow = sys.modules.pop("mlflow", None)
     sys.modules["mlflow"] = None  # type: ignore[assignment]
     try:
@@ -46,7 +46,7 @@ def _without_mlflow() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_inductor() -> Iterator[None]:
-    """Makes `torch.compile` a no-op: Muon's functions are compiled where they are defined, which imports Inductor."""
+    """Makes DeepSpeed's `compile` a no-op: Muon's functions are compiled at import, which would import Inductor."""
     from deepspeed.runtime import compiler
 
     compile_function, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function

@@ -1,4 +1,4 @@
-"""The running mean of the weights (Polyak averaging), kept as a rank keeps the fp32 weights that it updates: its own part."""
+"""Exponential moving average of the weights, sharded like the fp32 weights that a rank updates."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from pipeline.train.zero.layout import Shard
 
 
 class Ema:
-    """mean = decay * mean + (1 - decay) * weights after every step; begins as the weights."""
+    """mean = decay * mean + (1 - decay) * weights after every step; starts as the weights."""
 
     def __init__(self, shards: list[Shard], decay: float) -> None:
         self.weights = [shard.weights.detach() for shard in shards]
@@ -17,7 +17,7 @@ class Ema:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Forget the past: the mean is the weights."""
+        """Reset the mean to the current weights."""
         self.mean = [weights.clone() for weights in self.weights]
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class Ema:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the mean and the weights, bit for bit; again, and all is as it was."""
+        """Exchange mean and weights bit for bit; a second call restores both."""
         for mean, weights in zip(self.mean, self.weights, strict=True):
             kept = weights.clone()
             weights.copy_(mean)

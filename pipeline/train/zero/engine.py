@@ -1,6 +1,7 @@
-"""A model trained under ZeRO by DeepSpeed, and all that is particular to DeepSpeed.
+"""A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this file and layout.py.
 
-Avoided, each with a test: gradients accumulated in bf16, and ZeRO configurations that train wrongly (refused by the settings).
+Two faults are avoided, each with a test: accumulating gradients in bf16, and ZeRO configurations that train incorrectly (the
+settings refuse them).
 """
 
 import atexit
@@ -33,12 +34,12 @@ from pipeline.train.zero.deepspeed_import import deepspeed
 from pipeline.train.zero.ema import Ema
 
 _FIRST_SCALE_POWER = 12
-# What DeepSpeed's dynamic loss scaler remembers.
+# State of DeepSpeed's dynamic loss scaler.
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
-    """Join the process group, before any collective; once in a process."""
+    """Initialise the process group; must precede any collective. No-op if it is initialised."""
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
@@ -46,11 +47,11 @@ def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
         with _quiet():
             deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
     except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):  # It was free when the run started.
+        if "EADDRINUSE" in str(error):  # The port was free when the run started.
             raise busy_port() from None
         raise
     if torch.distributed.get_backend() == "gloo":
-        # Left open, its threads abort the interpreter's exit (code -6) when another rank is gone already.
+        # Otherwise its threads abort the interpreter at exit (code -6) when another rank has exited before.
         atexit.register(torch.distributed.destroy_process_group)
 
 
@@ -73,7 +74,7 @@ class Engine:
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
         self._step = 0
-        self._norm: float | None = None  # Of the step at hand, where it is known before its end.
+        self._norm: float | None = None  # This step's gradient norm, if known before `end_step`.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
@@ -86,16 +87,16 @@ class Engine:
         if optimizer_config.ema_decay:
             self.ema = Ema(layout.shards(self.engine, ranks.rank), optimizer_config.ema_decay)
 
-    # ------------------------------------------------------------------ what `training_step` of loop.py calls
+    # ------------------------------------------------------------------ interface of `training_step` (loop.Trainer)
     def begin_step(self, step: int, lr: float) -> None:
-        """Training mode, and the learning rate of this step (from 0)."""
+        """Set training mode and the learning rate of step `step` (from 0)."""
         self._step, self._norm = step, None
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def seed_dropout(self, micro_batch: int) -> None:
-        """torch's random numbers from (seed, step, rank, micro-batch): a resumed run draws what the unbroken one drew."""
+        """Seed torch from (seed, step, rank, micro-batch), so that a resumed run draws the same numbers."""
         torch.manual_seed(
             random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self._step, self.ranks.rank, micro_batch)
         )
@@ -109,22 +110,22 @@ class Engine:
         self.engine.backward(loss)
 
     def update(self, is_last: bool) -> None:
-        """Let DeepSpeed count a micro-batch; after the last it reduces, clips and steps. Collective."""
+        """Count a micro-batch; after the last, DeepSpeed reduces and clips the gradient and steps. Collective."""
         if is_last and self.stage == 0:
             self._norm = self._guard_gradient()
         self.engine.step()
 
     def end_step(self) -> float:
-        """The gradient's norm before clipping; NaN where DeepSpeed has none."""
+        """Update the EMA; return the gradient norm before clipping, NaN if DeepSpeed has none."""
         if self.ema:
             self.ema.update()
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         return math.nan if norm is None else float(norm)
 
     def _guard_gradient(self) -> float:
-        """Stage 0: clip the gradient, reduced over ranks; a non-finite one is dropped. Returns its norm before.
+        """Stage 0: clip the reduced gradient, or drop it if it is non-finite. Returns its norm before clipping.
 
-        DeepSpeed's other stages do this themselves. Without a gradient an optimizer leaves a parameter as it is.
+        DeepSpeed does this at the other stages. The optimizer skips parameters without a gradient.
         """
         parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -138,13 +139,13 @@ class Engine:
 
     @contextmanager
     def untouched(self, num_micro_batches: int) -> Iterator[None]:
-        """A step of this many micro-batches at a learning rate of 0 inside leaves no trace but allocated memory. Collective.
+        """Context for a dry run of one step of this many micro-batches at a learning rate of 0. Collective.
 
-        Before anything is trained or loaded. Weights, counters, the loss scale and torch's random numbers are then as they
-        were, and the optimizer's state is the zeros that its first step would make.
+        For use before training or loading. On exit, weights, counters, loss scale and torch's random state are restored, and
+        the optimizer's state is zeros, as its first step would create it.
         """
         counters = self.counters()
-        # DeepSpeed steps after every so many that it has counted.
+        # DeepSpeed steps when this counter reaches a multiple of gradient_accumulation_steps.
         self.engine.micro_steps = self.engine.gradient_accumulation_steps() - num_micro_batches
         with torch.random.fork_rng([self.ranks.device] if self.clock.on_gpu else []):
             yield
@@ -154,20 +155,20 @@ class Engine:
 
     @torch.no_grad()
     def forward(self, images: Tensor, *masks: Tensor) -> Tensor:
-        """Logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3.
+        """Return logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3.
 
-        masks: what masked patch prediction reads beside them; then predictions (B, corrupted patches, outputs).
+        masks: further inputs of masked patch prediction, which returns (B, corrupted patches, outputs).
         """
         self.engine.eval()
         return self.engine(normalise(images, self.ranks.device, self.dtype), *masks).float()
 
     def features(self, images: Tensor) -> Tensor:
-        """float32 (B, D), what the head reads, of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
-        # By way of the whole model: at stage 3 its parameters are only there inside of its own forward pass.
+        """Return the head's input, float32 (B, D), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
+        # Runs the whole model: at stage 3 parameters are only gathered inside its forward pass.
         read: list[Tensor] = []
         hook = self.engine.module.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
         try:
-            with torch.compiler.set_stance("force_eager"):  # What is compiled would not see the hook.
+            with torch.compiler.set_stance("force_eager"):  # Compiled code ignores the hook.
                 self.forward(images)
         finally:
             hook.remove()
@@ -175,14 +176,14 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model computes with the mean of its weights, if there is one. Collective."""
+        """Context in which the model uses the EMA of its weights, if enabled. Collective."""
         if self.ema is None:
             yield
             return
         self._swap(self.ema)
         try:
             yield
-        except Stopped:  # On all ranks; what is trained is saved next.
+        except Stopped:  # On all ranks; the trained weights are saved next.
             self._swap(self.ema)
             raise
         self._swap(self.ema)
@@ -192,7 +193,7 @@ class Engine:
         layout.publish(self.engine)
 
     def part(self) -> RankPart:
-        """What this rank writes of a checkpoint: live tensors, to be copied before the next step."""
+        """Return this rank's part of a checkpoint: live tensors, to be copied before the next step."""
         shards = layout.shards(self.engine, self.ranks.rank)
         ranges, where = [], []
         for i, shard in enumerate(shards):
@@ -214,7 +215,7 @@ class Engine:
         return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> Counters:
-        """What else is to be restored: plain numbers, the same on every rank."""
+        """Return the counters to save with the tensors; the same on every rank."""
         shards = layout.shards(self.engine, self.ranks.rank)
         scaler = self._loss_scaler
         return Counters(
@@ -226,9 +227,9 @@ class Engine:
 
     @torch.no_grad()
     def load(self, sharded: ShardedTensors, counters: Counters) -> None:
-        """Take what any number of ranks of any stage saved: this rank reads what it holds. Collective.
+        """Load a checkpoint saved by any number of ranks at any stage; each rank reads only its own ranges. Collective.
 
-        Raises UserError for another model's.
+        Raises UserError if it belongs to another model.
         """
         sharded.check(self.shapes)
         shards = layout.shards(self.engine, self.ranks.rank)
@@ -247,7 +248,7 @@ class Engine:
                 target.copy_(torch.from_numpy(part.out))
         layout.publish(self.engine)
         if self.ema and EMA not in sharded.states:
-            self.ema.begin()  # Switched on later.
+            self.ema.begin()  # The EMA was enabled after this checkpoint.
         self._count_on(counters)
 
     def _count_on(self, counters: Counters) -> None:
@@ -259,15 +260,15 @@ class Engine:
 
     @property
     def _loss_scaler(self) -> Any:
-        """DeepSpeed's, in fp16."""
+        """DeepSpeed's loss scaler in fp16, else None."""
         return self.engine.optimizer.loss_scaler if self.dtype == torch.float16 else None
 
     def count_communication(self) -> None:
-        """Time every collective of DeepSpeed from now on; each then waits for its end, which costs overlap."""
+        """Time every collective of DeepSpeed from now on. Each then blocks, so communication no longer overlaps."""
         deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
 
     def communication_seconds(self) -> float:
-        """What collectives took since the last call; 0 when they are not counted."""
+        """Seconds spent in collectives since the last call; 0 when they are not timed."""
         record = deepspeed.comm.comm.comms_logger.comms_dict
         milliseconds = sum(sum(entry[1]) for sizes in record.values() for entry in sizes.values())
         record.clear()
@@ -281,19 +282,19 @@ class Engine:
 def deepspeed_settings(
     config: EngineConfig, optimizer: OptimizerConfig, plan: Plan, num_parameters: int
 ) -> dict[str, Any]:
-    """DeepSpeed's JSON for a run; generated, never written by hand."""
+    """Generate DeepSpeed's configuration for a run."""
     settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: ours, in _guard_gradient.
+        "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: see _guard_gradient.
         "zero_optimization": {
             "stage": config.zero_stage,
             "reduce_bucket_size": memory.reduce_bucket(num_parameters),
             "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
             "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
         },
-        # Our optimizers (torch's AdamW and SGD) are not on DeepSpeed's list; the tests compare them to plain PyTorch.
+        # torch's AdamW and SGD are not on DeepSpeed's list of tested optimizers; the tests compare them with plain PyTorch.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -306,14 +307,14 @@ def deepspeed_settings(
         # DeepSpeed would accumulate in 16 bits, which loses small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.precision == "fp16":
-        # DeepSpeed begins at 2^16; where that is too much, each halving costs two skipped steps. The scale grows by itself.
+        # DeepSpeed's default is 2^16; if that overflows, each halving costs two skipped steps. The scale grows when it can.
         settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
 
 
 @contextmanager
 def _quiet() -> Any:
-    """DeepSpeed prints its configuration and timings to standard output; ours is for the run's own lines."""
+    """Context that discards standard output: DeepSpeed prints its configuration and timings there."""
     sys.stdout.flush()
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -1,8 +1,8 @@
 """Where DeepSpeed keeps fp32 weights and optimizer state on this rank, for every ZeRO stage and precision.
 
-Whatever the stage, a rank updates a few flat fp32 tensors (shards), in which parameters, or ranges of them, lie one after
-another; the optimizer's moments have the same shape. So one list of places says what this rank holds, and saving, loading
-on another number of ranks, and gathering whole weights are the same code for all. Takes DeepSpeed's objects, imports none.
+At every stage a rank updates a few flat fp32 tensors (shards) of concatenated parameters or ranges of them; the optimizer's
+moments have the same shape. One list of places describes them, so that saving and loading on another number of ranks share
+their code between the stages. Works on DeepSpeed's objects without importing it.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Shard:
-    """weights: a flat fp32 tensor that this rank updates. key: what the optimizer's state of it is found by."""
+    """weights: a flat fp32 tensor that this rank updates. key: its key in the optimizer's state."""
 
     weights: Tensor
     places: tuple[Place, ...]
@@ -35,7 +35,7 @@ class Shard:
 
 
 def shards(engine: Any, rank: int) -> list[Shard]:
-    """What this rank updates. At stage 0 every rank holds, and updates, everything."""
+    """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
@@ -50,14 +50,14 @@ def shards(engine: Any, rank: int) -> list[Shard]:
             Shard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
             for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         ]
-    # Stage 1 in bf16 with fp32 accumulation is another class of DeepSpeed's, with other names for the same.
+    # In bf16 with fp32 accumulation, stage 1 is another class of DeepSpeed, with other attribute names.
     flats = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
     groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
     return [Shard(flat, tuple(_fragments(g, names)), flat) for flat, g in zip(flats, groups, strict=True)]
 
 
 def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: int) -> Iterator[Place]:
-    """Stage 3: each parameter is cut into as many equal parts as there are ranks, the last of them padded."""
+    """Stage 3: each parameter is split into one equal part per rank, the last one padded."""
     for parameter in group:
         _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * length
@@ -66,7 +66,7 @@ def _partitions(optimizer: Any, group: list[Any], names: dict[int, str], rank: i
 
 
 def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[Place]:
-    """Stages 1 and 2: a group's parameters lie one after another, and that is cut into as many parts as there are ranks."""
+    """Stages 1 and 2: a group's parameters are concatenated, and the result is split into one part per rank."""
     for parameter in group:
         if parameter._hp_mapping is not None:
             low, high = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
@@ -74,13 +74,13 @@ def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[Place]:
 
 
 def owned(place: Place, rank: int, world_size: int) -> Place:
-    """This rank's part of what every rank holds."""
+    """Return this rank's share of a place that every rank holds."""
     begin, end = (place.length * r // world_size for r in (rank, rank + 1))
     return Place(place.name, place.start + begin, end - begin, place.offset + begin)
 
 
 def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
-    """Live flat tensors by state, one for each shard: the weights, and what the optimizer has begun to keep."""
+    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far."""
     found = {WEIGHTS: [shard.weights for shard in shards]}
     of_optimizer = engine.basic_optimizer.state
     for key, value in of_optimizer.get(shards[0].key, {}).items():
@@ -90,9 +90,9 @@ def states(engine: Any, shards: list[Shard]) -> dict[str, list[Tensor]]:
 
 
 def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int | None) -> None:
-    """Give an optimizer that has not stepped yet the states that it would make at its first step, to load into.
+    """Create the states that an optimizer creates at its first step, to load into.
 
-    steps: optimizer steps done, where it counts them.
+    steps: optimizer steps done; None if the optimizer does not count them.
     """
     for shard in shards:
         state = engine.basic_optimizer.state[shard.key]
@@ -104,7 +104,7 @@ def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int 
 
 
 def zero_states(engine: Any) -> None:
-    """Make the optimizer's states those that it begins with. In place: DeepSpeed's parameters refer to parts of them."""
+    """Reset the optimizer's states to zero, in place: DeepSpeed's parameters hold views of them."""
     for state in engine.basic_optimizer.state.values():
         for value in state.values():
             if torch.is_tensor(value):
@@ -112,7 +112,7 @@ def zero_states(engine: Any) -> None:
 
 
 def optimizer_steps(engine: Any, shards: list[Shard]) -> int | None:
-    """Steps the optimizer has counted, the same for all it updates; None when it counts none (SGD)."""
+    """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
     counted = {int(engine.basic_optimizer.state[s.key]["step"]) for s in shards if "step" in
                engine.basic_optimizer.state.get(s.key, {})}  # fmt: skip
     assert len(counted) < 2, counted
@@ -120,14 +120,14 @@ def optimizer_steps(engine: Any, shards: list[Shard]) -> int | None:
 
 
 def publish(engine: Any) -> None:
-    """Make the weights that the model computes with follow the fp32 ones. Collective."""
+    """Copy the fp32 weights to those that the model computes with. Collective."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.update_lp_params()
     elif engine.zero_optimization_stage() == 3:
         for i in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(i)
-        # Small parameters are kept whole on every rank.
+        # Small parameters are not partitioned.
         if whole := optimizer.persistent_parameters:
             whole[0].partition(whole)
             whole[0].all_gather(whole)
