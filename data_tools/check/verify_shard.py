@@ -112,7 +112,7 @@ def check_shard(job: Job) -> Checked:
     """
     folder = to_path(job.folder)
     if isinstance(folder, Path) and not folder.exists():
-        raise UserError(f"A worker does not see {folder}: it must be on storage that all nodes share.")
+        raise UserError(f"A worker cannot access {folder}: it must be on storage shared by all nodes.")
     findings = _Findings(job.shard)
     if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
         findings.add("manifest", f"{len(job.rows['key'])} rows for {job.shard.samples} samples")

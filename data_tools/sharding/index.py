@@ -142,7 +142,7 @@ def index_tar(job: IndexJob) -> Done:
         num_bytes = path.stat().st_size
         seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
-        raise UserError(f"A worker does not see {path}: the tars must be on storage that all nodes share.") from None
+        raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
     if part.exists() and (found := _read_part(part, seen)):
         return found
     cv2.setNumThreads(1)
@@ -234,8 +234,8 @@ def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
     if repeated := _num_repeated(kept):
         print(
-            f"note: {repeated:,} samples have a key that an earlier one has, too: all are used, but a key alone does not tell "
-            "them apart (samples.py sample=...)"
+            f"note: {repeated:,} samples have the key of an earlier sample: all are used, but a key alone does not "
+            "identify them (samples.py sample=...)"
         )
     return dataset
 

@@ -95,7 +95,7 @@ def write_shard(job: Job) -> Done:
     out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
         if isinstance(folder, Path) and not folder.exists():
-            raise UserError(f"A worker does not see {folder}: source and out must be on storage that all nodes share.")
+            raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
     part = part_path(out, job.name)
     if job.known and _is_whole(out, job.known):
         return Done(job.known, [], made=False)
