@@ -86,9 +86,8 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
         with source.open("rb") as file:
             for name, is_folder, offset, size, fault in tar_members(file, 0, source.stat().st_size):
                 if fault and name.endswith(".tar"):
-                    raise tarfile.ReadError(
-                        f"{printable(name)}: {fault}"
-                    )  # It holds a whole class: not an item to skip.
+                    # It holds a whole class: not an item to skip.
+                    raise tarfile.ReadError(f"{printable(name)}: {fault}")
                 if not is_folder and name.endswith(".tar"):
                     yield _ClassTar(inside + name, source, offset, offset + size, container)
                 elif not is_folder:
