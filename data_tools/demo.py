@@ -1,6 +1,6 @@
-"""Picture sets that need no download: generated shapes to pre-train on, and scikit-learn's scans of digits.
+"""Image sets that need no download: generated shapes to pre-train on, and scikit-learn's handwritten digits.
 
-Both are folders of class folders, as `launch/shard.py` takes them.
+Both are written as class folders, a layout that `launch/shard.py` reads.
 """
 
 import hashlib
@@ -12,15 +12,15 @@ import cv2
 import numpy as np
 
 Points = list[tuple[float, float]]
-# Drawn larger and made smaller, so that small shapes keep smooth edges.
+# Shapes are drawn larger and then reduced, for smooth edges.
 _OVERSAMPLING = 4
 
 
 def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32) -> None:
-    """Write `<folder>/<shape>/<number>.png`, num_per_class pictures (size x size, RGB) of each of SHAPES.
+    """Write `<folder>/<shape>/<number>.png`, num_per_class RGB images (size x size) for each of SHAPES.
 
-    The class is the form alone: colours (light on dark), background, place, size, angle and noise are random. A picture
-    follows from (seed, class, number), so more of them leaves the first ones as they are.
+    Only the outline depends on the class: colours (light on dark), background, position, size, angle and noise are random.
+    An image is a function of (seed, class, number), so a larger num_per_class does not change the first ones.
     """
     for label, (name, draw) in enumerate(SHAPES.items()):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -32,8 +32,8 @@ def make_shapes(folder: Path, num_per_class: int, seed: int = 0, size: int = 32)
 def make_digits(folder: Path, size: int = 32, test_share: float = 0.2) -> None:
     """Write scikit-learn's 1,797 scans of handwritten digits as `<folder>/{train,test}/<digit>/<number>.png`, RGB.
 
-    They are 8x8 with 17 grey levels (UCI ML repository, Optical Recognition of Handwritten Digits), here enlarged to
-    size x size. About test_share of them go to test/, by a hash of their number.
+    They are 8x8 with 17 grey levels (UCI ML repository, Optical Recognition of Handwritten Digits), resized to size x size.
+    About test_share of them, chosen by a hash of their number, go to test/.
     """
     from sklearn.datasets import load_digits
 
@@ -58,7 +58,7 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
     middle = rng.uniform(radius, side - radius, 2)
     angle = rng.uniform(0, 2 * math.pi)
     turn = radius * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    # fillPoly fills by the even-odd rule: a contour within another is a hole.
+    # fillPoly uses the even-odd rule: a contour inside another is a hole.
     contours = [np.rint(np.array(points) @ turn.T + middle).astype(np.int32) for points in draw()]
     mask = np.zeros((side, side), np.uint8)
     cv2.fillPoly(mask, contours, 255)
@@ -69,7 +69,7 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator, size: i
 
 
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Background and shape, (3,) each: any colours, but light on dark, as chalk on a board (and as the digits are)."""
+    """Colours of background and shape, (3,) each: light on dark, like the digits."""
     return rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)
 
 
@@ -121,7 +121,7 @@ SHAPES: dict[str, Callable[[], list[Points]]] = {
 
 
 def _write(path: Path, pixels: np.ndarray) -> None:
-    # Not cv2.imwrite, which only returns False when the disk is full.
+    # Not cv2.imwrite, which returns False on a full disk instead of raising.
     ok, data = cv2.imencode(".png", pixels)
     assert ok, path
     path.write_bytes(data.tobytes())

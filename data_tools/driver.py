@@ -1,4 +1,4 @@
-"""One driver at a time for each output folder: a second one would sweep up what the first has half-done."""
+"""Allows one driver at a time for each output folder: a second one would delete the unfinished files of the first."""
 
 import contextlib
 import errno
@@ -21,17 +21,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @contextlib.contextmanager
 def only_driver(folder: AnyPath) -> Iterator[None]:
-    """Alone with an output folder until the block ends or the process does. Makes the folder; removes it if it stays empty.
+    """Hold an exclusive lock on an output folder. Creates the folder, and removes it if it stays empty.
 
-    The lock is one of the system's on a file in the folder (flock), so none outlives its process, and it holds for all
-    machines that share the folder, if their file system has locks. A bucket has none: there the file is in this machine's
-    temporary folder, and keeps apart the drivers of this machine alone. Raises UserError that names who came first.
+    The lock is a flock on a file in the folder: it ends with its process, and applies to all machines that share the folder
+    if the file system supports locks. Object stores do not: there the lock file is in the local temporary folder, and excludes
+    drivers on this machine only. Raises UserError, with the process that holds the lock.
     """
     local = folder if isinstance(folder, Path) else Path(tempfile.gettempdir(), f"vit-pipeline-{os.getuid()}")
     is_new = not local.exists()
     name = LOCK_FILE if local == folder else f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
     try:
-        lock = _take(local / name, folder)
+        lock = _lock(local / name, folder)
         try:
             yield
         finally:
@@ -43,14 +43,14 @@ def only_driver(folder: AnyPath) -> Iterator[None]:
                 local.rmdir()
 
 
-def _take(place: Path, folder: AnyPath) -> FileLock:
-    """Lock the file `place`, and write into it who holds it. Makes its folder."""
+def _lock(path: Path, folder: AnyPath) -> FileLock:
+    """Lock the file, and write this process's name into it. Creates its folder."""
     while True:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FileLock(place)
+            lock = FileLock(path)
         except FileNotFoundError:
-            continue  # Another job has just removed the empty folder.
+            continue  # Another driver has just removed the empty folder.
         try:
             if not lock.acquire(wait=False):
                 first = lock.read_owner() or "another process"
@@ -60,7 +60,7 @@ def _take(place: Path, folder: AnyPath) -> FileLock:
             if error.errno not in _NO_LOCKS:
                 raise
             print(f"note: {folder} has no locks ({error.strerror}): start no second job on it", file=sys.stderr)
-        # Its previous owner may have removed the file after we opened it and before we locked it.
+        # The previous holder may have deleted the file after we opened it and before we locked it.
         if lock.is_current():
             break
         lock.close()

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a plain line now and then in a file, and a file that other programs read."""
+"""Progress of a job: a bar on a terminal, else a log line every 10 seconds, and progress.json for other programs."""
 
 import contextlib
 import sys
@@ -13,25 +13,34 @@ from pipeline.progress import ProgressFile, duration
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
-# Most files are read within less, and need no bar.
+# Shorter reads show no bar.
 _SECONDS_BEFORE_BAR = 1.0
 
 
 class Progress:
-    """Counts images and bytes of `total` images in `shards` shards; shows images/s, MB/s and time left on stderr.
+    """Counts finished images and bytes; shows images/s, MB/s and the remaining time on stderr.
 
-    total: None while a source is being listed, and nobody knows. done: what is done to them, for the line and the file.
-    folder: of progress.json, replaced every 10 seconds (by a thread: a shard may take minutes) by what a dashboard wants to
-    know, gone when the block ends; None is no file. One that does not change any more was left by a job that was killed. Not
-    in a bucket: to tell it that a job failed because the bucket is out of reach would mean to wait for it once more.
+    total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle, such as
+    "sharded". folder: where progress.json is written, or None. A thread replaces the file every `seconds_between_files`,
+    because a shard may take minutes; it is removed when the block ends, so a file that no longer changes is from a killed job.
+    No file is written to an object store: the job may be ending because the store cannot be reached.
     """
 
-    def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
+    def __init__(
+        self,
+        total: int | None,
+        shards: int = 0,
+        folder: AnyPath | None = None,
+        done: str = "",
+        seconds_between_files: float = _SECONDS_BETWEEN_FILES,
+        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
+    ) -> None:
+        self._seconds_between_files, self._seconds_between_lines = seconds_between_files, seconds_between_lines
         self.total, self.total_shards = total, shards
         self.file = ProgressFile(folder) if isinstance(folder, Path) else None
         self._done = done
         self.images = self.bytes = self.shards = self.retries = 0
-        # What was made now, and since when: shards that are only checked pass faster, and come first.
+        # What the rates count, and since when: existing shards are only checked, which is faster, and come first.
         self._made_images = self._made_bytes = 0
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
@@ -57,7 +66,7 @@ class Progress:
             self.file.remove()
 
     def add(self, images: int, num_bytes: int, made: bool = True) -> None:
-        """One more shard is done, of so many images and bytes. made: False leaves it out of the rates."""
+        """Count one finished shard. made: False (an existing shard) excludes it from the rates."""
         self.images += images
         self.bytes += num_bytes
         self.shards += 1
@@ -69,12 +78,12 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._rates(time.monotonic())[1] / 1e6:.1f} MB/s", refresh=False)
             self._bar.update(images)
-        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
+        elif time.monotonic() - self._shown >= self._seconds_between_lines:
             self._shown = time.monotonic()
             print(self._line(), file=sys.stderr, flush=True)
 
     def retried(self, reason: str) -> None:
-        """A task was lost with its worker or node, and is run again."""
+        """Count and report a retry: a task was lost with its worker or node."""
         self.retries += 1
         tqdm.write(f"{reason} The task is run again; retries so far: {self.retries:,}", file=sys.stderr)
         self._write()
@@ -91,8 +100,8 @@ class Progress:
         return f"{line}, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s, {duration(left)} left"
 
     def _keep_writing(self) -> None:
-        while not self._ended.wait(_SECONDS_BETWEEN_FILES):
-            # A disk that is full, say, stops the job where it writes data, with a line of its own.
+        while not self._ended.wait(self._seconds_between_files):
+            # A full disk, for example, is reported where the job writes its data.
             with contextlib.suppress(OSError):
                 self._write()
 
@@ -117,19 +126,19 @@ class Progress:
         self.file.write(state)
 
     def _rates(self, now: float) -> tuple[float, float]:
-        """Images and bytes a second, of what was made until now."""
+        """Images and bytes per second."""
         seconds = max(now - self._making_since, 1e-3)
         return self._made_images / seconds, self._made_bytes / seconds
 
     def _left(self, images_per_second: float) -> float | None:
-        """Seconds to go; None as long as nothing is made."""
+        """Remaining seconds; None before the first shard is written."""
         return (self.total - self.images) / images_per_second if images_per_second and self.total else None
 
 
 class Reading:
-    """A file that is read once, from its start; shows bytes, MB/s and time left on stderr.
+    """A file read once, sequentially; shows bytes, MB/s and the remaining time on stderr.
 
-    done: what is done to it, for the line. Raises FileNotFoundError.
+    done: the operation as a participle, such as "unpacked". Raises FileNotFoundError.
     """
 
     def __init__(self, path: AnyPath, done: str) -> None:
@@ -151,7 +160,7 @@ class Reading:
             self._bar.close()
 
     def read(self, size: int = -1) -> bytes:
-        """As of any file."""
+        """Read up to `size` bytes; all of the rest by default."""
         part = self._file.read(size)
         self._bytes += len(part)
         if self._bar is not None:

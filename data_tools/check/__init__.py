@@ -1,4 +1,4 @@
-"""Is a data set whole, and what is in it: verification, statistics, pages of samples.
+"""Verification of a data set (verify.py), its statistics (stats.py) and contact sheets.
 
 Imports sharding/ and sources/. Called by `launch/verify.py` and `launch/stats.py`.
 """

@@ -1,4 +1,4 @@
-"""Samples of a data set on one page: which class holds what, as the files really are."""
+"""A contact sheet: samples of a data set with their classes, decoded from the shards."""
 
 import io
 
@@ -23,13 +23,13 @@ _PAPER, _INK, _GREY, _FRAME = (250, 250, 248), (25, 25, 25), (120, 120, 120), (2
 
 
 def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> bytes:
-    """A PNG with num_images samples of classes from the largest to the smallest, each with its name and its number.
+    """A PNG of num_images samples, from the largest class to the smallest, with class names and sizes.
 
-    class_counts: (K,) int64, images of each class. An image that cannot be read is a grey tile that says so.
+    class_counts: (K,) int64, images of each class. An unreadable image is a grey tile with that word.
     """
     there = np.flatnonzero(class_counts)
     by_size = there[np.argsort(-class_counts[there], kind="stable")]
-    # A row for each class when there are few, else one image of each of many classes.
+    # With few classes one row for each; with many, one image of each.
     columns = max(2, round((num_images * 1.2) ** 0.5))
     num_classes = min(len(by_size), num_images)
     per_class = max(1, num_images // max(num_classes, 1))
@@ -61,7 +61,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:
-    """Rows of samples.parquet, per_class of each class (fewer where there are fewer), by a hash of the row."""
+    """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number."""
     place = np.full(dataset.num_classes, -1)
     place[classes] = np.arange(len(classes))
     best: pa.Table | None = None
@@ -70,7 +70,7 @@ def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]
     for batch in open_parquet(dataset.path / SAMPLES_FILE).iter_batches(_BATCH, columns=columns):
         lists = batch.column("labels")
         starts = lists.offsets.to_numpy()
-        # Of a sample with several labels the first one counts here.
+        # For a sample with several labels, the first counts.
         has_label = np.flatnonzero(np.diff(starts))
         labels = lists.values.to_numpy()[starts[has_label]]
         known = (labels >= 0) & (labels < dataset.num_classes)
@@ -87,21 +87,21 @@ def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]
 
 
 def _first_of_each(groups: np.ndarray, hashes: np.ndarray, num: int) -> np.ndarray:
-    """Indices of the `num` lowest hashes of each group, group after group."""
+    """Indices of the `num` lowest hashes of each group, ordered by group."""
     order = np.lexsort([hashes, groups])
     starts = np.searchsorted(groups[order], groups[order], side="left")
     return order[np.arange(len(order)) - starts < num]
 
 
 def _draw_tile(sheet: Image.Image, pen: ImageDraw.ImageDraw, left: int, top: int, place: tuple[str, int, int]) -> None:
-    """place: of the image's bytes, path of the tar, offset and size."""
+    """Draw one image. place: (path of the tar, offset, size)."""
     pen.rectangle((left, top, left + _TILE - 1, top + _TILE - 1), fill=_FRAME)
     try:
         with Reader() as reader:
             picture = Image.fromarray(decode(reader.read(*place, packed=0)))
         scale = _TILE / max(picture.size)
         size = tuple(max(1, round(side * scale)) for side in picture.size)
-        # Small pictures are shown as the pixels that they are.
+        # Small images are enlarged without smoothing.
         method = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
         picture = picture.resize(size, method)  # type: ignore[arg-type]
         sheet.paste(picture, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
@@ -112,12 +112,12 @@ def _draw_tile(sheet: Image.Image, pen: ImageDraw.ImageDraw, left: int, top: int
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    # Matplotlib brings it along, and it has more scripts than Pillow's own.
+    # Included in Matplotlib, with more scripts than Pillow's default font.
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 
 def _cut(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """The text, without its middle when it is wider: long names differ at either end."""
+    """The text, shortened in the middle to fit the width: long names differ at either end."""
     if font.getlength(text) <= width:
         return text
     kept = len(text)

@@ -1,6 +1,6 @@
-"""One walk through a manifest: histograms of each split, and how each shard's classes are mixed.
+"""Statistics of a manifest: histograms of each split, and the class mix of each shard.
 
-The manifest is read column by column in batches, twice: memory does not grow with the number of samples.
+The manifest is read twice, in batches: memory does not grow with the number of samples.
 """
 
 from collections import Counter
@@ -16,15 +16,15 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 
 _BATCH = 2**18
-# Sides are counted to the pixel up to this one, where the larger ones are; JPEG ends here.
+# Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.
 _MAX_SIDE = 2**16 - 1
-# log2 of bytes and of width / height are counted in steps of 1/64: quantiles are right to 0.6 %.
+# log2 of bytes and of width / height are binned by 1/64: quantiles are exact to 0.6 %.
 _STEPS = 64
 _MAX_LOG_BYTES, _MAX_LOG_ASPECT = 40, 16
 _MAX_LABELS = 1000
 _VERIFY = "To see what else is: python launch/verify.py data={}"
 
-# What each place of the histograms stands for: pixels, width / height, bytes.
+# Values of the histogram bins: pixels, width / height, bytes.
 SIDES = np.arange(_MAX_SIDE + 1)
 ASPECTS = np.exp2(np.arange(2 * _MAX_LOG_ASPECT * _STEPS + 1) / _STEPS - _MAX_LOG_ASPECT)
 SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * _STEPS + 1) / _STEPS)
@@ -34,7 +34,7 @@ SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * _STEPS + 1) / _STEPS)
 class SplitCounts:
     """Histograms of one split, int64. classes: (K,) labels of each class. labels: samples by number of labels.
 
-    width, height, short: samples by side in pixels (SIDES). aspect: by width / height (ASPECTS). size: by bytes (SIZES).
+    width, height, short: samples by side length (bins SIDES). aspect: by width / height (ASPECTS). size: by bytes (SIZES).
     formats: by file extension.
     """
 
@@ -50,7 +50,7 @@ class SplitCounts:
     formats: Counter[str] = field(default_factory=Counter)
 
     def add(self, rows: pa.Table) -> None:
-        """Count more samples: columns labels, width, height, size, ext."""
+        """Count samples. rows: columns labels, width, height, size, ext."""
         self.samples += len(rows)
         self.classes += _class_counts(rows, len(self.classes))
         self.labels += _counts(pc.list_value_length(rows.column("labels")).to_numpy(), _MAX_LABELS)
@@ -69,11 +69,11 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class ShardMix:
-    """How far the classes of a shard are from those of its split.
+    """How the class distribution of a shard differs from that of its split.
 
-    largest: class with the most labels, and its share. distance: half the sum of the differences of the shares, from 0
-    (the same) to 1 (nothing in common). excess: chi-squared over its degrees of freedom; 1 is what a random choice of
-    as many samples gives, whatever the number of classes; many times 1 is a shard that is not mixed.
+    largest: class with the most labels; largest_share: its share. distance: total variation distance, from 0 (equal) to 1
+    (disjoint). excess: chi-squared divided by its degrees of freedom; its expectation for a random sample is 1, for any number
+    of classes; a value far above 1 is a badly mixed shard.
     """
 
     classes: int
@@ -86,16 +86,16 @@ class ShardMix:
 _EMPTY_MIX = ShardMix(0, -1, 0.0, 0.0, 1.0)
 
 
-def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
-    """Counts of each split, and how each shard is mixed, in the order of shards.parquet."""
+def count(dataset: Dataset, batch_rows: int = _BATCH) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
+    """Returns (counts of each split, class mix of each shard in the order of shards.parquet)."""
     shards = dataset.shards()
     counts = {split: SplitCounts(np.zeros(dataset.num_classes, np.int64)) for split in dataset.splits}
-    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards)):
+    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards), batch_rows):
         counts[shards[number].split].add(rows)
     mixes = [_EMPTY_MIX] * len(shards)
     waiting = np.zeros(dataset.num_classes, np.int64)
     last = -1
-    for number, rows in _by_shard(dataset, ["labels"], len(shards)):
+    for number, rows in _by_shard(dataset, ["labels"], len(shards), batch_rows):
         if number != last and last >= 0:
             mixes[last] = _mix(waiting, counts[shards[last].split].classes)
             waiting = np.zeros(dataset.num_classes, np.int64)
@@ -106,11 +106,11 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     return counts, mixes
 
 
-def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator[tuple[int, pa.Table]]:
-    """(shard, rows) in order; a shard may come in several parts."""
+def _by_shard(dataset: Dataset, columns: list[str], num_shards: int, batch_rows: int) -> Iterator[tuple[int, pa.Table]]:
+    """Yields (shard, rows) in order; a shard may be yielded in several parts."""
     path = dataset.path / SAMPLES_FILE
     try:
-        for batch in open_parquet(path).iter_batches(_BATCH, columns=[*columns, "shard"]):
+        for batch in open_parquet(path).iter_batches(batch_rows, columns=[*columns, "shard"]):
             shard = batch.column("shard").to_numpy()
             starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
             rows = pa.Table.from_batches([batch])
@@ -138,7 +138,7 @@ def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
 
 
 def _counts(values: np.ndarray, largest: int) -> np.ndarray:
-    """(largest + 1,) int64: how often each of 0 ... largest is there; what is larger counts as the largest."""
+    """(largest + 1,) int64: counts of the values 0 ... largest; larger values count as the largest."""
     return np.bincount(np.clip(values, 0, largest).astype(np.int64), minlength=largest + 1)
 
 
@@ -150,7 +150,7 @@ def _mix(of_shard: np.ndarray, of_split: np.ndarray) -> ShardMix:
     present = np.flatnonzero(of_shard)
     expected = of_split * (num / total)
     known = np.count_nonzero(of_split)
-    # Drawn without replacement, from a split that is not infinite: a share of it varies less.
+    # Finite population correction: the samples are drawn without replacement.
     left = (total - num) / max(total - 1, 1)
     chi2 = float((of_shard[present] ** 2 / expected[present]).sum() - num)
     excess = chi2 / ((known - 1) * left) if known > 1 and left else 1.0

@@ -1,4 +1,4 @@
-"""The counts of a data set as one page of histograms."""
+"""Draws the statistics of a data set as one page of histograms."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from pipeline.page import png
 _MAX_NAMED = 20
 _MAX_NAME = 18
 _BINS = 60
-# Of each histogram so much is shown; one odd file must not squeeze all others into a line.
+# Quantiles shown in each histogram, so that outliers do not compress the rest.
 _SHOWN = (0.001, 0.999)
 _COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
 
@@ -68,13 +68,13 @@ def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], c
 
 
 def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, colours: Colours) -> None:
-    """Share of each split's images by value; on a logarithmic axis where the values are spaced so."""
+    """Share of each split's images by value, on a logarithmic axis if the bins are logarithmic."""
     is_log = values is not SIDES
     total = np.sum(list(counts.values()), axis=0)
     share = np.cumsum(total) / max(total.sum(), 1)
     first, last = (int(np.searchsorted(share, shown)) for shown in _SHOWN)
     last = min(last, len(values) - 1)
-    # Whole steps of the values: other bins would hold now one of them, now two, and look like a comb.
+    # Equal numbers of counted values in each drawn bin; other edges would give a comb pattern.
     step = max(1, -(-(last - first + 1) // _BINS))
     margin = step * max(3, (last - first) // step // 20)
     edges = np.arange(first - margin, last + margin + step + 1, step) - 0.5

@@ -1,4 +1,4 @@
-"""What is in a data set: counts, sizes, formats and mixing, from the manifest alone; and samples of it as a picture."""
+"""Statistics of a data set from its manifest: counts, sizes, formats, class mix; optionally a contact sheet."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ _QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 
 
 def run(config: StatsConfig) -> dict[str, Any]:
-    """Count, write the report and the pictures into the folder, print a table; returns what stats.json holds."""
+    """Write the report and figures into the folder and print a table. Returns the content of stats.json."""
     begin = time.monotonic()
     out = folder(config)
     if config.mlflow and isinstance(out, BucketPath):
@@ -61,19 +61,19 @@ def run(config: StatsConfig) -> dict[str, Any]:
         SHEET: sheet,
     }
     write_files(out, contents)
-    _say(stats, out)
+    _print_report(stats, out)
     return stats
 
 
 def folder(config: StatsConfig) -> AnyPath:
-    """Where everything goes."""
+    """The output folder."""
     return (
         ray_tasks.shared_path("out", config.out) if config.out else ray_tasks.shared_path("data", config.data) / "stats"
     )
 
 
 def files(config: StatsConfig) -> list[str]:
-    """Names of what `run` writes there."""
+    """Names of the files that `run` writes."""
     return [STATS, CLASSES, SHARDS, HISTOGRAMS, *([SHEET] if config.sheet else [])]
 
 
@@ -107,7 +107,7 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
 
 
 def _quantiles(histogram: np.ndarray, values: np.ndarray) -> dict[str, float]:
-    """min, 5 %, median, 95 % and max of samples counted by value."""
+    """Minimum, 5 %, median, 95 % and maximum of a histogram. values: of its bins."""
     there = np.flatnonzero(histogram)
     if not len(there):
         return {}
@@ -157,7 +157,7 @@ def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
 
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
-    """Every number of stats.json under a dotted name, as trackers want them: 'train.classes.median'."""
+    """Every number of stats.json under a dotted name for experiment trackers, such as 'train.classes.median'."""
     found: dict[str, float] = {"num_classes": stats["num_classes"]}
 
     def walk(tree: dict[str, Any], prefix: str) -> None:
@@ -171,7 +171,7 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _say(stats: dict[str, Any], out: AnyPath) -> None:
+def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
     print(f"{stats['data']}: {stats['num_classes']:,} classes, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]

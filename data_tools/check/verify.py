@@ -1,6 +1,6 @@
-"""A data set on disk -> what is wrong with it: a table, a report, and the list of samples that training leaves out.
+"""Verifies a data set: writes a report, a table of findings, and the list of samples to exclude from training.
 
-It reads the manifest's tables itself: `Dataset.split` refuses what this is here to describe.
+Reads the tables of the manifest directly, because `Dataset.split` raises for the damage that is to be reported.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ _NAMED = 3
 
 
 def run(config: VerifyConfig) -> dict[str, Any]:
-    """Check the data set config.data; returns what report.json holds. Its "is_whole" is the answer in one word.
+    """Check the data set config.data. Returns the content of report.json; "is_whole" is the overall result.
 
-    Raises UserError when there is nothing that could be checked.
+    Raises UserError when there is no list of shards to check.
     """
     begin = time.monotonic()
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
@@ -77,15 +77,15 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     with replacing(out / REPORT) as file:
         file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     _write_details(found, out / DETAILS)
-    # Without the rows there is no telling which samples are unfit: an older list stays.
+    # Without rows the unfit samples are unknown: an older list is kept.
     listed = _write_list(dataset, found) if tables.samples else None
-    _say(dataset, report, out, listed)
+    _print_report(dataset, report, out, listed)
     return report
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """The manifest as far as it can be read. counts: rows of each shard; samples is None when they are of no use."""
+    """The readable parts of the manifest. counts: rows of each shard. samples: None if unusable."""
 
     shards: list[Shard]
     counts: np.ndarray
@@ -94,43 +94,45 @@ class _Tables:
 
 
 def _read_tables(dataset: Dataset) -> _Tables:
-    """Raises UserError when not even the list of shards is there."""
+    """Raises UserError when the list of shards cannot be read."""
     findings: list[tuple] = []
 
-    def say(detail: str) -> None:
+    def add_finding(detail: str) -> None:
         findings.append(("manifest", "", "", -1, "", detail, False))
 
     try:
         shards = dataset.shards(verify=False)
     except (pa.ArrowException, OSError, TypeError) as error:
-        raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_way_out(dataset)}") from None
+        raise UserError(f"{dataset.path / SHARDS_FILE} is damaged ({_one_line(error)}). {_remedy(dataset)}") from None
     for name, sha256 in dataset.info["files"].items():
         path = dataset.path / name
         if not path.exists():
-            say(f"{name} is missing")
+            add_finding(f"{name} is missing")
         elif manifest.file_sha256(path) != sha256:
-            say(f"{name} is not the file that {INFO} was written with")
+            add_finding(f"{name} is not the file that {INFO} was written with")
     if manifest.fingerprint(shards, dataset.classes) != dataset.fingerprint:
-        say(f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}")
-    samples, counts = _open_samples(dataset, shards, say)
+        add_finding(
+            f"shards and classes have fingerprint {manifest.fingerprint(shards, dataset.classes)}, not that of {INFO}"
+        )
+    samples, counts = _open_samples(dataset, shards, add_finding)
     if samples is not None:
-        _check_indexes(dataset, say)
+        _check_indexes(dataset, add_finding)
     return _Tables(shards, counts, samples, findings)
 
 
-def _check_indexes(dataset: Dataset, say: Any) -> None:
-    """Compare what training maps with samples.parquet; what differs is removed, so that training makes it again."""
+def _check_indexes(dataset: Dataset, add_finding: Any) -> None:
+    """Compare memory-mapped indexes with samples.parquet. Remove damaged ones; training rebuilds them."""
     for split in dataset.splits:
         name = dataset.index_name(split)
         for place in dataset.index_places():
             wrong = mapped_index.damage(place, name, dataset.table(split, verify=False).read)
             if wrong is None:
                 continue
-            say(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
+            add_finding(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
             shutil.rmtree(place / name, ignore_errors=True)
 
 
-def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
+def _open_samples(dataset: Dataset, shards: list[Shard], add_finding: Any) -> tuple[pq.ParquetFile | None, np.ndarray]:
     num_shards = len(shards)
     none = np.zeros(num_shards, np.int64)
     path = dataset.path / SAMPLES_FILE
@@ -140,17 +142,17 @@ def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.P
         file = open_parquet(path)
         wanted = {*dataset.rows_schema.names, "split", "shard"}
         if missing := wanted - set(file.schema_arrow.names):
-            say(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
+            add_finding(f"{SAMPLES_FILE} has no column {', '.join(sorted(missing))}: its rows are not compared")
             return None, none
         of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
-        # A damaged page shows when it is read.
+        # Reading every page detects damage.
         for _ in file.iter_batches(_BATCH, columns=dataset.rows_schema.names):
             pass
     except (pa.ArrowException, OSError) as error:
-        say(f"{SAMPLES_FILE} cannot be read ({_one_line(error)}): its rows are not compared")
+        add_finding(f"{SAMPLES_FILE} cannot be read ({_one_line(error)}): its rows are not compared")
         return None, none
     if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < num_shards and (np.diff(of_shard) >= 0).all()):
-        say(f"{SAMPLES_FILE} is not in the order of the shards: its rows are not compared")
+        add_finding(f"{SAMPLES_FILE} is not in the order of the shards: its rows are not compared")
         return None, none
     counts = np.bincount(of_shard, minlength=num_shards)
     of_split = dict.fromkeys(dataset.splits, 0)
@@ -159,10 +161,10 @@ def _open_samples(dataset: Dataset, shards: list[Shard], say: Any) -> tuple[pq.P
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
     if of_split != dataset.info["samples"]:
         rows = ", ".join(f"{count:,} of {split}" for split, count in of_split.items())
-        say(f"{SAMPLES_FILE} is of other data than {INFO}, with {rows}: its rows are not compared")
+        add_finding(f"{SAMPLES_FILE} is of other data than {INFO}, with {rows}: its rows are not compared")
         return None, none
     if not np.isin(np.cumsum(list(of_split.values())), ends).all():
-        say(f"{SAMPLES_FILE} has splits that do not begin a row group: its rows are not compared")
+        add_finding(f"{SAMPLES_FILE} has splits that do not begin a row group: its rows are not compared")
         return None, none
     return file, counts
 
@@ -181,7 +183,7 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
                 batch = pa.Table.from_batches([next(batches)])
                 waiting = pa.concat_tables([waiting, batch.select(schema.names).cast(schema)])
             rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
-            if not dataset.info["source"].get("indexed"):  # Tars of others may repeat keys, as `index.py` says.
+            if not dataset.info["source"].get("indexed"):  # Indexed tars may repeat keys, see `index.py`.
                 keys.add(shard.split, rows["key"])
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
@@ -190,23 +192,23 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys")
 
 
 def _is_chosen(key: str, share: float) -> bool:
-    """By a hash of the key that is not the one that holds out 'val'."""
+    """Chosen by a hash of the key, independent of the one for held-out samples."""
     return int.from_bytes(hashlib.sha256(f"decode:{key}".encode()).digest()[:8], "big") < share * 2**64
 
 
 def _listed(dataset: Dataset) -> set[tuple[str, str]]:
-    """(split, key) of what the last run listed: decoded again whatever the share, or a quick run would forget it."""
+    """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the list."""
     try:
         table = exclusion.read_lists(dataset).get(LIST)
     except StorageError:
         raise
     except UserError:
-        return set()  # Of other bytes, or damaged: it is replaced.
+        return set()  # Of other data, or damaged: it will be replaced.
     return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True)) if table else set()
 
 
 class _Keys:
-    """Keys that a split has twice, found by 8 bytes a key."""
+    """Finds repeated keys of a split by 8-byte hashes of keys."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, list[np.ndarray]] = {}
@@ -215,7 +217,7 @@ class _Keys:
         self._hashes.setdefault(split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
 
     def duplicates(self, tables: _Tables) -> list[tuple]:
-        """A finding for each row whose key came before in its split."""
+        """A finding for each row whose key occurred before in its split."""
         findings = []
         first = 0
         for split, parts in self._hashes.items():
@@ -234,7 +236,7 @@ class _Keys:
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:
-    """Counts, and of each kind the first few."""
+    """Counts of findings, with the first few of each kind."""
     in_shard = found.filter(pc.not_equal(found["shard"], ""))
     unfit = found.filter(found["is_unfit"])
     kinds = {}
@@ -266,19 +268,19 @@ def _write_details(found: pa.Table, path: AnyPath) -> None:
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
-    """Write the list of unfit samples; None when there is none, and no older one to replace."""
+    """Write the list of unfit samples. Returns None if there are none and no older list to replace."""
     unfit = found.filter(found["is_unfit"])
     path = dataset.path / exclusion.FOLDER / f"{LIST}.parquet"
     if not len(unfit) and not path.exists():
         return None
-    # A sample with two findings is listed once.
+    # A sample with several findings is listed once.
     reasons = pc.binary_join_element_wise(unfit["kind"], unfit["detail"], ": ")
     table = unfit.select(["split", "row", "key"]).append_column("reason", reasons)
     table = table.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
     return exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
 
 
-def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
+def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     share = report["decoded"] / max(report["samples"], 1)
     read = (
         f"read {report['shards']:,} shards, {report['samples']:,} images, {data_size(report['bytes'])} in "
@@ -298,10 +300,10 @@ def _say(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath
     print(f"All of them: {out / DETAILS}")
     if listed:
         print(f"{report['unfit_samples']:,} of {report['samples']:,} images are unfit, and listed in {listed}.")
-    print(_way_out(dataset))
+    print(_remedy(dataset))
 
 
-def _way_out(dataset: Dataset) -> str:
+def _remedy(dataset: Dataset) -> str:
     source = dataset.info["source"].get("path")
     if dataset.info["source"].get("indexed"):
         return f"Copy the tars again from where they came (to {source}), and verify once more. Or train without the listed images."

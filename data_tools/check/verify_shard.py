@@ -1,7 +1,7 @@
-"""The task that checks one shard against its rows of the manifest: the tar, every header in it, every image.
+"""The Ray task that checks one shard against its rows of the manifest: the tar, every header, every image.
 
-Two kinds of finding are kept apart. Some say that a sample cannot be trusted: its bytes, or its label. The others say that
-the tar is not what it was, though the samples in it may be whole: those stay in use.
+Findings about a sample (SAMPLE_KINDS: its bytes or its label cannot be trusted) exclude it from training. Findings about the
+tar (TAR_KINDS) do not: its samples may be whole.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from pipeline.data.storage.bucket import fetched, locate, to_path
 from pipeline.data.storage.content import content_hash
 from pipeline.errors import UserError
 
-# Kinds of finding, and what each means. The first group makes a sample unfit for training.
+# Kinds of findings and their meaning, as printed.
 SAMPLE_KINDS = {
-    "lost": "the image's bytes are not there to be read",
+    "lost": "the image's bytes cannot be read",
     "content": "the image's bytes are not those of the manifest",
     "undecodable": "the image cannot be decoded to its last row",
     "label": "the tar's label is not the manifest's",
-    "label range": "a label is no class",
+    "label range": "a label is not a valid class number",
 }
 TAR_KINDS = {
     "missing": "the tar is not there",
@@ -37,15 +37,15 @@ TAR_KINDS = {
     "unreadable": "reading the tar fails",
     "structure": "a header in the tar is damaged",
     "member": "the tar has no such member where the manifest says; the image's bytes are whole",
-    "duplicate": "a name is there twice",
+    "duplicate": "a name occurs twice",
     "properties": "width, height or format are not the manifest's",
     "manifest": "the manifest's files do not fit together",
 }
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK = 2**20
 
-# shard: name of the tar, "" for a finding about all of them. row: in its split, -1 for a finding about the whole tar.
-# is_unfit: whether training should leave the sample out.
+# shard: name of the tar, "" for a finding about the manifest. row: in its split, -1 for a finding about the whole tar.
+# is_unfit: whether to exclude the sample from training.
 FINDINGS = pa.schema(
     [
         ("kind", pa.string()),
@@ -61,9 +61,9 @@ FINDINGS = pa.schema(
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to check. rows: its columns of samples.parquet, or None when that table cannot be read.
+    """One shard to check. rows: its columns of samples.parquet, None if that table cannot be read.
 
-    first_row: of the shard in its split. decode: keys whose images are decoded; None is all.
+    first_row: of the shard in its split. decode: keys of the images to decode; None is all.
     """
 
     folder: str
@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was read of a shard, and what was found (FINDINGS)."""
+    """The result of a job. decoded: number of decoded images. findings: schema FINDINGS."""
 
     bytes: int
     decoded: int
@@ -91,7 +91,7 @@ class _Findings:
     def add(self, kind: str, detail: str, row: int = -1, key: str = "", is_unfit: bool | None = None) -> None:
         assert kind in SAMPLE_KINDS or kind in TAR_KINDS, kind
         unfit = kind in SAMPLE_KINDS if is_unfit is None else is_unfit
-        # Details may quote names in the tar, which may be anything.
+        # Details may quote arbitrary names from the tar.
         self.rows.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
 
     def table(self) -> pa.Table:
@@ -99,20 +99,20 @@ class _Findings:
 
 
 def findings_table(rows: list[tuple]) -> pa.Table:
-    """FINDINGS of tuples in the order of its columns."""
+    """A table with schema FINDINGS from tuples in its column order."""
     return pa.Table.from_pydict(
         {name: [row[i] for row in rows] for i, name in enumerate(FINDINGS.names)}, schema=FINDINGS
     )
 
 
 def check_shard(job: Job) -> Checked:
-    """Read a shard from its first byte to its last. Whatever is wrong with it is a finding, not an exception.
+    """Ray task: check all bytes of a shard. Damage is returned as findings, not raised.
 
-    Raises UserError when this machine does not see the folder, StorageError for a bucket out of reach.
+    Raises UserError when this node cannot access the folder, StorageError when the object store cannot be reached.
     """
     folder = to_path(job.folder)
     if isinstance(folder, Path) and not folder.exists():
-        raise UserError(f"A worker does not see {folder}: it must be on storage that all nodes share.")
+        raise UserError(f"A worker cannot access {folder}: it must be on storage shared by all nodes.")
     findings = _Findings(job.shard)
     if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
         findings.add("manifest", f"{len(job.rows['key'])} rows for {job.shard.samples} samples")
@@ -131,7 +131,7 @@ def check_shard(job: Job) -> Checked:
 
 
 def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
-    """Whether the tar is the manifest's to the byte."""
+    """Whether size and sha256 of the tar are those of the manifest."""
     if size != shard.bytes:
         findings.add("size", f"{size:,} bytes, not {shard.bytes:,}")
         return False
@@ -146,7 +146,7 @@ def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -
 
 
 def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findings) -> dict[int, Member]:
-    """Every member, by the offset of its bytes; past a damaged header, from the next good one on."""
+    """Returns all members by data offset. After a damaged header, continues at the next valid one."""
     members: dict[int, Member] = {}
     names = set()
     position = 0
@@ -156,14 +156,14 @@ def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findi
                 position = member.offset + -(-member.size // _BLOCK) * _BLOCK
                 if member.is_folder:
                     continue
-                # A tar that is the manifest's to the byte came with its names, if from others: it is not damaged.
+                # An unchanged tar was indexed with these names: it is not damaged.
                 if member.name in names and not is_whole:
                     findings.add("duplicate", f"{member.name} is in the tar twice")
                 if member.fault and not is_whole:
                     findings.add("structure", f"{member.name}: {member.fault}")
                 names.add(member.name)
                 members[member.offset] = member
-            # A block of zeros over a header looks like the end.
+            # A header overwritten with zeros looks like the end mark.
             follows = _next_header(file, position, size)
             if follows < size:
                 findings.add("structure", f"an end mark at byte {position:,}, but a member at byte {follows:,}")
@@ -180,7 +180,7 @@ def _check_structure(file: BinaryIO, size: int, is_whole: bool, findings: _Findi
 
 
 def _next_header(file: BinaryIO, position: int, end: int) -> int:
-    """Where the next block begins that is a header with a right checksum; `end` when there is none."""
+    """Offset of the next header with a valid checksum; `end` if there is none."""
     while position < end:
         file.seek(position)
         chunk = file.read(_CHUNK)
@@ -198,16 +198,16 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
 def _check_rows(
     file: BinaryIO, size: int, job: Job, members: dict[int, Member], is_whole: bool, findings: _Findings
 ) -> int:
-    """Every row against the tar's bytes; how many images were decoded."""
+    """Check every row against the tar. Returns the number of decoded images."""
     if job.rows is None:
         return 0
     decoded = 0
     in_tar = _samples(file, members, findings)
-    # A label that cannot be read is no reason to leave its image out.
+    # A label that cannot be read does not exclude its image.
     is_whole = is_whole and all(kind != "unreadable" for kind, *_ in findings.rows)
     names = ("key", "offset", "size", "labels", "ext", "width", "height")
     columns = [job.rows[name] for name in names]
-    # Data sets of the first format have the other.
+    # Data sets of the first format have sha256.
     column, hash_of = ("xxh128", content_hash) if "xxh128" in job.rows else ("sha256", _sha256)
     for number, (key, offset, length, of_row, *properties, digest) in enumerate(
         zip(*columns, job.rows[column], strict=True)
@@ -216,7 +216,7 @@ def _check_rows(
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
             findings.add("label range", f"label {wrong[0]} of {job.num_classes} classes", row, key)
         if (sample := in_tar.get(offset)) and (sample.fault or sample.labels != sorted(set(of_row))):
-            # In a tar that is not what it was, it is the tar's label that is wrong, and training reads the manifest's.
+            # In a damaged tar, the tar's label is wrong; training uses the manifest's.
             found = sample.fault or sample.labels
             findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_whole)
         if not 0 <= offset <= offset + length <= size:
@@ -252,7 +252,7 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:
-    """The samples that have a label in the tar, by the offset of their image."""
+    """The samples with a label in the tar, by image offset."""
 
     def read(offset: int, length: int) -> bytes:
         try:

@@ -1,5 +1,7 @@
-"""Raw images to shards: the job, its task that writes one shard, classes, held-out images, exact copies, an index of
-existing tars.
+"""Raw images to a sharded data set. Read shard.py first: `_run` shows the steps of a job in order.
 
-Imports sources/. A shard is a pure function of (sample table, seed, number). Called by `launch/shard.py`, `launch/index.py` and vtab/.
+source -> listing (../sources) -> class rules and held-out samples (classes.py, holdout.py), merged exact copies (copies.py)
+-> `make_plan`, which samples each shard holds -> `write_shard`, one Ray task for each shard -> manifest. index.py writes a
+manifest for existing WebDataset tars instead, in place. Imports sources/; called by `launch/shard.py`, `launch/index.py` and
+vtab/.
 """

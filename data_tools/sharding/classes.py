@@ -1,4 +1,4 @@
-"""Rules on classes: which a data set has, in which order, which are merged, and their readable names."""
+"""Class rules of a sharding job: which classes it keeps, their order, merged classes, readable names."""
 
 import difflib
 from dataclasses import replace
@@ -16,8 +16,8 @@ from pipeline.settings.data import ShardConfig
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
     """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
 
-    A sample that loses its last label goes, and is counted in the notes. Raises UserError for a file that cannot be read
-    or names classes that are not there, and when nothing is left.
+    A sample that loses its last label is excluded, and counted in the notes. Raises UserError for a file that cannot be read
+    or names unknown classes, and when no sample is left.
     """
     if config.class_map:
         listing = _merge(listing, config.class_map)
@@ -37,11 +37,11 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
 
 
 def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
-    """Raises UserError for classes of other splits that `train` has no image of, unless settings choose the classes.
+    """Raises UserError if other splits have classes without an image in 'train', unless settings choose the classes.
 
-    A layout that was misread makes such classes, and every score on them would be wrong.
+    A misread layout produces such classes, and every score on them would be wrong.
     """
-    # These settings say what becomes of such classes.
+    # With these settings, such classes are intended.
     if "train" not in listing.splits or config.class_map or config.class_list:
         return
     trained = _count(listing, listing.splits.index("train")) > 0
@@ -58,7 +58,7 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
 
 
 def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
-    """The readable name of each class, its own where the file has none; None when no file is given."""
+    """The readable name of each class (the class itself where the file has none); None without synset_names."""
     if not synset_names:
         return None
     lines = read_lines(synset_names, "synset_names")
@@ -72,7 +72,7 @@ def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
 
 
 def renamed(old: list[str] | None, new: list[str] | None) -> str:
-    """How names of classes differ, in words; empty when they do not. None is without names."""
+    """Describes how two lists of class names differ; '' if equal. None: no names were given."""
     if old is None or new is None or len(old) != len(new):
         counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
         return "" if old == new else "{} names, not {}".format(*counts)
@@ -92,7 +92,7 @@ def _merge(listing: Listing, path: str) -> Listing:
         if pairs.setdefault(old, new) != new:
             raise UserError(f"class_map = {path} sends {old!r} to {pairs[old]!r} and to {new!r}.")
     _refuse_unknown(list(pairs), listing.classes, f"class_map = {path}")
-    # A merged class stands where the first of those that it is made of stood; new names do not re-order the rest.
+    # A merged class takes the position of the first of its old classes; the order of the others does not change.
     targets = [pairs.get(name, name) for name in listing.classes]
     classes = list(dict.fromkeys(targets))
     number = {name: place for place, name in enumerate(classes)}
@@ -105,13 +105,13 @@ def _choose(listing: Listing, classes: list[str], reason: str) -> Listing:
 
 
 def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str) -> Listing:
-    """The listing with `classes`. new: (old classes,) the number of each among them, -1 for one that goes."""
+    """The listing with new `classes`. new: (old classes,) new number of each old class, -1 for a removed one."""
     rows, labels = listing.label_pairs()
     stays = new[labels] >= 0
     table = listing.table.set_column(
         TABLE.get_field_index("labels"), "labels", label_lists(rows[stays], new[labels][stays], len(listing))
     )
-    # Samples without any label from the start have lost none.
+    # Samples that had no label before are kept.
     lost = np.zeros(len(listing), bool)
     lost[rows] = True
     lost[rows[stays]] = False
@@ -126,14 +126,14 @@ def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str)
 
 
 def _count(listing: Listing, split: int) -> np.ndarray:
-    """(classes,) int64: images of each class in a split."""
+    """(classes,) int64: number of images of each class in a split."""
     rows, labels = listing.label_pairs()
     in_split = listing.table["split"].to_numpy()[rows] == split
     return np.bincount(labels[in_split], minlength=len(listing.classes))
 
 
 def small_classes(listing: Listing) -> list[str]:
-    """A line for people: a class that cannot be learned is more often a mistake than a wish."""
+    """Messages about classes with no or one training image, which are usually a mistake."""
     if "train" not in listing.splits:
         return []
     counts = _count(listing, listing.splits.index("train"))

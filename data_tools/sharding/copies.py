@@ -1,7 +1,7 @@
-"""Exact copies: samples whose bytes are equal become one sample with the labels of all.
+"""Merges exact copies: samples with equal bytes become one sample with the labels of all.
 
-The bytes are read once more for that, by Ray tasks in the order in which they lie in the source. Only samples that have
-the size of another are read. Each task's hashes stay in the parts folder until the data set is finished.
+Ray tasks hash the samples whose size occurs more than once, in the order of their offsets in the source. The hashes of each
+task are kept in the parts folder until the data set is finished.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ _UNREADABLE = bytes(_HASH_BYTES)
 
 @dataclass(frozen=True)
 class HashJob:
-    """Hashes to be: rows are those of `Listing.rows`; path is the file that keeps the hashes.
+    """A task: hash the samples `rows` (see `Listing.rows`), and save the hashes to `path`.
 
-    again: whether hashes of an earlier run are not to be taken.
+    again: ignore hashes saved by an earlier run.
     """
 
     path: str
@@ -41,9 +41,9 @@ class HashJob:
 
 @dataclass(frozen=True)
 class Copies:
-    """What was merged. rows: (key, split, key and split of the sample that it is a copy of), of samples that went.
+    """What was merged. rows: (key, split, key and split of the kept sample) of each removed sample.
 
-    of_test: how many of them went from 'train' because a sample of another split has the same bytes.
+    of_test: how many were removed from 'train' because a sample of another split has the same bytes.
     """
 
     rows: list[tuple[str, str, str, str]]
@@ -53,25 +53,25 @@ class Copies:
 def merge_copies(
     listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str] = frozenset()
 ) -> tuple[Listing, Copies]:
-    """The listing without copies.
+    """Returns the listing without copies, and what was merged.
 
-    folder: where hashes are kept; num_tasks: at a time, 0 is one per CPU; out: of progress.json.
-    doubtful: keys of samples that an earlier run could not read: those of now may have other bytes, and are hashed again.
+    Within a split, the first key of equal bytes is kept and gets the labels of all. Samples of 'train' with a copy in another
+    split are removed, so that no test image is trained on. Copies between other splits are kept.
 
-    Within a split, the first key of equal bytes stays and gets the labels of all. Samples of 'train' that have a copy in
-    another split go: what is tested on is not trained on. Splits other than 'train' do not change each other.
+    folder: where hashes are saved. num_tasks: concurrent tasks, 0 is one per CPU. out: folder of progress.json.
+    doubtful: keys of samples that an earlier run could not read; their tasks hash again, because the bytes may have changed.
     """
     sizes = listing.table["size"].to_numpy()
     _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[inverse] > 1) & (sizes > 0))
-    # As they lie in the source, so that archives are read from front to back.
+    # By position in the source, so that archives are read sequentially.
     place = [listing.table[name].to_numpy()[rows] for name in ("offset", "container")]
     rows = rows[np.lexsort(place)]
     return _merge(listing, rows, _hash_all(listing, rows, folder, num_tasks, out, doubtful))
 
 
 def hash_samples(job: HashJob) -> bytes:
-    """The hashes of some samples, one after another; from the file of an earlier run if there is one. Ray's task."""
+    """Ray task: returns the concatenated hashes of the job's samples, from the saved file if there is one."""
     path = to_path(job.path)
     num_samples = len(job.rows["path"])
     if not job.again and path.exists() and file_size(path) == num_samples * _HASH_BYTES:
@@ -82,11 +82,11 @@ def hash_samples(job: HashJob) -> bytes:
         for place in zip(*columns, strict=True):
             try:
                 hashes.append(hashlib.sha256(reader.read(*place)).digest()[:_HASH_BYTES])
-            except UserError:  # A bucket out of reach, say: no fault of this sample.
+            except UserError:  # For example, the object store cannot be reached.
                 raise
             except (OSError, ValueError) as error:
                 raise_if_lost(error, place[0])
-                # Whoever writes the shard meets it again, counts it and names it.
+                # `write_shard` will report it as a bad image.
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
     with replacing(path) as file:
@@ -97,7 +97,7 @@ def hash_samples(job: HashJob) -> bytes:
 def _hash_all(
     listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: int, out: AnyPath, doubtful: Set[str]
 ) -> np.ndarray:
-    """(rows, 2) uint64."""
+    """(rows, 2) uint64: the hash of each row; zeros for an unreadable sample."""
     make_folder(folder)
     starts = range(0, len(rows), _SAMPLES_PER_TASK)
 
@@ -120,18 +120,18 @@ def _hash_all(
 
 
 def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[Listing, Copies]:
-    """rows: (n,) of the listing whose bytes were hashed; hashes: (n, 2)."""
+    """Merge equal samples. rows: (n,) the hashed rows of the listing; hashes: (n, 2)."""
     split = listing.table["split"].to_numpy().astype(np.int64)
     num_splits = len(listing.splits)
     readable = hashes.any(axis=1)
     group = _first_equal(rows[readable], hashes[readable], len(listing))
 
-    # The first row of each (group, split) stands for all of them.
+    # The first row of each (group, split) is kept.
     _, first, inverse = np.unique(group * num_splits + split, return_index=True, return_inverse=True)
     keeper = first[inverse]
     if "train" in listing.splits:
         train = split == listing.splits.index("train")
-        # Of each group, its first sample that is not of 'train'.
+        # The first sample of each group that is not in 'train'.
         tested = np.full(len(listing), -1)
         others = np.flatnonzero(~train)[::-1]
         tested[group[others]] = others
@@ -141,7 +141,7 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
         leaked = np.zeros(len(listing), bool)
     stays = keeper == np.arange(len(listing))
 
-    # A copy that leaves 'train' takes its labels with it: those of a test set are not ours to change.
+    # The labels of a copy removed from 'train' are not added to a test sample.
     of, labels = listing.label_pairs()
     gives = ~leaked[of]
     lists = label_lists(keeper[of[gives]], labels[gives], len(listing))
@@ -155,7 +155,7 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
 
 
 def _first_equal(rows: np.ndarray, hashes: np.ndarray, num_rows: int) -> np.ndarray:
-    """(num_rows,) int64: for each row the first one with the same hash; itself for rows that were not hashed."""
+    """(num_rows,) int64: the first row with the same hash; the row itself if it was not hashed."""
     order = np.lexsort((rows, hashes[:, 1], hashes[:, 0]))
     rows, hashes = rows[order], hashes[order]
     is_new = np.ones(len(rows), bool)

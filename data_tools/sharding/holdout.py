@@ -1,4 +1,4 @@
-"""Which images of 'train' become 'val', and the hashes of keys that such choices are made by."""
+"""Moves held-out samples from 'train' to 'val'; hashes of keys for random choices."""
 
 import hashlib
 from dataclasses import replace
@@ -15,7 +15,7 @@ _BATCH = 2**18
 
 
 def hold_out(listing: Listing, config: ShardConfig) -> Listing:
-    """Move images of 'train' to a new split 'val', as val_share or holdout_per_class say."""
+    """Move samples of 'train' to a new split 'val', according to val_share or holdout_per_class."""
     if not (config.val_share or config.holdout_per_class):
         return listing
     split = listing.table["split"].to_numpy().copy()
@@ -37,7 +37,7 @@ def hash_keys(listing: Listing, prefix: str) -> np.ndarray:
 
 
 def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
-    """By a hash of the key alone: more images, or another seed, move none."""
+    """Chosen by a hash of the key alone, so that more images or another seed do not change the choice."""
     chosen = train & (hash_keys(listing, "") < int(share * 2**64))
     num_val, num_train = int(chosen.sum()), int((train & ~chosen).sum())
     if not num_val or not num_train:
@@ -49,9 +49,9 @@ def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
 
 
 def _per_class(listing: Listing, train: np.ndarray, config: ShardConfig) -> np.ndarray:
-    """The first images of each class in the order of keys, as `ls | head` has them (ImageNet-21K-P, processing script).
+    """The first images of each class by key, the order of `ls | head` (ImageNet-21K-P, processing script).
 
-    An image of several classes goes when it is among the first of any.
+    An image of several classes is chosen if it is among the first of any of them.
     """
     rows, labels = listing.label_pairs()
     in_train = train[rows]

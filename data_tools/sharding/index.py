@@ -1,7 +1,7 @@
-"""A manifest for webdataset shards that are there already: every tar is read once, nothing is copied or changed.
+"""Index existing WebDataset tars in place: each tar is read once, nothing is copied or changed.
 
-The manifest is that of any data set, and names the tars where they lie. Each tar's rows are found by one Ray task and kept
-as a part file, so a killed job goes on where it was.
+The manifest refers to the tars at their present location. One Ray task reads each tar and writes its rows to a part file, so
+a killed job can be resumed.
 """
 
 import contextlib
@@ -62,9 +62,9 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True)
 class IndexJob:
-    """A tar to be read. name: as the manifest has it. part: the file that keeps what was found.
+    """A tar to read. name: in the manifest. part: path of its part file. whole: decode every image.
 
-    num_classes: labels must be below it; 0 is unknown.
+    num_classes: exclusive limit of labels; 0 is unknown.
     """
 
     path: str
@@ -76,8 +76,8 @@ class IndexJob:
 
 
 @dataclass(frozen=True)
-class _About:
-    """What the metadata of a part file says. seen: which tar it is of, and for which job."""
+class _PartMetadata:
+    """The metadata of a part file. seen: the job, and size and version of the tar."""
 
     seen: dict[str, Any]
     shard: Shard
@@ -85,7 +85,7 @@ class _About:
 
 
 def run(config: IndexConfig) -> Dataset:
-    """Make, finish or verify the manifest of config.source's tars in config.out. Raises UserError."""
+    """Make, resume or verify the manifest of config.source's tars in config.out. Raises UserError."""
     source = resolve("source", config.source)
     out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
     with only_driver(out):
@@ -113,9 +113,9 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         )
         for number, (split, _, path) in enumerate(files)
     ]
-    _sweep(out)
+    _remove_leftovers(out)
     if finished:
-        # Whether the tars are still those of the manifest, only they themselves can tell.
+        # To verify the manifest, every tar is read again.
         remove_tree(out / PARTS)
     make_folder(out / PARTS)
     try:
@@ -127,18 +127,18 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             dataset = _finish(out, jobs, results, names, source)
         remove_tree(out / PARTS)
     finally:
-        remove_if_empty(out / PARTS)  # Nothing was found that could be gone on with.
-    _say_done(dataset, results, time.monotonic() - started, verified=finished is not None)
+        remove_if_empty(out / PARTS)  # Only if no tar was finished.
+    _print_done(dataset, results, time.monotonic() - started, verified=finished is not None)
     return dataset
 
 
 def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
-    """Relative to the data set's folder, so that both may move together; the URL of a tar that is in another bucket."""
+    """The path relative to the data set's folder, so that both can be moved together; a URL for a tar in another bucket."""
     if isinstance(tar, Path) and isinstance(out, Path):
         return os.path.relpath(tar, out)
     if isinstance(tar, Path):
         raise UserError(
-            f"out = {out} is in a bucket, but {tar} is not: who reads the manifest there would not find it."
+            f"out = {out} is in an object store, but {tar} is not: readers of the manifest there could not find it."
         )
     if isinstance(out, BucketPath) and tar.store == out.store:
         return posixpath.relpath(tar.key, out.key)
@@ -146,13 +146,13 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
 
 
 def index_tar(job: IndexJob) -> Done:
-    """Read a tar and write its part file, unless that is there and of this very tar. Raises UserError for a damaged tar."""
+    """Ray task: read a tar and write its part file, unless that exists and is up to date. Raises UserError if damaged."""
     path, part = to_path(job.path), to_path(job.part)
     try:
         num_bytes = file_size(path)
         seen = {"job": asdict(job), "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
-        raise UserError(f"A worker does not see {path}: the tars must be on storage that all nodes share.") from None
+        raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
     if part.exists() and (found := _read_part(part, seen)):
         return found
     cv2.setNumThreads(1)
@@ -164,7 +164,7 @@ def index_tar(job: IndexJob) -> Done:
 
 
 def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], str]:
-    """Rows of the manifest, bad samples, and hex sha256 of the tar: its images are read once, for both."""
+    """Returns (columns of the manifest, bad samples, hex sha256 of the tar), reading the tar once."""
     columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
     skipped = []
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
@@ -204,7 +204,7 @@ def _scan(job: IndexJob, path: AnyPath) -> tuple[dict[str, list[Any]], list[tupl
 
 
 def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
-    """Take file[start:end] into the digest; the file is at `end` after that."""
+    """Update the digest with file[start:end]; leaves the file at `end`."""
     file.seek(start)
     while start < end and (part := file.read(min(_READ_BYTES, end - start))):
         digest.update(part)
@@ -212,7 +212,7 @@ def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None
 
 
 def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
-    """Every tar's result, in order. Stops when too many samples are bad."""
+    """Returns every tar's result, in order. Raises UserError when too many samples are bad."""
     results: dict[int, Done] = {}
     num_cpus = ray_tasks.connect(config.num_tasks)
     progress = Progress(None, len(jobs), out, done="indexed")
@@ -244,14 +244,14 @@ def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
     if repeated := _num_repeated(kept):
         print(
-            f"note: {repeated:,} samples have a key that an earlier one has, too: all are used, but a key alone does not tell "
-            "them apart (samples.py sample=...)"
+            f"note: {repeated:,} samples have the key of an earlier sample: all are used, but a key alone does not "
+            "identify them (samples.py sample=...)"
         )
     return dataset
 
 
 def _num_repeated(kept: list[tuple[AnyPath, Shard]]) -> int:
-    """Samples whose key came before in their split, told by 8 bytes a key."""
+    """Number of samples whose key occurred before in their split, by 8-byte hashes of keys."""
     of_split: dict[str, list[np.ndarray]] = {}
     for part, shard in kept:
         keys = open_parquet(part).read(columns=["key"])["key"].to_pylist()
@@ -265,7 +265,7 @@ def _highest_label(part: AnyPath) -> int:
 
 
 def _refuse_others(finished: Dataset, results: list[Done]) -> None:
-    """A finished manifest is one of these very tars."""
+    """Raises UserError if the tars differ from those of the finished manifest."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
     known = {shard.name: shard for shard in finished.shards(verify=False)}
     for name in sorted(found.keys() | known.keys()):
@@ -280,17 +280,17 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
 
 
 def _read_part(path: AnyPath, seen: dict[str, Any]) -> Done | None:
-    """What a part file says, if it is whole and of the tar as it is now. Raises StorageError."""
-    about = load_part(path, _About)
+    """The result in a part file, if it is whole and the tar has not changed. Raises StorageError."""
+    about = load_part(path, _PartMetadata)
     if about is None or about.seen != seen:
         return None
     return Done(about.shard, about.skipped, made=False)
 
 
-def _sweep(out: AnyPath) -> None:
-    """Remove what a killed run left half-written; the folder may be the user's own, with files like these."""
+def _remove_leftovers(out: AnyPath) -> None:
+    """Remove unfinished files of a killed run, by their exact names: the folder may have other files."""
     if isinstance(out, BucketPath):
-        return  # Nothing is there before it is whole.
+        return  # Uploads are atomic.
     names = (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED)
     for leftover in [path for name in names for path in out.glob(f".{name}.*.tmp")] + list(
         (out / PARTS).glob(".*.tmp")
@@ -298,7 +298,7 @@ def _sweep(out: AnyPath) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _say_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
+def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
     if verified:
         print(f"checked {len(results)} tars: nothing to do")
     empty = sum(not done.shard.samples for done in results)

@@ -1,7 +1,7 @@
-"""Raw images -> a data set on disk (`pipeline/data/dataset/manifest.py`): list, plan, write each shard in a Ray task, merge.
+"""The sharding job: list the source, plan the shards, write each in a Ray task, merge the manifest.
 
-A shard is a pure function of (sample table, seed, number, settings). So a killed job is run again by the same command,
-which finds the finished shards by their part files and checksums, and two runs give the same bytes.
+A shard is a pure function of (sample table, seed, number, settings), so two runs write the same bytes. A killed job is
+resumed by the same command, which recognises finished shards by their part files and checksums.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from pipeline.errors import UserError
 from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
 
-# What finds the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
+# Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
 STAGING, PLAN, SKIPPED, COPIES, HASHES = ".staging", "plan.json", "skipped.csv", "copies.csv", "hashes"
-# Settings that decide what the bytes are; a folder made with others is left alone.
+# Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
-# The same, but kept only where they are set. (Lists and maps of classes are not here: the listing's digest has them.)
+# The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
 _DECISIVE_IF_SET = ("holdout_per_class", "min_images", "merge_copies", "resize_filter")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which sample goes where. order: rows of the listing, mixed, split after split; bounds[i]: shard i's."""
+    """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's range."""
 
     order: np.ndarray
     names: list[str]
@@ -58,8 +58,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _HeldSource:
-    """What a data set was made of, as `_identity` has it."""
+class _RecordedSource:
+    """The source recorded by `_identity`."""
 
     path: str
     samples: int
@@ -68,17 +68,17 @@ class _HeldSource:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Settings and source of a data set in a folder, finished or not."""
+class _Record:
+    """Recorded settings and source of an existing data set, finished or not."""
 
     settings: dict[str, Any]
-    source: _HeldSource
+    source: _RecordedSource
 
 
 def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
-    """Make, finish or verify the data set config.out. Raises UserError; then dataset.json is not written.
+    """Make, resume or verify the data set config.out. Raises UserError; then dataset.json is not written.
 
-    list_samples: what finds the samples of config.source.
+    list_samples: lists the samples of config.source.
     """
     source, out = _folders(config)
     with only_driver(out):
@@ -87,17 +87,17 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
 
 def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
     started = time.monotonic()
-    held = _held(out)
-    _refuse_other_settings(out, config, held)
+    existing = _existing_record(out)
+    _refuse_other_settings(out, config, existing)
     try:
-        _sweep(out)
+        _remove_leftovers(out)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
-        _refuse_other_source(out, identity, held, listing)
+        _refuse_other_source(out, identity, existing, listing)
         _refuse_other_names(out, names)
-        _say_listing(listing, time.monotonic() - started)
+        _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         for note in small_classes(split):
             print(note)
@@ -116,7 +116,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if config.merge_copies:
             hashes, doubtful = out / PARTS / HASHES, _skipped_before(out)
             listing, copies = merge_copies(listing, hashes, config.num_tasks, out, doubtful)
-            _say_copies(copies)
+            _print_copies(copies)
         plan = make_plan(listing, config)
         results = _run_jobs(listing, plan, config, out, known)
         if known:
@@ -125,21 +125,20 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             dataset = _finish(out, results, listing, names, copies, identity)
         remove_tree(out / PARTS)
         remove_tree(out / STAGING)
-        _sweep(out)
+        _remove_leftovers(out)
     except StorageError:
-        raise  # Out of reach, or not for us: nothing can be tidied there.
+        raise  # The object store cannot be reached, or refuses access: no clean-up is possible.
     except UserError:
-        # What was unpacked waits for the job to go on; of a source that was refused nothing is left but, for the next try,
-        # lists of tars in a bucket.
+        # Unpacked data is kept for a restart once there is a plan. For a refused source only cached member lists are kept.
         if not (out / PARTS / PLAN).exists():
-            (remove_tree if held else remove_unpacked)(out / STAGING)
+            (remove_tree if existing else remove_unpacked)(out / STAGING)
         raise
-    _say_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
+    _print_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
     return dataset
 
 
 def make_plan(listing: Listing, config: ShardConfig) -> Plan:
-    """Mix each split by a hash of seed and key, and cut it into shards."""
+    """Shuffle each split by a hash of seed and key, and divide it into shards."""
     split = listing.table["split"].to_numpy()
     mix = hash_keys(listing, f"{config.seed}:")
     orders, names, of_split, bounds = [], [], [], []
@@ -159,7 +158,7 @@ def make_plan(listing: Listing, config: ShardConfig) -> Plan:
 def make_jobs(
     listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]
 ) -> Iterator[Job]:
-    """A job for each shard of the plan, one by one. known: by name, those of a finished data set in `out`."""
+    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name."""
     for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
         yield Job(
             source=str(listing.source),
@@ -177,7 +176,7 @@ def make_jobs(
 
 
 def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, known: dict[str, Shard]) -> list[Done]:
-    """Every shard's result, in the plan's order. Stops when too many images are bad."""
+    """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
@@ -217,13 +216,13 @@ def _finish(
     copies: Copies | None,
     identity: dict[str, Any],
 ) -> Dataset:
-    """Merge the parts into the manifest."""
+    """Merge the part files into the manifest."""
     kept = [done.shard for done in results if done.shard.samples]
     kept_names = {shard.name for shard in kept}
     for part in (out / PARTS).glob("*.parquet"):
         if (name := f"{part.stem}.tar") not in kept_names:
-            # Every image of it was bad, and readers need not learn of empty shards; or images that could not be read at
-            # first were found to be copies, and fewer shards were needed.
+            # An empty shard (all its images are bad), or one of an earlier run that is no longer needed: images that
+            # could not be read then turned out to be copies.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
@@ -236,13 +235,13 @@ def _finish(
 
 
 def _skipped_before(out: AnyPath) -> set[str]:
-    """Keys of the images that an earlier run of this job could not read."""
+    """Keys of images that an earlier run of this job could not read."""
     parts = (read_part(part) for part in (out / PARTS).glob("*.parquet"))
     return {key for part in parts if part for key, *_ in part.skipped}
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
-    """A CSV for people; no rows, no file."""
+    """Write a CSV file; without rows, remove it."""
     path.unlink(missing_ok=True)
     if rows:
         text = io.StringIO(newline="")
@@ -256,7 +255,7 @@ def _read_rows(part: AnyPath) -> pa.Table:
 
 
 def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
-    """A shard made again must be the one that the manifest knows."""
+    """Returns the finished data set. Raises UserError if a rewritten shard differs from the manifest."""
     for done in results:
         name = done.shard.name
         if not done.shard.samples:
@@ -270,7 +269,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
 
 
 def resolve(setting: str, value: str) -> AnyPath:
-    """The absolute path or the URL of a folder or file that a setting names."""
+    """The absolute path or URL of the folder or file in a setting."""
     path = ray_tasks.shared_path(setting, value)
     if setting == "source" and not path.exists():
         raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
@@ -286,25 +285,25 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _held(out: AnyPath) -> _Held | None:
-    """What the folder holds, if anything. Raises UserError for files of others, and for a damaged record of a job."""
+def _existing_record(out: AnyPath) -> _Record | None:
+    """The record of an existing data set or job. Raises UserError for foreign files and a damaged record."""
     if (out / INFO).exists():
         info = open_dataset(out).info
         if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
-        return json_record.convert(info, _Held, str(out / INFO))
+        return json_record.convert(info, _Record, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         plan = (out / PARTS / PLAN).read_bytes()
         try:
-            return json_record.parse(plan, _Held, str(out / PARTS / PLAN))
+            return json_record.parse(plan, _Record, str(out / PARTS / PLAN))
         except UserError as error:
-            # Without it, shards made with other settings could not be told from ours.
+            # Without the plan, shards made with other settings cannot be recognised.
             raise UserError(f"{error} Remove {out}, or choose another out=...") from None
-    # A job that was killed while it listed leaves its progress, and no plan.
+    # A job killed while listing leaves progress.json, but no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
-    if strangers := sorted(name for name in names if not name.startswith(".")):
+    if foreign := sorted(name for name in names if not name.startswith(".")):
         raise UserError(
-            f"out = {out} is not empty (it holds {strangers[0]}), and holds no data set. Choose an empty folder."
+            f"out = {out} is not empty (it holds {foreign[0]}), and holds no data set. Choose an empty folder."
         )
     return None
 
@@ -323,21 +322,21 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, held: _Held | None) -> None:
-    if not held:
+def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _Record | None) -> None:
+    if not existing:
         return
     others = []
-    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **held.settings}:
-        old, new = held.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing.settings}:
+        old, new = existing.settings.get(name, getattr(ShardConfig, name, None)), getattr(config, name, None)
         if old != new:
             others.append(f"{name} = {old}, not {new}")
     if others:
         raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: _Held | None, listing: Listing) -> None:
-    if held and held.source.sha256 != identity["source"]["sha256"]:
-        old, new = held.source, identity["source"]
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Record | None, listing: Listing) -> None:
+    if existing and existing.source.sha256 != identity["source"]["sha256"]:
+        old, new = existing.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
             f"{out} was made of {old.samples:,} images ({old.bytes:,} bytes) of {old.path}; {new['path']} has "
@@ -346,13 +345,13 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], held: _Held | N
 
 
 def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
-    """Those of a finished data set are in dataset.json, beside what the listing's digest is made of."""
+    """Compare class_names in dataset.json: they are not part of the listing's digest."""
     if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 
-def _sweep(out: AnyPath) -> None:
-    """Remove what killed runs and workers left half-written. (In a bucket, nothing is there before it is whole.)"""
+def _remove_leftovers(out: AnyPath) -> None:
+    """Remove unfinished files of killed runs and workers. (Object stores have none: uploads are atomic.)"""
     if isinstance(out, BucketPath):
         return
     for folder in (out, out / PARTS, out / PARTS / HASHES, out / STAGING):
@@ -360,7 +359,7 @@ def _sweep(out: AnyPath) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _say_listing(listing: Listing, seconds: float) -> None:
+def _print_listing(listing: Listing, seconds: float) -> None:
     for note in listing.notes:
         print(note)
     print(
@@ -370,7 +369,7 @@ def _say_listing(listing: Listing, seconds: float) -> None:
     )
 
 
-def _say_copies(copies: Copies) -> None:
+def _print_copies(copies: Copies) -> None:
     within = len(copies.rows) - copies.of_test
     print(
         f"merged {within:,} exact copies into others of their split; left out {copies.of_test:,} train images that are "
@@ -379,7 +378,7 @@ def _say_copies(copies: Copies) -> None:
     )
 
 
-def _say_done(
+def _print_done(
     dataset: Dataset, results: list[Done], listing: Listing, plan: Plan, seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]

@@ -1,4 +1,4 @@
-"""What a data set was made of, kept beside it: so that a source that has changed is refused with the difference."""
+"""Saves the samples of a source beside the data set, to report what changed when the source differs later."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +15,17 @@ _BATCH = 2**16
 
 
 def save(listing: Listing, path: AnyPath) -> None:
-    """Write split, key and size in bytes of every image of the source, in the listing's order."""
+    """Write split, key and size in bytes of every sample, in the listing's order."""
     split = pa.DictionaryArray.from_arrays(listing.table["split"].combine_chunks(), listing.splits)
     table = pa.table({"split": split, "key": listing.table["key"], "size": listing.table["size"]})
-    # Keys are sorted, and most of each is as in the one before: a few bytes an image.
+    # Sorted keys share long prefixes: a few bytes per sample.
     encoding = {"key": "DELTA_BYTE_ARRAY", "size": "DELTA_BINARY_PACKED"}
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd", use_dictionary=["split"], column_encoding=encoding)
 
 
 def difference(path: AnyPath, listing: Listing) -> str:
-    """What came, went and changed since `save` wrote path, in words; less precise when it cannot be read."""
+    """Describes which samples came, went or changed since `save` wrote path; less precise if it cannot be read."""
     try:
         old = open_parquet(path).read(columns=["split", "key", "size"])
     except (OSError, pa.ArrowInvalid):
@@ -46,7 +46,7 @@ def difference(path: AnyPath, listing: Listing) -> str:
 
 
 def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:
-    """(samples,) int64 that stand for (split, key) in this process."""
+    """(samples,) int64: hashes of (split, key), valid in this process only."""
     parts = []
     for start in range(0, len(keys), _BATCH):
         pairs = zip(splits.slice(start, _BATCH).to_pylist(), keys.slice(start, _BATCH).to_pylist(), strict=True)

@@ -1,4 +1,4 @@
-"""The task that writes one shard. All of it follows from the job alone, so it can be killed and run again anywhere."""
+"""The Ray task that writes one shard. Its output depends on the job alone, so it can be retried on any node."""
 
 import hashlib
 import json
@@ -27,10 +27,9 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 PARTS = ".parts"
-# Bytes that go to the system in one piece (a bare loop takes a sixth longer with each part by itself), bytes after which the
-# disk is told to begin, and bytes of a page of memory.
+# Bytes per write (writing each part separately takes a sixth longer), bytes between starts of writeback, memory page size.
 _PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
-# What `Reader.read` wants.
+# Arguments of `Reader.read`.
 _PLACE = ("path", "offset", "size", "packed")
 _CHECKSUM = b"part_xxh128"
 
@@ -45,7 +44,7 @@ T = TypeVar("T", bound=_OfShard)
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to be: rows are those of `Listing.rows`, in the order in which they go into the tar; convert is its own.
+    """One shard to write. rows: of `Listing.rows`, in tar order. whole: decode every image. convert: see `Listing`.
 
     known: the shard's row in the manifest of a finished data set, if there is one.
     """
@@ -65,9 +64,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job. skipped: (key, where, reason) of each bad image. made: whether it was written now.
+    """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
-    etag: in a bucket, its name for these bytes; '' elsewhere. rows: digest of the job's samples and their labels.
+    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels.
     """
 
     shard: Shard
@@ -78,8 +77,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class _About:
-    """What the metadata of a part file says; those of an earlier version have no etag or rows."""
+class _PartMetadata:
+    """The metadata of a part file. Earlier versions have no etag or rows."""
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
@@ -88,15 +87,16 @@ class _About:
 
 
 def write_shard(job: Job) -> Done:
-    """Write a shard and its part file (its rows of the manifest), unless both are there and whole.
+    """Write a shard and its part file (its rows of the manifest), unless both exist and are whole.
 
-    A shard of an unfinished data set is made again when an image that it lacks can be read now. Raises UserError when this
-    machine does not see the folders; LostError when it fails to read; OSError when it cannot write.
+    A shard of an unfinished data set is rewritten if one of its skipped images can be read now. Raises UserError when this
+    node cannot access the folders, LostError when reading fails because of the node or its storage, OSError when it cannot
+    write.
     """
     out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
         if isinstance(folder, Path) and not folder.exists():
-            raise UserError(f"A worker does not see {folder}: source and out must be on storage that all nodes share.")
+            raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
     part = part_path(out, job.name)
     if job.known and _is_whole(out, job.known):
         return Done(job.known, [], made=False)
@@ -125,19 +125,19 @@ def write_shard(job: Job) -> Done:
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
-    """The part file of a shard: its rows (schema ROWS), with its Shard and its skipped images in the metadata."""
+    """Path of a shard's part file: its rows (schema ROWS), with its Shard and skipped images in the metadata."""
     return out / PARTS / shard_name.replace(".tar", ".parquet")
 
 
 def write_part(path: AnyPath, table: pa.Table, about: str) -> None:
-    """Keep what a task found: rows (schema ROWS), and JSON about them, with a checksum: a killed job reads them again."""
+    """Write a part file: rows (schema ROWS) and metadata (JSON), with a checksum. A restarted job reads it."""
     metadata = {b"part": about.encode(), _CHECKSUM: _checksum(table, about.encode())}
     with replacing(path) as file:
         pq.write_table(table.replace_schema_metadata(metadata), file)
 
 
 def load_part(path: AnyPath, kind: type[T]) -> T | None:
-    """The JSON of a part file, as `kind`; None when it, or a row, is damaged or of an earlier version. Raises StorageError."""
+    """The metadata of a part file as `kind`; None if the file is damaged or of an earlier version. Raises StorageError."""
     try:
         table = open_parquet(path).read()
         if table.schema.names != ROWS.names:
@@ -147,16 +147,16 @@ def load_part(path: AnyPath, kind: type[T]) -> T | None:
             return None
         about: T = json_record.parse(metadata[b"part"], kind, str(path))
     except StorageError:
-        raise  # Out of reach, which says nothing of the part.
+        raise  # The object store cannot be reached: the part file may be whole.
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # The disk's; what Arrow raises for damaged data has no number.
+            raise  # A disk error; Arrow's errors for damaged data have no errno.
         return None
     return about if about.shard.samples == len(table) else None
 
 
 def _checksum(table: pa.Table, about: bytes) -> bytes:
-    """Of all that a part file holds. (Parquet's own are of its pages alone, not of its footer.)"""
+    """Checksum of rows and metadata. (Parquet's own checksums cover pages, not the footer.)"""
     with pa.BufferOutputStream() as content:
         with pa.ipc.new_stream(content, ROWS) as stream:
             if len(table):
@@ -165,25 +165,25 @@ def _checksum(table: pa.Table, about: bytes) -> bytes:
 
 
 def read_part(path: AnyPath) -> Done | None:
-    """What a part file says, without its rows; None when it is damaged. Raises StorageError."""
-    about = load_part(path, _About)
+    """The result saved in a part file; None if it is damaged. Raises StorageError."""
+    about = load_part(path, _PartMetadata)
     return Done(about.shard, about.skipped, False, about.etag, about.rows) if about else None
 
 
 def _slow_header(name: str, size: int) -> bytes:
-    """A member's header, without time and user: the same bytes on every run."""
+    """The header of a tar member, without time and user, so that every run writes the same bytes."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o644
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 _EMPTY = _slow_header("", 0)
-# Of all but name and size; the checksum itself counts as spaces.
+# Checksum without name and size; the checksum field counts as spaces.
 _EMPTY_SUM = sum(_EMPTY[100:124] + _EMPTY[135:148] + b" " * 8 + _EMPTY[156:])
 
 
 def _header(name: str, size: int) -> bytes:
-    """`_slow_header` in a twentieth of the time: name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
+    """Same as `_slow_header`, 20 times as fast: only name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
     encoded = name.encode("utf-8", "surrogateescape")
     if len(encoded) > tarfile.LENGTH_NAME or size >= 8**11:
         return _slow_header(name, size)
@@ -197,7 +197,7 @@ def _padding(data: bytes) -> bytes:
 
 
 class _Tar:
-    """Writes what `tarfile` would, to the byte, in less time, and hashes it on the way. size: bytes so far."""
+    """Writes the same bytes as `tarfile`, faster, and computes their sha256. size: bytes so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
@@ -205,7 +205,7 @@ class _Tar:
         self._written = self._started = 0
 
     def add(self, name: str, data: bytes, label_name: str, label: bytes) -> int:
-        """Append an image and its label; where the image's bytes begin."""
+        """Append an image and its label. Returns the offset of the image's bytes."""
         self._append(_header(name, len(data)))
         begin = self.size
         self._append(data)
@@ -232,7 +232,7 @@ class _Tar:
         self._piece, self._written = [], self.size
 
     def _start_writeback(self) -> None:
-        """Let the disk begin, or the fsync at the end waits for all of the shard. (Pages not yet on disk stay cached.)"""
+        """Start writing to disk, or the final fsync waits for the whole shard. (Pages not yet on disk stay cached.)"""
         end = self._written // _PAGE * _PAGE
         os.posix_fadvise(self.file.fileno(), self._started, end - self._started, os.POSIX_FADV_DONTNEED)
         self._started = end
@@ -263,7 +263,7 @@ def _samples(job: Job, *columns: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _can_read_any(skipped: list[tuple[str, str, str]], job: Job) -> bool:
-    """Whether any image that was skipped is whole by now."""
+    """Whether any skipped image can be read now."""
     keys = {key for key, *_ in skipped}
     with Reader() as reader:
         return any(
@@ -273,10 +273,10 @@ def _can_read_any(skipped: list[tuple[str, str, str]], job: Job) -> bool:
 
 
 def _read_image(reader: Reader, place: list[Any], job: Job) -> tuple[bytes, str, int, int] | str:
-    """`_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
+    """Returns `_image` of the file at `place` (path, offset, size, packed), or what is wrong with it. Raises LostError."""
     try:
         return _image(reader.read(*place), job)
-    except UserError:  # A bucket out of reach, say: no fault of this image.
+    except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:
         raise_if_lost(error, place[0])
@@ -284,7 +284,7 @@ def _read_image(reader: Reader, place: list[Any], job: Job) -> tuple[bytes, str,
 
 
 def _image(data: bytes, job: Job) -> tuple[bytes, str, int, int]:
-    """(file, extension, width, height) as the shard has it, of a file of the source. Raises ValueError for a bad one."""
+    """Returns (file, extension, width, height) for the shard from a source file. Raises ValueError for a bad image."""
     if job.convert:
         data = job.convert(data)
     ext, width, height = inspect(data, whole=False)
@@ -302,7 +302,7 @@ def _is_whole(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     path = out / shard.name
     if not path.is_file() or file_size(path) != shard.bytes:
         return False
-    # Nobody changes an object in place: one with the ETag of the upload is that upload, and need not be read.
+    # Objects are not changed in place: an equal ETag proves the content without reading it.
     return (bool(etag) and _etag(path) == etag) or _measure(path) == (shard.bytes, shard.sha256)
 
 

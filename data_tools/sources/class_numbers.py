@@ -1,4 +1,4 @@
-"""Classes of sources whose labels are numbers: which name a number stands for, and whether it stands for any."""
+"""Class names of sources whose labels are numbers."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 
-# Without names a label tells how many classes there are; beyond this it is rather a mistake.
+# Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
 _MOST_CLASSES = 2**20
 
 
 class ClassNumbers:
-    """Turns labels from 0 into names. names: of all classes in order; empty, and a class is called by its number."""
+    """Maps labels (from 0) to class names. names: all class names in order; if empty, a class is named by its number."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
         self._highest = -1
 
     def name(self, label: int, where: str) -> str:
-        """Raises UserError for a label out of range, with where it was found."""
+        """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of range."""
         limit = len(self._names) or _MOST_CLASSES
         if not 0 <= label < limit:
             known = (
@@ -30,12 +30,12 @@ class ClassNumbers:
         return self._names[label] if self._names else str(label)
 
     def classes(self) -> list[str]:
-        """All class names in order; without given names, as many as the labels that were met ask for."""
+        """All class names in order; without given names, the numbers up to the largest label seen."""
         return self._names or [str(number) for number in range(self._highest + 1)]
 
 
 def read_lines(path: str, setting: str) -> list[str]:
-    """Lines of a text file that a setting names, without blank ones and surrounding spaces. Raises UserError."""
+    """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_lines(path: str, setting: str) -> list[str]:
 
 
 def read_names(path: str, setting: str) -> list[str]:
-    """Class names, one a line, none twice."""
+    """Class names, one per line. Raises UserError for a repeated name."""
     names = read_lines(path, setting)
     (name, count) = Counter(names).most_common(1)[0]
     if count > 1:

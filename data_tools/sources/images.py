@@ -1,4 +1,4 @@
-"""Images made anew: smaller copies for data sets of a lower resolution, files of bare pixels."""
+"""Encodes images: reduced copies for data sets of a lower resolution, PNGs of raw pixels."""
 
 import math
 import struct
@@ -11,7 +11,7 @@ import simplejpeg
 
 from pipeline.data.loading.decode import decode
 
-# Bytes that a block of deflate holds when it is stored.
+# Most bytes in one stored (uncompressed) deflate block.
 _STORED_BLOCK = 2**16 - 1
 
 
@@ -27,14 +27,17 @@ def shrink(data: bytes, short: int, method: Literal["area", "antialias"], qualit
     if method == "area":
         small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
     else:
-        from pipeline.data.loading.augment import ANTIALIAS, resize  # Late: it needs torch, which is seconds to import.
+        from pipeline.data.loading.augment import (
+            ANTIALIAS,
+            resize,
+        )  # Imported here because it imports torch, which takes seconds.
 
         small = resize(pixels, size, ANTIALIAS)
     return simplejpeg.encode_jpeg(np.ascontiguousarray(small), quality=quality, colorsubsampling="420"), *size
 
 
 def to_png(planes: bytes) -> bytes:
-    """A PNG of the 8-bit pixels of a square image, plane after plane (all of red, then green, then blue)."""
+    """A PNG of the 8-bit pixels of a square image, in planes (all red, then all green, then all blue)."""
     side = math.isqrt(len(planes) // 3)
     return png(np.frombuffer(planes, np.uint8).reshape(3, side, side).transpose(1, 2, 0))
 
@@ -42,10 +45,10 @@ def to_png(planes: bytes) -> bytes:
 def png(pixels: np.ndarray) -> bytes:
     """A PNG of uint8 pixels: (H, W) gray or (H, W, 3) RGB.
 
-    Not compressed: what zlib makes differs between its builds, and a shard must not depend on the machine it was made on.
+    Not compressed: zlib output differs between builds, and shard bytes must not depend on the machine.
     """
     height, width = pixels.shape[:2]
-    # Each row begins with the number of its filter: 0, none.
+    # Each row begins with its filter type: 0 is none.
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0))).tobytes()
     stored = b"\x78\x01"
     for start in range(0, len(rows), _STORED_BLOCK):

@@ -1,4 +1,4 @@
-"""A column of labels: each row has a name, a number, or a list of either."""
+"""A table column of labels: names, numbers, or lists of either."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from pipeline.errors import UserError
 
 
 class LabelColumn:
-    """Turns the values of a column into class names. names: what numbers stand for, in order; given, text is numbers too.
+    """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as numbers.
 
-    separator: stands between several labels of one text; empty, a text is one label. Raises UserError when a column of
-    this type can hold no labels.
+    separator: between several labels in one text; if empty, a text is one label. Raises UserError for a column type that
+    cannot hold labels.
     """
 
     def __init__(self, field: pa.Field, where: str, names: list[str], separator: str = "") -> None:
@@ -30,7 +30,7 @@ class LabelColumn:
         self._separator = separator
 
     def names(self, value: Any, where: str) -> list[str]:
-        """The class names of one row; none for an empty value. where: the row, for errors."""
+        """The class names of one row; empty for a missing value. where: place of the row, for errors."""
         if isinstance(value, str) and self._separator:
             value = value.split(self._separator)
         labels = value if isinstance(value, list) else [value]
@@ -43,12 +43,12 @@ class LabelColumn:
         return [self._numbers.name(int(label), where) for label in labels]
 
     def classes(self) -> list[str]:
-        """All class names in order, where labels are numbers; else none."""
+        """All class names in order if labels are numbers, else empty."""
         return self._numbers.classes() if self._numbers else []
 
 
 def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
-    """Raises UserError for a column that is not there. wanted: setting -> name of the column."""
+    """Raises UserError for a missing column. wanted: setting -> name of the column."""
     for setting, column in wanted.items():
         if column not in there:
             raise UserError(f"{where} has no column {column!r} ({setting}). It has: {', '.join(there)}.")

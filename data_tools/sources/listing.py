@@ -1,4 +1,4 @@
-"""The sample table: which images a source holds, of which class and split, under which key, and where they lie."""
+"""The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.errors import UserError
 
-# split and labels: numbers, labels ascending. key: class/stem, without dots. name: of the file inside the source.
-# container: number of the archive that holds it, -1 for a file of its own. offset and size: of its bytes there; packed:
-# 0, reader.PIXELS, or for a member of a zip its stored bytes (offset is then that of the member's header). Large strings:
-# 14 million keys pass 2 GiB.
+# split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
+# source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
+# packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header).
+# Large strings, because 14 million keys exceed 2 GiB.
 TABLE = pa.schema(
     [
         ("split", pa.int8()),
@@ -31,9 +31,9 @@ TABLE = pa.schema(
         ("packed", pa.int64()),
     ]
 )
-# What is done meanwhile, see `Progress`.
+# The operation, for `Progress`.
 LISTED = "listed"
-# (key, where, reason) of an item that is left out; skipped.csv has these columns.
+# (key, where, reason) of a skipped item, the columns of skipped.csv.
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
@@ -42,13 +42,13 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Listing:
-    """All samples of a source. table: TABLE, sorted by split and key, in one chunk. notes: what was passed over.
+    """All samples of a source.
 
-    skipped: items that belong to the data set and cannot be used; they count as bad images.
-
-    root: the folder that names of files of their own are relative to. convert: what each image file goes through before
-    it is written, a function of a module, so that tasks find it; None copies the bytes. about: what else dataset.json
-    says of the source. beside: tables that are kept in the data set's folder, by file name.
+    table: schema TABLE, sorted by split and key, in one chunk. notes: messages for the user about what was ignored.
+    skipped: items that belong to the data set but cannot be used; they count as bad images.
+    root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
+    written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
+    `source` in dataset.json. beside: further tables for the data set's folder, by file name.
     """
 
     source: AnyPath
@@ -71,12 +71,12 @@ class Listing:
         return pc.sum(self.table["size"]).as_py()
 
     def label_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, label) of every label of every sample: two integer arrays of equal length, in the order of rows."""
+        """(row, label) of every label of every sample: two integer arrays of equal length, ordered by row."""
         labels = self.table["labels"].combine_chunks()
         return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
 
     def digest(self) -> str:
-        """Hex sha256 over split, key, classes and size of each sample: what it is made of, not where it lies."""
+        """Hex sha256 of split, key, classes and size of each sample. It does not depend on where the source is."""
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
         counts = pc.list_value_length(self.table["labels"]).to_numpy()
         for start in range(0, len(self), _BATCH):
@@ -85,14 +85,14 @@ class Listing:
             for column in (part["split"], pc.list_flatten(part["labels"]), part["size"]):
                 digest.update(column.to_numpy().tobytes())
         if (counts != 1).any():
-            # Left out where every sample has one label, so that data sets of before are known again.
+            # Omitted if every sample has one label, so that the digest of older data sets stays the same.
             digest.update(counts.tobytes())
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs to know of some samples: key, labels, name, path, offset, size, packed (see TABLE).
+        """What a task needs of the given rows: columns key, labels, name, offset, size, packed of TABLE, and path.
 
-        path is the file to open.
+        path is the file to open: the container, or the image itself.
         """
         rows = self.table.take(pa.array(numbers)).to_pydict()
         paths = [
@@ -103,13 +103,13 @@ class Listing:
         return {"path": paths, **{column: rows[column] for column in kept}}
 
     def _file(self, name: str) -> str:
-        """`locate`, in a tenth of the time where it is plain."""
+        """Same as `locate`; ten times as fast for ordinary names."""
         is_plain = isinstance(self.root, Path) and "://" not in name and not name.startswith("/")
         return f"{self.root}/{name}" if is_plain else str(locate(self.root, name))
 
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
-    """The labels of each of num_rows samples, ascending and each once, from pairs (row, label) in any order."""
+    """The sorted, distinct labels of each of num_rows samples, from pairs (row, label) in any order."""
     if not (rows[1:] > rows[:-1]).all():
         order = np.lexsort((labels, rows))
         rows, labels = rows[order], labels[order]
@@ -122,16 +122,18 @@ def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListA
 
 @dataclass
 class Collector:
-    """Takes what a layout meets in a source, and makes the Listing.
+    """Receives the items of a source from a layout's `walk`, and builds the Listing.
 
-    A layout of class folders tells every folder and file (names relative to the source, with slashes; the first folder
-    below a split's folder is the class), and the collector tells images and their classes. A layout that knows its
-    samples (by_folders=False) tells each by `sample`. classes: all class names in order, where the layout fixes one; else
-    they are sorted. root: the folder that names of files of their own are relative to, if it is not the source. progress:
-    closed by `finish`. rename: name of a file -> the name `<split's folder>/<class>/<name>` that it counts as, for a layout
-    whose files lie otherwise; raises ValueError for a file without a class. advice: what to do about a source without
-    class folders, for errors. prefixes: one for each container, where a layout has keys that may come again from container to
-    container; when some do, the prefix becomes the first part of every key.
+    A layout of class folders reports every folder and file by `folder` and `file` (names relative to the source, with slashes;
+    the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each image by `sample`.
+
+    classes: all class names in order, if the layout defines an order; else they are sorted.
+    root: the folder that the names of separate files are relative to, if it is not the source.
+    rename: maps the name of a file to `<split's folder>/<class>/<name>`, for class-folder layouts with other names; raises
+    ValueError for a file without a class.
+    prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets its
+    container's prefix.
+    advice: what to do about a source without class folders, for errors. progress: closed by `finish`.
     """
 
     source: AnyPath
@@ -148,7 +150,7 @@ class Collector:
     skipped: list[Skipped] = field(default_factory=list)
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
-    # Numbers of the classes of _rows, one sample after another, and where each sample's end.
+    # Class numbers of all samples of _rows, concatenated, and the end of each sample's.
     _labels: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
     _classes: dict[str, int] = field(default_factory=dict)
@@ -159,7 +161,7 @@ class Collector:
     _hidden: "_Few" = field(default_factory=lambda: _Few())
     _outside: "_Few" = field(default_factory=lambda: _Few())
     _absolute: "_Few" = field(default_factory=lambda: _Few())
-    # Whether some image lies directly in its class folder.
+    # Whether some image is directly in its class folder.
     _flat: bool = False
 
     def __post_init__(self) -> None:
@@ -169,12 +171,12 @@ class Collector:
         self._numbers = {split: number for number, split in enumerate(self.splits)}
 
     def add_container(self, path: AnyPath) -> int:
-        """Number of an archive, for `file`."""
+        """Register an archive. Returns its number, for `file` and `sample`."""
         self.containers.append(str(path))
         return len(self.containers) - 1
 
     def folder(self, name: str) -> None:
-        """A folder was met: if it is a class folder, it must hold an image."""
+        """Report a folder. `finish` raises if it is a class folder without images."""
         name = _clean(name)
         if name and not _hidden(name):
             self._tops.setdefault(name.split("/")[0])
@@ -185,9 +187,9 @@ class Collector:
                 self._counts.setdefault((split, inner), 0)
 
     def file(self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "") -> None:
-        """A file was met: offset and size of its bytes in archive `container`, or -1 and 0 for a file of its own.
+        """Report a file. container, offset, size, packed: see TABLE.
 
-        fault: why it cannot be used; if it is an image, it is skipped.
+        fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
         name = _clean(name)
         stem, dot, ext = name.rpartition(".")
@@ -217,20 +219,20 @@ class Collector:
             self.sample(split, inner, (class_name,), name, container, offset, size, packed)
 
     def skip(self, where: str, reason: str) -> None:
-        """Something was met that belongs to the data set and cannot be used: it counts as a bad image, and is named."""
+        """Report an item that belongs to the data set but cannot be used. It counts as a bad image."""
         self.skipped.append(("", printable(where), reason))
 
     def sample(
         self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0
     ) -> None:  # fmt: skip
-        """A sample was met: see TABLE. key: may have dots. classes: names of all its classes.
+        """Report a sample; see TABLE. key: may have dots. classes: names of all its classes.
 
-        One whose name cannot stand in a tar is skipped; a leading slash of a key is removed, as tar does.
+        A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
         """
         if not is_utf8(name):
             self.skip(name, NOT_UTF8)
             return
-        # webdataset ends a key at the first dot of the file name. (So a key has no "..", either.)
+        # In webdataset a key ends at the first dot of the file name. (This also excludes "..".)
         key = key.replace(".", "_")
         if key.startswith("/"):
             self._absolute.add(key)
@@ -246,11 +248,11 @@ class Collector:
             self._flush()
 
     def class_folders(self) -> set[str]:
-        """Names of the class folders that were met so far."""
+        """Names of the class folders reported so far."""
         return {name for _, name in self._counts}
 
     def finish(self) -> Listing:
-        """The table, checked. Raises UserError for what makes no data set."""
+        """Returns the checked Listing. Raises UserError if it cannot make a data set."""
         self._flush()
         self.progress.close()
         if self.by_folders:
@@ -277,13 +279,11 @@ class Collector:
         if self.prefixes and len(_repeated(table)):
             table = _sorted(self._with_prefixes(table))
             notes.append(
-                f"keys come again from tar to tar: each gets its tar's name first, as {table['key'][0].as_py()}"
+                f"keys repeat between tars: each gets the name of its tar as a prefix, such as {table['key'][0].as_py()}"
             )
         self._check_keys(table)
         if self._no_images.count:
-            notes.append(
-                f"ignored {self._no_images.counted('file')} that are no images by their extension: {self._no_images}"
-            )
+            notes.append(f"ignored {self._no_images.counted('file')} without an image extension: {self._no_images}")
         if self._hidden.count:
             notes.append(f"ignored {self._hidden.counted('hidden file')}: {self._hidden}")
         if self._outside.count:
@@ -311,7 +311,7 @@ class Collector:
             self._rows, self._labels, self._ends = [], [], [0]
 
     def place(self, name: str) -> tuple[str | None, str]:
-        """The split that a name belongs to, and the rest of the name below that split's folder."""
+        """Returns (split of a name, the name relative to that split's folder)."""
         for split, folder in self._folders:
             if not folder:
                 return split, name
@@ -376,7 +376,7 @@ class Collector:
 
 @dataclass
 class _Few:
-    """Names of which only the first few are kept."""
+    """A count of names, with the first few as examples."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -394,7 +394,7 @@ class _Few:
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name read with `surrogateescape` is UTF-8: only such names can stand in tables and manifests."""
+    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -403,7 +403,7 @@ def is_utf8(name: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """A name as a message repeats it, on one line: control characters and bytes that are not UTF-8 are escaped."""
+    """A name for a one-line message: control characters and bytes that are not UTF-8 are escaped."""
     if name.isprintable():
         return name
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
@@ -415,19 +415,19 @@ def _reasons(skipped: list[Skipped]) -> str:
 
 
 def _sorted(table: pa.Table) -> pa.Table:
-    # By name too, so that the two files of a key that is there twice are named in the same order on every machine.
+    # Also by name, so that errors about a repeated key are the same on every machine.
     order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
     return table.take(order).combine_chunks()
 
 
 def _repeated(table: pa.Table) -> np.ndarray:
-    """Rows of a sorted table whose successor has the same split and key."""
+    """Rows of a sorted table that have the split and key of the next row."""
     keys, splits = table["key"], table["split"]
     return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
 
 
 def _clean(name: str) -> str:
-    # Few of millions of names have an empty part or a dot for one.
+    # Fast path: almost no name has an empty part or a part ".".
     if not ("//" in name or "./" in name or "/." in name or name.startswith("/") or name.endswith("/") or name == "."):
         return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))

@@ -1,4 +1,4 @@
-"""Fetches the bytes of one sample, whatever layout it came from."""
+"""Reads the image file of one sample, for every layout."""
 
 import errno
 import os
@@ -11,18 +11,18 @@ from data_tools.sources.images import to_png
 from pipeline.data.storage.bucket import to_path
 from pipeline.ray_tasks import LostError
 
-# In the column `packed`: no image file, but the pixels of a square image, all of red, then green, then blue.
+# Value of the column `packed` for raw pixels of a square image: all red, then all green, then all blue.
 PIXELS = -1
-# A worker holds one image at a time, and no more than this of what only claims to be one.
+# Limit of an image file, so that a wrong size cannot fill the memory of a worker.
 _MAX_BYTES = 2**30
-# Errors that are of one file's name, kind or rights. All others (EIO, ESTALE, EMFILE, ...) may pass, and say nothing of it.
+# Errors caused by the file itself. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of machine or storage.
 _OF_THE_FILE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENXIO,
 }  # fmt: skip
 
 
 class Reader:
-    """Reads samples by (path, offset, size, packed), see `listing.TABLE`; keeps the file it read last open."""
+    """Reads samples by (path, offset, size, packed), see `listing.TABLE`. Keeps the last file open."""
 
     def __init__(self) -> None:
         self._path = ""
@@ -36,13 +36,12 @@ class Reader:
             self._file.close()
 
     def read(self, path: str, offset: int, size: int, packed: int) -> bytes:
-        """The image file; pixels become a PNG.
+        """Returns the image file; raw pixels are returned as a PNG.
 
-        Raises OSError when the file cannot be read, ValueError when it is too large for an image, shorter or other than it
-        was listed.
+        Raises OSError when the file cannot be read, ValueError when it is too large or differs from what was listed.
         """
         if max(size, packed) > _MAX_BYTES:
-            raise ValueError(f"{max(size, packed):,} bytes are too many for an image")
+            raise ValueError(f"{max(size, packed):,} bytes is too large for an image")
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
@@ -56,16 +55,16 @@ class Reader:
 
 
 def raise_if_lost(error: Exception, path: str) -> None:
-    """Raises LostError when reading failed because of the machine or its storage, and not because of the image."""
+    """Raises LostError when a read failed because of the machine or its storage, not because of the image."""
     if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FILE:
         raise LostError(f"{path} cannot be read: {os.strerror(error.errno)}.") from None
 
 
 class _LocalFile:
-    """A file of this machine: without Path and file objects, which cost as much again as opening and reading it."""
+    """A local file, read by file descriptor: Path and file objects would double the cost of a small read."""
 
     def __init__(self, path: str) -> None:
-        # O_NONBLOCK: to open a FIFO would wait for a writer, for ever.
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             os.close(self._file)
@@ -86,7 +85,7 @@ def _exactly(file: _LocalFile | BinaryIO, offset: int, size: int) -> bytes:
 
 
 def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int) -> bytes:
-    """The member whose local header is at `offset`: lengths of name and extra field tell where its bytes begin."""
+    """The zip member whose local header is at `offset`; its bytes follow a name and an extra field of variable length."""
     header = _exactly(file, offset, 30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise ValueError("no zip member where one was listed")
@@ -94,7 +93,7 @@ def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int
     data = _exactly(file, offset + 30 + name_length + extra_length, packed)
     if method == 0:
         return data
-    # One byte more than was listed is enough to see that it is something else, and keeps a bomb small.
+    # Unpack at most one byte more than listed: enough to detect a difference, and safe from zip bombs.
     unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         unpacked = unpacking.decompress(data, size + 1)

@@ -1,4 +1,4 @@
-"""Sources that are many files of one kind: which of them belongs to which split."""
+"""Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
@@ -7,10 +7,10 @@ _LIKE_SPLITS = ("train", "val", "test", "dev")
 
 
 def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tuple[str, str, AnyPath]]:
-    """(split, name inside source, path) of every file `*<suffix>` below source, by split and name.
+    """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> how the names of its files begin; the longest beginning counts. Raises UserError for a split
-    without files, and for files of several splits that would be mixed.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. Raises UserError for a split without
+    files, and when one split would take files that look like several splits.
     """
     if source.is_file():
         paths = {source.name: source}
@@ -35,7 +35,7 @@ def split_files(source: AnyPath, splits: dict[str, str], suffix: str) -> list[tu
 
 
 def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
-    """Test images among those to train on are worse than one more line to type."""
+    """Raises UserError when the names look like several splits: test images must not be trained on by accident."""
     starts: dict[str, str] = {}
     for name in names:
         parts = name.split("/")

@@ -455,10 +455,12 @@ def test_a_bucket_that_answers_403_while_images_are_sharded(
 
 
 def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
     place, seen = copy.path / "verify" / "progress.json", []
 
     class Watched(progress.Progress):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, seconds_between_files=0.01)
+
         def add(self, images: int, num_bytes: int) -> None:
             super().add(images, num_bytes)
             deadline = time.monotonic() + 20

@@ -1,4 +1,63 @@
-"""One reader for each raw layout; to add one, see `docs/extending.md`.
+"""The raw layouts that `launch/shard.py` reads: one file each.
 
-Each lists its samples as a table and says how to fetch their bytes. Imports the helpers beside this folder.
+To add a layout:
+
+1. Write a new file here with a function `walk(source, config, staging, collector)` that reports every image to the
+   `Collector` (../listing.py). flat.py is a short example of class folders, webdataset.py one of a layout that knows its
+   samples (and reports them by `Collector.sample`).
+2. Add one line to LAYOUTS, and the name to the choices of `layout` in `pipeline/settings/data.py` (a test compares the two).
+
+Users then give layout=NAME; for layout=auto to recognise it, add a check to ../detect.py. Imports the files of sources/
+beside this folder; used by sources/, and for tars and zips by sharding/, check/ and vtab/.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data_tools.sources.layouts import (
+    cifar,
+    flat,
+    folder,
+    imagenet1k,
+    imagenet21k,
+    parquet,
+    path_list,
+    tiny_imagenet,
+    webdataset,
+)
+from data_tools.sources.listing import Collector
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.settings.data import ShardConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a source of one layout is read.
+
+    walk: reports the images of a source to the collector; it gets (source, settings, staging folder, collector).
+    by_folders: classes come from class folders (`Collector.folder`, `Collector.file`), not with each sample.
+    splits: default of the setting `splits`; empty is one split 'train'.
+    form: required form of the source; "" is either.
+    may_be_compressed: a compressed tar is unpacked before `walk`.
+    """
+
+    walk: Callable[[AnyPath, ShardConfig, AnyPath, Collector], None]
+    by_folders: bool = False
+    splits: dict[str, str] = field(default_factory=dict)
+    form: Literal["", "a file", "a folder"] = ""
+    may_be_compressed: bool = False
+
+
+LAYOUTS: dict[str, Layout] = {
+    "folder": Layout(folder.walk, by_folders=True, form="a folder"),
+    "archive": Layout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
+    "flat": Layout(flat.walk, by_folders=True, may_be_compressed=True),
+    "tiny_imagenet": Layout(tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True),
+    "imagenet21k": Layout(imagenet21k.walk, by_folders=True, may_be_compressed=True),
+    "imagenet1k": Layout(imagenet1k.walk, splits=imagenet1k.SPLITS, form="a folder"),
+    "cifar": Layout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
+    "parquet": Layout(parquet.walk),
+    "list": Layout(path_list.walk),
+    "webdataset": Layout(webdataset.walk),
+}

@@ -1,8 +1,4 @@
-"""A .tar, .tar.gz, .tgz or .zip of a folder of class folders.
-
-Plain tars and zips are read where they are, by offset. A compressed tar has no offsets: it is unpacked once, to one
-plain tar.
-"""
+"""Members of tars and zips, read in place by offset. Compressed tars are unpacked once, to a plain tar."""
 
 import bz2
 import errno
@@ -26,19 +22,19 @@ from pipeline.errors import UserError
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
-# What zipfile raises for a damaged zip.
+# Errors that zipfile raises for a damaged zip.
 ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
               struct.error, zlib.error)  # fmt: skip
-# Ending of lists of a tar's members that are kept (imagenet21k.py).
+# Suffix of cached lists of a tar's members (imagenet21k.py).
 LIST = ".members"
 _BLOCK = 512
 _END = bytes(_BLOCK)
-# A long name or a pax header is some hundred bytes; a damaged size must not fill the memory.
+# Limit of long names and pax headers, so that a damaged size cannot fill the memory.
 _MAX_HEADER_BYTES = 2**20
 
 
 class Member(NamedTuple):
-    """A member of a plain tar. offset, size: of its bytes in the file. fault: why it cannot be used, else ""."""
+    """A member of a plain tar. offset, size: of its data in the file. fault: why it cannot be used, else ""."""
 
     name: str
     is_folder: bool
@@ -48,7 +44,7 @@ class Member(NamedTuple):
 
 
 def kind(source: AnyPath) -> str:
-    """What a file is, by its first bytes: tar, zip, gzip, bzip2 or xz. Raises UserError for anything else."""
+    """The type of a file by its first bytes: tar, zip, gzip, bzip2 or xz. Raises UserError for any other."""
     with source.open("rb") as file:
         start = file.read(_BLOCK)
     for magic, name in _MAGIC.items():
@@ -64,7 +60,7 @@ def kind(source: AnyPath) -> str:
 
 
 def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
-    """A compressed tar as a plain one in `staging`; whole or not there, and made once."""
+    """Decompress a tar into `staging`, unless that was done before. Returns the path of the plain tar."""
     plain = staged_path(source, staging, ".tar")
     if plain.exists():
         return plain
@@ -73,13 +69,13 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
             shutil.copyfileobj(packed, file, 2**20)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # The disk's; what gzip and bz2 raise for bad data has no number.
+            raise  # A disk error; errors of gzip and bz2 for bad data have no errno.
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
     return plain
 
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
-    """Where what is unpacked of a file belongs: another place when the file changes."""
+    """The path in `staging` for data unpacked from a file; it changes when the file changes."""
     make_folder(staging)
     place = source.resolve() if isinstance(source, Path) else source
     identity = f"{place}\n{file_size(source)}\n{version(source)}"
@@ -87,7 +83,7 @@ def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
 
 
 def remove_unpacked(staging: AnyPath) -> None:
-    """Remove what was unpacked. Lists of members stay: they are small, and cost a request for each MiB of their tars."""
+    """Remove unpacked data. Cached member lists stay: they are small, and cost a request for each MiB of their tars."""
     for path in staging.glob("*"):
         if path.suffix != LIST:
             path.unlink(missing_ok=True)
@@ -95,7 +91,7 @@ def remove_unpacked(staging: AnyPath) -> None:
 
 
 def walk_tar(source: AnyPath, collector: Collector) -> None:
-    """Tell the collector every folder and file of a plain tar. Raises tarfile.TarError for a damaged one."""
+    """Report every folder and file of a plain tar to the collector. Raises tarfile.TarError for a damaged one."""
     container = collector.add_container(source)
     with source.open("rb") as file:
         for member in tar_members(file, 0, file_size(source)):
@@ -106,7 +102,7 @@ def walk_tar(source: AnyPath, collector: Collector) -> None:
 
 
 def walk_zip(source: AnyPath, collector: Collector) -> None:
-    """Tell the collector every folder and file of a zip."""
+    """Report every folder and file of a zip to the collector. Raises UserError for a damaged one."""
     members = zip_members(source)
     container, num_bytes = collector.add_container(source), file_size(source)
     for member in members:
@@ -121,27 +117,26 @@ def walk_zip(source: AnyPath, collector: Collector) -> None:
             fault = "it is packed by a rare method; unpack the zip, and shard the folder"
         elif not (0 <= place[0] <= place[0] + place[2] <= num_bytes and place[1] < 2**63):
             fault = "damaged zip member (it lies outside the zip)"
-        # 0 means "not packed" in the table; an empty file is none the wiser for a read of one byte.
+        # At least 1, because 0 means "not packed" in the table; for an empty file one byte too many is read.
         collector.file(member.filename, container, *place, fault=fault)
 
 
 def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
-    """The table of contents of a zip. Raises UserError for a damaged one."""
+    """The members of a zip. Raises UserError for a damaged one."""
     try:
         with source.open("rb") as file, zipfile.ZipFile(file) as opened:
             return opened.infolist()
     except ZIP_ERRORS as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # The disk's; EINVAL is a damaged offset.
+            raise  # A disk error; EINVAL comes from a damaged offset.
         raise UserError(f"{source} is damaged ({error}). Fetch it again.") from None
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
-    """Each member of the plain tar at file[start:end].
+    """Yields the members of the plain tar at file[start:end].
 
-    tarfile.TarFile takes a damaged header for the end and keeps every member in memory; hence this loop around its
-    header parser. Links and devices are told as files called .link, which are no images. Raises tarfile.TarError for a
-    damaged tar.
+    Not tarfile.TarFile, which stops silently at a damaged header and keeps every member in memory. Links and devices are
+    yielded as files with the suffix .link, which is not an image's. Raises tarfile.TarError for a damaged tar.
     """
     position, long_name, fault = start, "", ""
     pax: dict[str, str] = {}
@@ -182,9 +177,9 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """Records are `<length> <name>=<value>\\n`, length counting itself. Raises ValueError for what is none."""
+    """Parses records `<length> <name>=<value>\\n` (the length includes itself). Raises ValueError for any other data."""
     records, position = {}, 0
-    while position < len(data) and data[position]:  # Zeros may follow the last one.
+    while position < len(data) and data[position]:  # Zeros may follow the last record.
         digits, _, rest = data[position : position + 20].partition(b" ")
         if not digits.isdigit() or not rest:
             raise ValueError(f"a record begins with {digits!r}, which is no length")
@@ -193,7 +188,7 @@ def _pax_records(data: bytes) -> dict[str, str]:
         name, is_record, value = record[len(digits) + 1 : -1].partition(b"=")
         if len(record) != length or not is_record or record[-1:] != b"\n":
             raise ValueError(f"a record of {length} bytes does not end where it should")
-        # Names and values in other encodings are kept as they are; whoever uses one sees what it is.
+        # Other encodings are kept by `surrogateescape`; callers check for UTF-8.
         records[name.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
         position += length
     return records

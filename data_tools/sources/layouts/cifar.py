@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (fine or coarse labels) as they are handed out: python or binary version, as .tar.gz or unpacked.
+"""CIFAR-10 and CIFAR-100 (fine or coarse labels) as published: python or binary version, as .tar.gz or unpacked.
 
-Both hold bare pixels, 3 planes of 32x32, and both are read where they lie: of a pickle, the place of its array of pixels
-is looked up. A pickle is a program; only the few calls that make up a NumPy array are obeyed, by stand-ins.
+Both versions hold raw pixels, 3 planes of 32x32, which are read in place; in a pickle the offset of the pixel array is
+looked up. A pickle can run any code: only the calls that build a NumPy array are allowed, and replaced by harmless ones.
 """
 
 import io
@@ -25,7 +25,7 @@ from pipeline.settings.data import ShardConfig
 SPLITS = {"train": "train", "test": "test"}
 _BYTES = 3 * 32 * 32
 _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
-# Names of the files of each version -> the split that they belong to.
+# File names of each split, in the python and binary versions.
 _TRAIN = {*_BATCHES, *(f"{name}.bin" for name in _BATCHES), "train", "train.bin"}
 _TEST = {"test_batch", "test_batch.bin", "test", "test.bin"}
 _NAMES = {"batches.meta", "batches.meta.txt", "meta", "fine_label_names.txt"}
@@ -35,7 +35,7 @@ _OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the source: size bytes at offset of path, which is itself or the tar that holds it."""
+    """A file of the source: size bytes at offset of path, which is the file or the tar that holds it."""
 
     name: str
     path: AnyPath
@@ -52,12 +52,12 @@ class _File:
 
 
 def is_cifar(names: set[str]) -> bool:
-    """Whether files of these names, without folders, are CIFAR: a test file and a table of class names."""
+    """Whether files of these names (without folders) are CIFAR: they include a test file and a file of class names."""
     return bool(names & _TEST) and bool(names & _NAMES)
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector every image of every file. source: a folder or a plain tar."""
+    """Report every image to the collector. source: a folder or a plain tar."""
     files = {file.name: file for file in _files(source)}
     kind = config.cifar100_labels
     if kind == "coarse" and not files.keys() & _OF_CIFAR100:
@@ -90,7 +90,9 @@ def _files(source: AnyPath) -> Iterator[_File]:
     with source.open("rb") as file:
         for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
             if fault:
-                raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A file of CIFAR holds thousands of images.
+                raise tarfile.ReadError(
+                    f"{printable(name)}: {fault}"
+                )  # One file holds thousands of images: not an item to skip.
             if not is_folder:
                 yield _File(name.rpartition("/")[2], source, offset, size)
 
@@ -114,7 +116,7 @@ def _class_names(files: dict[str, _File], kind: str, label_names: str) -> list[s
 
 
 def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
-    """(label, offset of the pixels) of each image. Records are a label (CIFAR-100: coarse, then fine) and the pixels."""
+    """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the pixels."""
     num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
     if file.size % record or not file.size:
@@ -132,13 +134,13 @@ def _of_pickle(file: _File, kind: str) -> Iterator[tuple[int, int]]:
         raise UserError(f"{file} is no batch of CIFAR's: it has no `data` of 3,072 bytes for each of its `labels`.")
     start = file.read().find(data.content)
     if start < 0:
-        raise UserError(f"{file} was pickled so that its pixels are not in it as they are. Fetch the original.")
+        raise UserError(f"{file} does not contain its pixels as contiguous bytes. Fetch the original.")
     for number, label in enumerate(labels):
         yield int(label), start + number * _BYTES
 
 
 class _Array:
-    """Stands in for numpy.ndarray while a pickle is read, and keeps the bytes of its elements."""
+    """Replaces numpy.ndarray while a pickle is loaded; keeps the bytes of the elements."""
 
     def __init__(self, content: bytes = b"") -> None:
         self.content = bytes(content)
@@ -148,7 +150,7 @@ class _Array:
 
 
 class _Dtype:
-    """Stands in for numpy.dtype: that elements are bytes, their number tells."""
+    """Replaces numpy.dtype. (That elements are bytes is checked by the array's length.)"""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -157,7 +159,7 @@ class _Dtype:
         pass
 
 
-# The calls that a pickled array is made of (NumPy 1 and 2, protocols 2 to 5) -> what is done instead.
+# Calls in a pickled array (NumPy 1 and 2, protocols 2 to 5) -> their replacements.
 _CALLS: dict[str, Any] = {
     "_codecs.encode": lambda text, *_: text.encode("latin1"),
     "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
@@ -172,12 +174,12 @@ _CALLS: dict[str, Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _CALLS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not obeyed")
+            raise pickle.UnpicklingError(f"it calls {module}.{name}, which is not allowed")
         return _CALLS[f"{module}.{name}"]
 
 
 def _refuse_large_memo(data: bytes) -> None:
-    """Raises ValueError for a pickle that would fill the memory: a flipped bit of a number that it says."""
+    """Raises ValueError for a memo index so large that loading it would fill the memory (a flipped bit)."""
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name.endswith("PUT") and not 0 <= (argument or 0) < len(data):
             raise ValueError(f"{opcode.name} {argument}")
@@ -187,9 +189,9 @@ def _unpickle(file: _File) -> dict[str, Any]:
     data = file.read()
     try:
         _refuse_large_memo(data)
-        # The originals are of Python 2, whose text is bytes here.
+        # The original files were written by Python 2: text loads as bytes.
         content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
-    except Exception as error:  # A damaged pickle raises anything.
+    except Exception as error:  # A damaged pickle may raise any exception.
         raise UserError(f"{file} is no pickle of CIFAR's ({' '.join(str(error).split())}). Fetch it again.") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is no pickle of CIFAR's (it holds no dict). Fetch it again.")

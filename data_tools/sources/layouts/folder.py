@@ -1,19 +1,24 @@
-"""A folder of class folders: `<split's folder>/<class>/<name>.jpg`."""
+"""Class folders, `<split's folder>/<class>/<name>.jpg`: in a folder, a plain tar or a zip."""
 
 import errno
 import os
 import stat
 from pathlib import Path
 
+from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
+from pipeline.settings.data import ShardConfig
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
-def walk(source: AnyPath, collector: Collector) -> None:
-    """Tell the collector every folder and file below source."""
-    if isinstance(source, BucketPath):
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report every folder and file of a folder or archive to the collector."""
+    if source.is_file():
+        walk_archive = archive.walk_zip if archive.kind(source) == "zip" else archive.walk_tar
+        walk_archive(source, collector)
+    elif isinstance(source, BucketPath):
         for path, size in source.walk():
             name = name_inside(path, source)
             assert name
@@ -24,7 +29,7 @@ def walk(source: AnyPath, collector: Collector) -> None:
 
 
 def _walk(source: Path, collector: Collector) -> None:
-    folders = [""]  # Names inside source, each but the first with a slash at its end.
+    folders = [""]  # Names inside source; all but the first end in a slash.
     while folders:
         inside = folders.pop()
         try:
@@ -40,7 +45,7 @@ def _walk(source: Path, collector: Collector) -> None:
                 try:
                     is_folder = entry.is_dir()
                 except OSError as error:
-                    # A loop of links has no end, and a path may become too long.
+                    # A loop of links, or a path that is too long.
                     collector.skip(name, str(error.strerror))
                     continue
                 if not is_folder:
@@ -49,24 +54,24 @@ def _walk(source: Path, collector: Collector) -> None:
                     collector.skip(name, "a link to a folder that it lies in")
                 else:
                     collector.folder(name)
-                    # Hidden folders may be huge (.git), and hold nothing of ours.
+                    # Hidden folders (.git) may be huge, and hold no samples.
                     if not entry.name.startswith("."):
                         folders.append(f"{name}/")
 
 
 def _size(entry: os.DirEntry) -> tuple[int, int, str]:
-    """(bytes, 0, why it cannot be read or "") of what is no folder."""
+    """(size, 0, fault) of an entry that is not a folder: the last arguments of `Collector.file`."""
     try:
         found = entry.stat()
     except OSError as error:
-        # A broken link: listed, so that the job finds it unreadable, counts it and names it.
+        # A broken link: listed, so that the job reports it as an unreadable image.
         return 0, 0, str(error.strerror) if error.errno == errno.ELOOP else ""
     kind = _KINDS.get(stat.S_IFMT(found.st_mode))
     return found.st_size, 0, f"{kind}, not a regular file" if kind else ""
 
 
 def _holds_itself(source: Path, name: str) -> bool:
-    """Whether the folder is one of those that lead to it; a walk that followed it would not end."""
+    """Whether a linked folder is one of its own parents: following it would not end."""
     parents = name.split("/")[:-1]
     paths = [source, *(source / "/".join(parents[: depth + 1]) for depth in range(len(parents)))]
     return any(os.path.samefile(source / name, path) for path in paths)

@@ -1,7 +1,7 @@
-"""ImageNet-1k (ILSVRC 2012) as it is handed out: a tar of <wnid>.tar to train on, a flat tar of images for validation.
+"""ImageNet-1k (ILSVRC 2012) as published: a tar of <wnid>.tar for training, a flat tar of images for validation.
 
-The classes of the flat tar's images stand in a file of their own (val_labels); in ReaL's (arXiv 2006.07159) an image has
-several, or none, and is then left out as in its score. Nothing is extracted.
+The classes of the flat tar are in a separate file (val_labels). In ReaL labels (arXiv 2006.07159) an image has several, or
+none; then it is excluded, as in the ReaL score. Nothing is extracted.
 """
 
 import re
@@ -22,7 +22,7 @@ SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector the images of the tar of every split."""
+    """Report the images of every split's tar to the collector."""
     of_flat: set[str] = set()
     for split, name in collector.splits.items():
         path = source / name
@@ -41,13 +41,13 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector) -> None:
-    """Raises UserError where val_labels and the tars of classes do not speak of the same classes."""
+    """Raises UserError when val_labels has classes that the train tar does not have."""
     of_tars = collector.class_folders()
     unnamed = of_tars - set(collector.classes) if collector.classes else set()
     if unnamed:
         raise UserError(f"label_names = {config.label_names} lacks {min(unnamed)!r}, a class of the train tar.")
     unknown = of_flat - of_tars if of_tars else set()
-    # These settings say what becomes of such classes.
+    # With these settings, other classes are intended.
     if unknown and not (config.class_map or config.class_list):
         raise UserError(
             f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {len(of_flat):,} classes, "
@@ -56,7 +56,7 @@ def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector)
 
 
 def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> set[str]:
-    """Tell the collector the images of a flat tar; their classes."""
+    """Report the images of a flat tar to the collector. Returns their classes."""
     if not config.val_labels:
         raise UserError(
             f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
@@ -88,7 +88,7 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
 
 
 def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(classes of each image, all classes in order) of real.json: a list of class numbers for each image, in their order."""
+    """(classes of each image, all classes in order) from real.json: a list of class numbers for each image, in order."""
     if not label_names:
         raise UserError(f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line.")
     names = ClassNumbers(read_names(label_names, "label_names"))
@@ -103,10 +103,10 @@ def _read_real(val_labels: str, label_names: str, stems: list[str]) -> tuple[dic
 
 
 def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
-    """The class of each image, by its file name without the extension. stems: of all images, sorted."""
+    """The class of each image. stems: file names of all images without the extension, sorted."""
     rows = [re.split(r"[\s,]+", line) for line in read_lines(val_labels, "val_labels")]
     if len(rows[0]) > 1:
-        # More columns may follow: Kaggle's LOC_val_solution.csv has boxes there. A header names no image.
+        # Kaggle's LOC_val_solution.csv has boxes in further columns, and a header, whose key matches no image.
         wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
     else:
         if len(rows) != len(stems):
@@ -124,7 +124,7 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
 
 
 def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
-    """(class of each image, all classes in order) of lines 'filename number', as Caffe's val.txt has them."""
+    """(class of each image, all classes in order) from lines 'filename number', as in Caffe's val.txt."""
     if not label_names:
         raise UserError(
             f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
@@ -135,7 +135,7 @@ def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tupl
 
 
 def _by_number(numbers: list[str], val_labels: str) -> list[str]:
-    """Wnids of ILSVRC2012_IDs, which are not in the order of names: the development kit's meta.mat lists them."""
+    """Wnids of ILSVRC2012_IDs, from meta.mat of the development kit (the IDs are not in the order of wnids)."""
     from scipy.io import loadmat
 
     meta = Path(val_labels).expanduser().parent / "meta.mat"

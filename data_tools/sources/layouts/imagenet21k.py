@@ -1,7 +1,7 @@
-"""ImageNet-21k as it is handed out: one tar for each class, `<wnid>.tar`, in a folder or in one big tar.
+"""ImageNet-21k as published: one tar for each class, `<wnid>.tar`, in a folder or in one big tar.
 
-Each inner tar counts as the class folder `<wnid>/`; nothing is extracted. Between two headers lie 100 KB, so in a bucket
-to list is to read nearly everything, a MiB a request: hence several tars at a time, and their lists are kept.
+Each inner tar is treated as the class folder `<wnid>/`; nothing is extracted. Headers are about 100 KB apart, so listing a
+tar in an object store reads nearly all of it: tars are listed in parallel, and their member lists are cached.
 """
 
 import contextlib
@@ -14,20 +14,21 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from data_tools.sources.layouts.archive import LIST, staged_path, tar_members
+from data_tools.sources.layouts.archive import LIST, kind, staged_path, tar_members, walk_zip
 from data_tools.sources.listing import Collector, printable
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
 
-# pyarrow's S3 client has 25 connections. Lists that wait for that of a slow tar before them are held in memory.
+# pyarrow's S3 client has 25 connections. _AHEAD bounds the finished lists in memory that wait for an earlier, slow tar.
 _THREADS, _AHEAD = 16, 64
 _NAMED = 10
 
 
 class _ClassTar(NamedTuple):
-    """name: inside the source. path, start, end: where its bytes lie. container: see `Collector.file`."""
+    """name: inside the source. path, start, end: where its bytes are. container: see `Collector.file`."""
 
     name: str
     path: AnyPath
@@ -49,8 +50,18 @@ def is_tar_of_tars(source: AnyPath) -> bool:
     return False
 
 
-def walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector the members of every tar below source. Raises UserError that names the damaged ones."""
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report the members of every class's tar to the collector. (A zip is read as one of class folders.)"""
+    if source.is_dir():
+        _walk_folder(source, staging, collector)
+    elif kind(source) == "zip":
+        walk_zip(source, collector)
+    else:
+        walk_tar(source, staging, collector)
+
+
+def _walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> None:
+    """Report the members of every tar below source to the collector. Raises UserError with the damaged tars."""
 
     def tars() -> Iterator[_ClassTar]:
         for path, size in sorted(walk_files(source), key=lambda file: str(file[0])):
@@ -65,9 +76,9 @@ def walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> None
 
 
 def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: str = "") -> None:
-    """Tell the collector the members of every tar inside a plain tar, as if it were the folder `inside`.
+    """Report the members of every tar inside a plain tar to the collector, as if in the folder `inside`.
 
-    Raises tarfile.TarError when the outer tar is damaged, UserError that names the damaged ones inside.
+    Raises tarfile.TarError when the outer tar is damaged, UserError with the damaged tars inside.
     """
     container = collector.add_container(source)
 
@@ -75,7 +86,8 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
         with source.open("rb") as file:
             for name, is_folder, offset, size, fault in tar_members(file, 0, file_size(source)):
                 if fault and name.endswith(".tar"):
-                    raise tarfile.ReadError(f"{printable(name)}: {fault}")  # A whole class is more than one odd item.
+                    # It holds a whole class: not an item to skip.
+                    raise tarfile.ReadError(f"{printable(name)}: {fault}")
                 if not is_folder and name.endswith(".tar"):
                     yield _ClassTar(inside + name, source, offset, offset + size, container)
                 elif not is_folder:
@@ -85,11 +97,11 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
 
 def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector every tar in its turn, however long those after it have been listed."""
+    """List tars in parallel, and report them to the collector in order."""
     damaged: list[str] = []
     waiting: deque[tuple[_ClassTar, Future[_Members]]] = deque()
 
-    def tell_first() -> None:
+    def report_first() -> None:
         tar, listed = waiting.popleft()
         folder = tar.name.removesuffix(".tar")
         collector.folder(folder)
@@ -104,9 +116,9 @@ def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, 
         for tar in tars:
             waiting.append((tar, pool.submit(_list_members, tar, staging)))
             if len(waiting) == _AHEAD:
-                tell_first()
+                report_first()
         while waiting:
-            tell_first()
+            report_first()
     finally:
         pool.shutdown(cancel_futures=True)
     if damaged:
@@ -118,14 +130,14 @@ def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, 
 
 
 def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
-    """The files of a tar; of one in a bucket from the list in staging, if the tar has not changed since. In a thread.
+    """The files of a tar; for an object store the cached list in staging, if the tar has not changed. Runs in a thread.
 
     Raises tarfile.TarError.
     """
-    kept = staged_path(tar.path, staging, f".{tar.start}{LIST}") if isinstance(tar.path, BucketPath) else None
-    if kept is not None:
+    cached = staged_path(tar.path, staging, f".{tar.start}{LIST}") if isinstance(tar.path, BucketPath) else None
+    if cached is not None:
         with contextlib.suppress(FileNotFoundError):
-            if (members := _read_list(kept)) is not None:
+            if (members := _read_list(cached)) is not None:
                 return members
     with tar.path.open("rb") as file:
         members = [
@@ -133,20 +145,20 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
             for member in tar_members(file, tar.start, tar.end)
             if not member.is_folder
         ]
-    if kept is not None:
-        with replacing(kept) as file:
+    if cached is not None:
+        with replacing(cached) as file:
             file.write(gzip.compress(json.dumps(members).encode()))
     return members
 
 
-def _read_list(kept: AnyPath) -> _Members | None:
-    """A list that was kept; None for a damaged one, and one of an earlier version. Raises FileNotFoundError, StorageError."""
-    content = kept.read_bytes()
+def _read_list(cached: AnyPath) -> _Members | None:
+    """A cached list; None if it is damaged or of an earlier version. Raises FileNotFoundError, StorageError."""
+    content = cached.read_bytes()
     try:
-        rows = json_record.parse(gzip.decompress(content), list, str(kept))
+        rows = json_record.parse(gzip.decompress(content), list, str(cached))
     except (UserError, EOFError, OSError, zlib.error):
         return None
-    # Not by `json_record`, which would take minutes for 14 million rows.
+    # Not checked by `json_record`, which would take minutes for 14 million rows.
     is_whole = all(
         type(row) is list
         and len(row) == 4

@@ -1,7 +1,7 @@
-"""Parquet files with a column of encoded images, as Hugging Face hands data sets out.
+"""Parquet files with a column of encoded images, the format of Hugging Face data sets.
 
-An image in a Parquet file has no place of its own, and shards want samples in mixed order: the column is unpacked once,
-one file of bare images for each Parquet file. (Reading a row group of 100 images for each one of them would be dearer.)
+An image in a Parquet file cannot be read by offset, and shards need samples in random order. So the column is unpacked once,
+into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image costs more.)
 """
 
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector every row of every *.parquet below source."""
+    """Report every row of every *.parquet below source to the collector."""
     labels: LabelColumn | None = None
     given = read_names(config.label_names, "label_names") if config.label_names else []
     for split, name, path in split_files(source, collector.splits, ".parquet"):
         try:
-            # Not mapped: all of it is read, once.
+            # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
             check_columns(
@@ -55,7 +55,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     row += 1
         except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # A full disk is not the file's fault.
+                raise  # A disk error; Arrow's errors for damaged data have no errno.
             raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}). Fetch it again.") from None
     assert labels is not None
     collector.classes = labels.classes()
@@ -68,22 +68,22 @@ class _Info:
 
 @dataclass(frozen=True)
 class _HuggingFace:
-    """The metadata of a schema, as far as it matters here."""
+    """The parts of the schema metadata `huggingface` that are used."""
 
     info: _Info | None = None
 
 
 def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
-    """Names of the classes that a number in `column` stands for, as Hugging Face's `datasets` keeps them in a schema.
+    """Class names of the numbers in `column`, from the schema metadata that Hugging Face's `datasets` writes.
 
-    Raises UserError for metadata that is there and makes no sense: numbers would silently take the place of names.
+    Raises UserError for invalid metadata: without it, numbers would silently replace names.
     """
     metadata = (schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return []
     info = json_record.parse(metadata, _HuggingFace, where).info
     feature: Any = info.features.get(column) if info else None
-    # Of lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or once [{"names": ...}].
+    # Lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or in older versions [{"names": ...}].
     if isinstance(feature, list):
         feature = feature[0] if feature else None
     if isinstance(feature, dict):
@@ -97,7 +97,7 @@ def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:
-    """(file of all images of the column, one after another; (rows,) int64 sizes of them); made once."""
+    """Returns (file of the column's concatenated images, their (rows,) int64 sizes). Unpacked once."""
     kind = file.schema_arrow.field(column).type
     is_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     if not (is_struct or types.is_binary(kind) or types.is_large_binary(kind)):
@@ -116,7 +116,7 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
                         f"{path}, row {len(sizes)}: {column!r} names a file ({image['path']}) instead of holding it. Shard a "
                         "list of such paths and their labels (CSV or Parquet): layout=list."
                     )
-                # A row without an image: an empty file, which the job finds unreadable, counts and names.
+                # A row without an image is an empty file, which the job reports as unreadable.
                 sizes.append(target.write(data or b""))
     with replacing(table) as target:
         np.save(target, np.array(sizes, np.int64))

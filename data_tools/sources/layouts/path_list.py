@@ -19,10 +19,10 @@ _ROWS_AT_ONCE = 2**16
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector every row of the list of every split.
+    """Report every row of every split's list to the collector.
 
-    source: the list, or a folder that holds one for each split. Paths are relative to the list's folder, or absolute, or
-    URLs. A file that is not there is listed all the same: the job finds it unreadable, counts it and names it.
+    source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or URLs.
+    Missing files are listed too: the job reports them as unreadable images.
     """
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
@@ -61,7 +61,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
-    """The columns of paths (text) and of labels."""
+    """Reads the columns of paths and of labels."""
     wanted = {"path_column": config.path_column, "label_column": config.label_column}
     columns = list(wanted.values())
     try:
@@ -73,14 +73,14 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
             parse = pacsv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", newlines_in_values=True)
             with path.open("rb") as text, pacsv.open_csv(text, parse_options=parse) as reader:
                 check_columns(reader.schema.names, wanted, str(path))
-            # Paths as bytes: one that is not UTF-8 must not spoil all others.
+            # Paths as bytes, because Arrow would refuse the whole file for one path that is not UTF-8.
             kinds = {config.label_column: pa.string(), config.path_column: pa.binary()}
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=parse, convert_options=convert)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # The disk's; what Arrow raises for damaged data has no number.
+            raise  # A disk error; Arrow's errors for damaged data have no errno.
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     kind = table.schema.field(0).type
     if not (types.is_string(kind) or types.is_large_string(kind) or path.suffix != ".parquet"):
@@ -89,19 +89,19 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
 
 
 def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
-    """Whether the text of a CSV is whole numbers: as names, class 10 would come before class 2."""
+    """Whether all labels of a CSV are whole numbers. As names, class 10 would be sorted before class 2."""
     parts = pc.list_flatten(pc.split_pattern(pc.unique(labels), separator))
     parts = pc.utf8_trim_whitespace(parts)
     parts = parts.filter(pc.not_equal(parts, ""))
     if not len(parts) or not pc.all(pc.match_substring_regex(parts, r"^-?\d{1,18}$")).as_py():
         return False
-    # Codes of one width (001, 010) are names, whose order is that of the numbers.
+    # Codes of equal width (001, 010) stay names: their order is that of the numbers.
     is_padded = pc.any(pc.match_substring_regex(parts, r"^0\d")).as_py()
     return not is_padded or len(pc.unique(pc.utf8_length(parts))) > 1
 
 
 class _Sizes:
-    """Bytes of files, 0 for one that is not there; of a bucket by one listing of each folder that holds some."""
+    """Sizes of files, 0 for a missing one. In an object store, each folder is listed once."""
 
     def __init__(self) -> None:
         self._folders: dict[BucketPath, dict[str, int]] = {}
@@ -114,11 +114,11 @@ class _Sizes:
         try:
             return path.stat().st_size
         except OSError:
-            return 0  # The job finds it unreadable, counts it and names it.
+            return 0  # The job reports it as an unreadable image.
 
 
 def _key(name: str) -> str:
-    """The path without its extension, and staying inside whatever folder a tar is unpacked in."""
+    """The path without its extension and without parts that would lead out of the folder a tar is unpacked in."""
     _, is_url, rest = name.partition("://")
     plain = rest.partition("?")[0] if is_url else name
     return "/".join(part for part in os.path.splitext(plain)[0].split("/") if part not in ("", ".", ".."))

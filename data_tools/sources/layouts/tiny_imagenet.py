@@ -1,9 +1,9 @@
-"""Tiny-ImageNet as it is published: a folder, or a zip or tar of it.
+"""Tiny-ImageNet as published: a folder, or a zip or tar of it.
 
     train/<wnid>/images/<wnid>_0.JPEG ...   val/images/val_0.JPEG ...   val/val_annotations.txt   test/images/test_0.JPEG ...
 
-The classes of val stand in val_annotations.txt, lines of `val_0.JPEG wnid x y w h`; those of test were never published. Boxes
-are not read; words.txt may be given as synset_names.
+val_annotations.txt has the classes of val, in lines `val_0.JPEG wnid x y w h`; those of test were not published. Boxes are not
+read; words.txt may be given as synset_names.
 """
 
 import re
@@ -11,9 +11,11 @@ import zipfile
 from collections.abc import Callable
 
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import printable
+from data_tools.sources.layouts import folder as class_folders
+from data_tools.sources.listing import Collector, printable
 from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.errors import UserError
+from pipeline.settings.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
 ANNOTATIONS = "val/val_annotations.txt"
@@ -22,12 +24,18 @@ _TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/ima
 
 
 def is_tiny_imagenet(folder: AnyPath) -> bool:
-    """Whether a folder is one."""
+    """Whether a folder is Tiny-ImageNet."""
     return (folder / ANNOTATIONS).is_file()
 
 
-def renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
-    """For `Collector.rename`. Raises UserError without annotations, and for a split that has no labels."""
+def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report every file to the collector, under the name `<split>/<class>/<name>`."""
+    collector.rename = _renaming(source, collector.splits)
+    class_folders.walk(source, config, staging, collector)
+
+
+def _renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
+    """Returns `Collector.rename`. Raises UserError when annotations are missing, and for a split that has no labels."""
     before, text = _read_annotations(source)
     wanted = {split: folder.strip("/").removeprefix(before) for split, folder in splits.items()}
     for split, folder in wanted.items():
@@ -35,7 +43,7 @@ def renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
             raise UserError(
                 f"splits.{split} = {splits[split]!r}: Tiny-ImageNet has labels of its folders train and val only."
             )
-    # In an archive everything lies in one folder, which settings may name or not.
+    # Archives have one top folder, which the setting `splits` may include or omit.
     removed = "" if any(folder.strip("/").startswith(before) for folder in splits.values()) else before
     class_of = _parse(text, f"{source}: {before}{ANNOTATIONS}")
 
@@ -53,7 +61,7 @@ def renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
 
 
 def _parse(text: bytes, where: str) -> dict[str, str]:
-    """Name of a validation image -> its class."""
+    """Maps the name of a validation image to its class."""
     try:
         rows = [line.split() for line in text.decode().splitlines() if line.strip()]
     except UnicodeDecodeError:
@@ -67,7 +75,7 @@ def _parse(text: bytes, where: str) -> dict[str, str]:
 
 
 def _read_annotations(source: AnyPath) -> tuple[str, bytes]:
-    """(the folder that everything lies in, with a slash, or "", content of the annotations)."""
+    """Returns (the archive's top folder with a slash, or "", content of the annotations)."""
     if source.is_dir():
         if not is_tiny_imagenet(source):
             raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")

@@ -1,4 +1,4 @@
-"""Shards in the form of the webdataset library, whoever wrote them: tars of `<key>.jpg` and `<key>.cls` or `<key>.json`."""
+"""Tars in the format of the webdataset library: `<key>.jpg` and `<key>.cls` or `<key>.json`."""
 
 import itertools
 import re
@@ -22,15 +22,15 @@ from pipeline.settings.data import ShardConfig
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
 _MEMBERS_TO_LOOK_AT = 16
-# A .json may hold captions and boxes beside the labels, but no more than this.
+# Limit of a label file; a .json may also hold captions and boxes.
 _MAX_LABEL_BYTES = 2**24
 
 
 @dataclass(frozen=True)
 class TarSample:
-    """A sample of a tar: its key, its image (name, offset and size in the tar), its labels or why it has none.
+    """A sample of a tar: key, image (name, offset and size in the tar), and labels or the reason why there are none.
 
-    labels: ascending, each once.
+    labels: ascending and distinct.
     """
 
     key: str
@@ -42,7 +42,7 @@ class TarSample:
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Tell the collector every sample of every *.tar below source; classes are called by label_names, or by number."""
+    """Report every sample of every *.tar below source to the collector. Class names: label_names, else the numbers."""
     numbers = ClassNumbers(known_class_names(source, config.label_names))
     faults: list[str] = []
     for split, name, path in split_files(source, collector.splits, ".tar"):
@@ -65,21 +65,21 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 def known_class_names(source: AnyPath, label_names: str) -> list[str]:
-    """From the file that label_names names, else from a data set of ours, else none."""
+    """Class names from the file label_names, else from the source's dataset.json, else empty."""
     if label_names:
         return read_names(label_names, "label_names")
     return open_dataset(source).classes if (source / INFO).is_file() else []
 
 
 def is_shard(path: AnyPath) -> bool:
-    """Whether a tar holds labels among its first members."""
+    """Whether there are labels among the first members of a tar."""
     with path.open("rb") as file:
         members = itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT)
         return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
 def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
-    """Every sample that has an image, in the order of the tar. Raises UserError when the tar is damaged."""
+    """Yields every sample with an image, in tar order. Raises UserError when the tar is damaged."""
     try:
         members = tar_members(file, 0, file_size(path))
         yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
@@ -88,10 +88,10 @@ def whole_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
-    """Every sample that has an image, of a tar's files in their order.
+    """Yields every sample with an image. members: the files of a tar, in order.
 
-    Files of one key that follow one another are a sample, as in webdataset; a .cls counts before a .json.
-    read: bytes of the tar by offset and size.
+    Consecutive files with one key are a sample, as in webdataset; a .cls takes precedence over a .json.
+    read: returns bytes of the tar by offset and size.
     """
     parts = ((*split_name(member.name), member) for member in members)
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
@@ -123,9 +123,9 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
-    """Labels, ascending, each once. Raises ValueError when these are none."""
+    """Returns sorted, distinct labels. Raises ValueError for invalid content."""
     if member.fault or member.size > _MAX_LABEL_BYTES:
-        raise ValueError(member.fault or f"{member.size:,} bytes are too many for labels")
+        raise ValueError(member.fault or f"{member.size:,} bytes is too large for labels")
     data = read(member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):

@@ -182,10 +182,12 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
 
 
 def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
     seen, made = [], []
 
     class Watched(progress.Progress):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, seconds_between_files=0.01)
+
         def add(self, images: int, num_bytes: int, **others: bool) -> None:
             seen.append(wait_for_state(tmp_path / "out", shards=self.shards))
             made.append(others["made"])
@@ -224,10 +226,8 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
         time.sleep(0.005)
 
 
-def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
-    with progress.Progress(1000, 10, tmp_path, "sharded") as job:
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd) -> None:
+    with progress.Progress(1000, 10, tmp_path, "sharded", seconds_between_files=0.01, seconds_between_lines=0.0) as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)

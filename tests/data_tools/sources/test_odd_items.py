@@ -116,7 +116,7 @@ def test_what_is_ignored_is_named(tmp_path: Path) -> None:
     others = {"cat/00001": b"", "cat/b.txt": b"", "cat/.photo.jpg": b"", "top.jpg": b""}
     listing = listed(write_folder({**GOOD, **others}, tmp_path / "raw"))
     said = {note.split(": ")[0]: set(note.split(": ")[-1].split(", ")) for note in listing.notes}
-    assert said["ignored 2 files that are no images by their extension"] == {"cat/00001", "cat/b.txt"}
+    assert said["ignored 2 files without an image extension"] == {"cat/00001", "cat/b.txt"}
     assert said["ignored 1 hidden file"] == {"cat/.photo.jpg"}
     assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tarfile
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,18 @@ from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zi
 
 from data_tools.sharding.shard import run
 from data_tools.sources import list_source
+from data_tools.sources.layouts import LAYOUTS
 from pipeline import command
 from pipeline.settings.data import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
 MORE = {**GOOD, "cat/2.jpg": jpeg(3, width=99)}
+
+
+def test_the_setting_offers_every_layout() -> None:
+    choices = typing.get_args(typing.get_type_hints(ShardConfig)["layout"])
+    assert set(choices) == {"auto", *LAYOUTS}
 
 
 def _below(*folders: str) -> dict[str, bytes]:
@@ -206,5 +213,5 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
         assert listing.classes == ["cat", "dog"]
         assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
-        assert any("that are no images" in note for note in listing.notes)
+        assert any("without an image extension" in note for note in listing.notes)
         assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)

@@ -1,0 +1,74 @@
+"""Tells the layout of a source from its files (layout=auto). The first match counts."""
+
+import itertools
+from collections.abc import Collection
+
+from data_tools.sources.layouts import archive, cifar, flat, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from pipeline.data.dataset.manifest import INFO
+from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.parquet import open_parquet
+from pipeline.settings.data import ShardConfig
+
+_MEMBERS_TO_LOOK_AT = 16
+
+
+def detect_layout(source: AnyPath, config: ShardConfig) -> str:
+    """The name of the layout that a source seems to have."""
+    if source.is_dir():
+        return _detect_in_folder(source, config.splits)
+    if is_table(source):
+        is_list = source.suffix != ".parquet" or config.path_column in open_parquet(source).schema_arrow.names
+        return "list" if is_list else "parquet"
+    if archive.kind(source) == "zip":
+        return _detect_in_members([member.filename for member in archive.zip_members(source)], config.splits)
+    if webdataset.is_shard(source):
+        return "webdataset"
+    with source.open("rb") as file:
+        members = itertools.islice(archive.tar_members(file, 0, file_size(source)), _MEMBERS_TO_LOOK_AT)
+        names = [member.name for member in members]
+    if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
+        return "cifar"
+    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _detect_in_members(names, config.splits)
+
+
+def _detect_in_members(names: list[str], splits: dict[str, str]) -> str:
+    """The layout of an archive whose members have these names."""
+    if any(f"/{name}".endswith(f"/{tiny_imagenet.ANNOTATIONS}") for name in names):
+        return "tiny_imagenet"
+    return "flat" if flat.are_flat(names, next(iter(splits.values()))) else "archive"
+
+
+def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
+    names = {path.name for path in source.iterdir()}
+
+    def files(wanted: Collection[str]) -> set[str]:
+        """Those of the names that are files: class folders may have any name."""
+        return {name for name in names.intersection(wanted) if (source / name).is_file()}
+
+    if files({INFO}):
+        return "webdataset"
+    if files(imagenet1k.SPLITS.values()):
+        return "imagenet1k"
+    if cifar.is_cifar(names) and cifar.is_cifar(files(cifar.FILES)):
+        return "cifar"
+    if tiny_imagenet.is_tiny_imagenet(source):
+        return "tiny_imagenet"
+    tables = itertools.chain(
+        (source / name for name in names if name.endswith(".parquet")), (source / "data").glob("*.parquet")
+    )
+    if any(path.is_file() for path in tables):
+        return "parquet"
+    # `splits` may name folders or prefixes of file names.
+    first = source / next(iter(splits.values()))
+    for place in (first, source):
+        tar: AnyPath | None = next((path for path in place.glob("*.tar") if path.is_file()), None)
+        if tar is not None:
+            return "webdataset" if webdataset.is_shard(tar) else "imagenet21k"
+    if first != source:
+        names = {path.name for path in first.iterdir()} if first.is_dir() else set()
+    return "flat" if flat.is_flat(first, names) else "folder"
+
+
+def is_table(source: AnyPath) -> bool:
+    """Whether a source is a single table: CSV, TSV or Parquet."""
+    return source.suffix in (".csv", ".tsv", ".parquet")
