@@ -216,7 +216,7 @@ class DedupConfig:
     )
     max_distance: float = setting(
         0.14,
-        "Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/data.md has the error rates.",
+        "Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/dedup.md has the error rates.",
         min=0,
         max=0.5,
     )

@@ -1,4 +1,4 @@
-"""How many copies are found, and how many strangers are taken for copies, on images at hand: the numbers in docs/data.md.
+"""How many copies are found, and how many strangers are taken for copies, on images at hand: the numbers in docs/dedup.md.
 
     python tests/measure/measure_copies.py photos.tar datasets/cifar10 even OUT     # to choose the threshold on
     python tests/measure/measure_copies.py photos.tar datasets/cifar10 odd OUT      # to judge it on

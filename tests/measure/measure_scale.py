@@ -1,4 +1,4 @@
-"""Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data.md.
+"""Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data_format.md.
 
     python tests/measure/measure_scale.py FOLDER 14200000 4057 make       # samples, samples a shard; see make() for "make sparse"
     python tests/measure/measure_scale.py FOLDER 14200000 4057            # start-up and seeks
