@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -60,8 +61,20 @@ class Spike:
         return f"step {self.step:,}: a loss of {self.loss:.4f} is {self.score:.1f} standard deviations above those before it"
 
 
-class LossWatch:
-    """Finds loss spikes. All methods but `add` and `forget` are collective."""
+@dataclass(frozen=True)
+class Reaction:
+    """What follows from the spikes since the last time. lines: for the log. roll_back_before: a step, or None."""
+
+    lines: list[str]
+    roll_back_before: int | None
+
+
+class SpikePolicy:
+    """Finds loss spikes and decides what follows, by `health.on_spike`.
+
+    say: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
+    a checkpoint before the first spike. All methods but `add` and `forget` are collective.
+    """
 
     def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = ()) -> None:
         self.config, self.ranks = config, ranks
@@ -70,13 +83,24 @@ class LossWatch:
         self._waiting: list[tuple[int, Tensor]] = []
         self._found: list[Spike] = []
 
-    def accept(self, step: int, loss: Tensor) -> bool:
-        """Check this step's loss (a rank's mean) at once. Returns False for a spike."""
+    def check_of(self, step: int) -> Callable[[Tensor], bool] | None:
+        """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none ever is."""
+        return partial(self._accepts, step) if self.config.on_spike == "skip" else None
+
+    def _accepts(self, step: int, loss: Tensor) -> bool:
         return self._judge(step, self.ranks.mean(loss))
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Keep a loss for `catch_up`, without waiting for the device or the other ranks."""
-        self._waiting.append((step, loss))
+        """Keep a loss for `catch_up`, unless it was checked. Does not wait for the device or the other ranks."""
+        if self.config.on_spike != "skip":
+            self._waiting.append((step, loss))
+
+    def react(self) -> Reaction:
+        """Check the losses that were added, and decide."""
+        spikes = self.catch_up()
+        how = " (not taken)" if self.config.on_spike == "skip" else ""
+        goes_back = bool(spikes) and self.config.on_spike == "rollback"
+        return Reaction([f"{spike}{how}" for spike in spikes], spikes[0].step if goes_back else None)
 
     def catch_up(self) -> list[Spike]:
         """Check the losses that were added. Returns all spikes since the last call, oldest first."""

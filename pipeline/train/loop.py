@@ -34,7 +34,9 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         run.trace.before(step + 1)
         lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup)
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
-        result = training_step(run.engine, run.objective, micro_batches, step, lr, mixing, run.accept_loss_of(step))
+        result = training_step(
+            run.engine, run.objective, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1)
+        )
         progress.step = step + 1
         run.record_step(result.loss)
 

@@ -55,7 +55,7 @@ def _train(training: TrainingRun) -> str:
         status = "FINISHED"
     except Stopped:  # On all ranks at the same step or evaluation batch.
         if progress.step > progress.saved:
-            training.losses.catch_up()
+            training.spikes.catch_up()
             training.save_on_all_ranks()
         saver.wait()
         status, reason = "KILLED", stop.agreed_reason_on_all_ranks()

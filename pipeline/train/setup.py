@@ -19,7 +19,7 @@ from pipeline.evaluate import architecture
 from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
-from pipeline.monitor.health import LossWatch, SlowRanks, Watchdog
+from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
@@ -100,7 +100,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     )
     if config.profile.communication:
         engine.count_communication()
-    losses = LossWatch(config.health, ranks, state.losses)
+    spikes = SpikePolicy(config.health, ranks, state.losses)
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also for a finished run: sends the metrics that MLflow has not received yet.
@@ -115,7 +115,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
         config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
-        progress, checkpoints, damaged, saver, losses, slow_ranks, watchdog, clock, meter, trace, tracker,
+        progress, checkpoints, damaged, saver, spikes, slow_ranks, watchdog, clock, meter, trace, tracker,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
 

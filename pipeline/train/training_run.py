@@ -1,9 +1,8 @@
 """The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from pipeline.errors import DivergedError, UserError
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
-from pipeline.monitor.health import LossWatch, SlowRanks, Watchdog
+from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
@@ -76,7 +75,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     damaged: set[str]
     saver: Saver
-    losses: LossWatch
+    spikes: SpikePolicy
     slow_ranks: SlowRanks
     watchdog: Watchdog
     clock: StepClock
@@ -86,17 +85,9 @@ class TrainingRun:
     peak_lr: float
 
     # ------------------------------------------------------------------ around the step
-    def accept_loss_of(self, step: int) -> Callable[[Tensor], bool] | None:
-        """Return the check that skips step `step` (from 0) if its loss is a spike; None unless health.on_spike is "skip".
-
-        The check is collective.
-        """
-        return partial(self.losses.accept, step + 1) if self.config.health.on_spike == "skip" else None
-
     def record_step(self, loss: Tensor) -> None:
         """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
-        if self.config.health.on_spike != "skip":
-            self.losses.add(self.progress.step, loss)
+        self.spikes.add(self.progress.step, loss)
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.tend()
@@ -111,19 +102,21 @@ class TrainingRun:
         the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
         config, progress = self.config, self.progress
-        spikes = self.losses.catch_up()
-        for spike in spikes:
-            self.console.say(f"{spike}{' (not taken)' if config.health.on_spike == 'skip' else ''}")
+        reaction = self.spikes.react()
+        for line in reaction.lines:
+            self.console.say(line)
         if self.engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
                 f"{self.engine.skipped_steps} steps were skipped by step {progress.step:,}, for a non-finite gradient or a loss "
                 f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
                 "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
-        if not spikes or config.health.on_spike != "rollback":
+        if reaction.roll_back_before is None:
             return False
         self.saver.wait()
-        state = resume.go_back_on_all_ranks(self.checkpoints, self.engine, spikes[0].step, self.ranks, self.console)
+        state = resume.go_back_on_all_ranks(
+            self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
+        )
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -132,7 +125,7 @@ class TrainingRun:
                 f"the loss has jumped {len(progress.skipped_batches)} times, more than health.max_rollbacks = "
                 f"{config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
             )
-        self.losses.forget(state.losses)
+        self.spikes.forget(state.losses)
         progress.step = progress.saved = state.step
         for line in self.tracker.go_back(state.step) if self.tracker else []:
             self.console.say(line)
@@ -147,7 +140,7 @@ class TrainingRun:
         metrics = {
             "loss": ranks.mean(loss), "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
-            "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.losses.num_spikes,
+            "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
             "bad_samples": ranks.sum(len(loader.bad))[0],
             "storage_retries": ranks.sum(self.dataset.storage.retry.retries)[0], **self.saver.read(),
         }  # fmt: skip
@@ -187,7 +180,7 @@ class TrainingRun:
             "engine": asdict(self.engine.counters()),
             "model": self.model.config.to_dict(),
             "identity": self.facts,
-            "losses": list(self.losses.scores.recent),
+            "losses": list(self.spikes.scores.recent),
             "left_out": progress.skipped_batches,
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
