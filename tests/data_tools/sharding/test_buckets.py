@@ -167,7 +167,7 @@ def test_tars_of_others_in_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[
         UserError, match=r"s3://\S+/theirs/deep/1.tar has changed since .*here/dataset.json was written"
     ):
         index.run(IndexConfig(source=f"{url}/theirs", out=str(tmp_path / "here")))
-    with pytest.raises(UserError, match=r"out = s3://\S+ is in a bucket, but .*0.tar is not"):
+    with pytest.raises(UserError, match=r"out = s3://\S+ is in an object store, but .*0.tar is not"):
         index.run(IndexConfig(source=str(tmp_path / "0.tar"), out=f"{url}/new"))
     bucket_path(f"{url}/theirs/deep/2.tar").unlink()
     with pytest.raises(UserError, match=r"theirs/deep/2.tar is missing"):
