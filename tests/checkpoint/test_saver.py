@@ -87,6 +87,7 @@ def kill_writers(tmp_path: Path) -> None:
         process.wait(10)
 
 
+@pytest.mark.slow
 def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
     saver.close()
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_twice_at_a_save_is_a_crash_and_no_mistake(saver: Saver, tmp_path: Path) -> None:
     for process in writers(tmp_path):
         process.suspend()
@@ -150,6 +152,7 @@ def test_what_the_writer_did_not_expect_is_a_crash(saver: Saver) -> None:
         saver.wait()
 
 
+@pytest.mark.slow
 def test_a_writer_survives_its_rank_and_every_signal_but_one(tmp_path: Path) -> None:
     """SIGKILL right after the hand-over; the writer's own family, and its session, are signalled too."""
     script = """

@@ -132,7 +132,7 @@ def test_the_model_is_read_by_others_and_not_when_it_is_damaged(tmp_path: Path) 
     flip(file, 8 * file.stat().st_size - 5)
     assert load_file(file).keys() == expected.keys(), "the file alone does not tell"
     with pytest.raises(
-        UserError, match=r"model\.safetensors: damaged, its checksum is wrong. Use the checkpoint before"
+        UserError, match=r"model\.safetensors: damaged, its checksum is wrong. Use the previous checkpoint"
     ):
         models.read_weights(tmp_path / "step-00000010")
 
@@ -333,6 +333,7 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- in a bucket
+@pytest.mark.slow
 def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     server, url = s3
     folder = faulty_s3.bucket_path(f"{url}/runs/a")
@@ -523,6 +524,7 @@ print(last)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [0, 20])
 def test_sigkill_at_every_write(damaged: int, tmp_path: Path) -> None:
     """damaged: the step of a damaged checkpoint that lies where the new one goes; 0 is none."""

@@ -101,6 +101,7 @@ def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_ray_that_was_left_on_this_machine_is_not_joined(own_ray: None) -> None:
     """`ray start` leaves an address in Ray's folder, also when it was killed. (Names of sockets in that must be short.)"""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:

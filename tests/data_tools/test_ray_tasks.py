@@ -53,6 +53,7 @@ with mistakes_in_one_line():
 """
 
 
+@pytest.mark.slow
 def test_a_node_agent_that_dies_is_one_line(own_ray: None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(

@@ -100,6 +100,7 @@ def test_what_fits_is_the_largest_that_does() -> None:
         assert fits <= HEADROOM * 80e9 < not_any_more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "model", "expected"),
     [
@@ -144,7 +145,7 @@ def test_training_refuses_what_the_plan_refuses(
     ]  # fmt: skip
     with pytest.raises(UserError) as planned:
         run(schema.load(PlanConfig, None, [*overrides, "cluster=1x1xV100-1GB"]))
-    assert "Memory of a rank" in capsys.readouterr().out
+    assert "Peak memory of a rank" in capsys.readouterr().out
     assert "a rank needs" in str(planned.value)
     rank = forge.start_work(1, "test_forecast:train_on_a_small_gpu", overrides)
     assert rank.wait() == [2], rank.said()
@@ -187,6 +188,7 @@ def test_readers(dataset: Path) -> None:
     assert "GB/s from storage" in readers(there)[2]
 
 
+@pytest.mark.slow
 def test_a_real_process_writes_the_table_and_the_figures(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch/plan.py"), "--config", str(L16), "--cluster", "8x8xH100-80GB"]
     done = subprocess.run(

@@ -59,6 +59,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
+@pytest.mark.slow
 def test_graphs_take_batches_of_any_size(weights, tmp_path):
     """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
     import onnxruntime
@@ -121,6 +122,7 @@ def test_a_head_that_is_not_trained_is_said(tmp_path, capsys):
     assert "so the comparison shows little" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_says_a_mistake_in_one_line(tmp_path):
     command = [sys.executable, ROOT / "launch" / "export.py", "weights=absent", "format=npz", f"out={tmp_path}/a.npz"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -76,6 +76,7 @@ def pixels_of(data: Dataset, name: str) -> torch.Tensor:
     return torch.from_numpy((images / 127.5 - 1).transpose(0, 3, 1, 2)).float()
 
 
+@pytest.mark.slow
 def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = command(f"weights={weights}", f"data={data.path}", f"out={out}", "shots=[1,4]", "neighbours=5", "batch=16")
@@ -152,6 +153,7 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
     assert Image.open(out / "confusion.png").size[0] > 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -55,6 +55,7 @@ def drawn(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Calls the command's function in this process: starting another one, with MLflow, would take half of the time."""
     from mlflow.tracking import MlflowClient

@@ -228,6 +228,7 @@ def mutation_of(number: int, root: Path, work: Path) -> str:
     return "whole" if is_whole and not listing.skipped else "skipped"
 
 
+@pytest.mark.slow
 def test_every_mutation_is_read_or_skipped_or_refused(originals: Path, tmp_path: Path) -> None:
     found = {"refused": 0, "whole": 0, "skipped": 0}
     failed = []

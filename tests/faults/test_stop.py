@@ -314,6 +314,7 @@ def deepspeed() -> list[str]:
     return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(port)]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: Path) -> None:
     """SIGTERM to the outer process, as from `kill` or a queue, ends it alone; the ranks notice, and lose nothing."""
     overrides = [*settings(data, tmp_path, "left", *LONG), "train.length=1000000 steps", "evaluate.every=100%"]

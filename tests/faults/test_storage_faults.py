@@ -44,6 +44,7 @@ def images(dataset: Path) -> list[bytes]:
     return [reader.read(row) for row in range(150)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_what_passes_is_tried_again_and_counted(with_cache: bool, s3: Server, remote: Open, dataset: Path) -> None:
     split = remote(with_cache).split("train")
@@ -176,6 +177,7 @@ def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
     assert reader.read_at(2, 2) == b"23"
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_leaves_the_old_object(s3: Server) -> None:
     path = bucket_path(f"{s3[1]}/file", seconds=0.3, upload_attempts=1)
     put(path, b"old")

@@ -1,5 +1,6 @@
 """A rank notices the end of what started it, and takes nothing else for that. Launchers are scripts of the same names."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -97,7 +98,8 @@ def family(tmp_path: Path) -> Iterator[Family]:
     family = Family(tmp_path)
     yield family
     for process in family.all():
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # It has ended by itself meanwhile.
+            process.kill()
 
 
 PYTHON = Path(sys.executable).name

@@ -139,6 +139,7 @@ def test_sigterm_goes_through_and_is_not_answered_by_a_start(tmp_path: Path) -> 
     assert not (case.run / "stop").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_outlive_their_launcher_are_stopped_first(tmp_path: Path) -> None:
     case = Case(tmp_path, [{"code": 1, "left": _ORPHAN}, FINISHED])
     code, output = case.end()

@@ -125,6 +125,7 @@ def ranks(tmp_path: Path) -> list[subprocess.Popen[str]]:
     return started
 
 
+@pytest.mark.slow
 def test_a_hang_names_rank_host_and_line(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
     begin = time.monotonic()
     errors = [process.communicate(timeout=30)[1] for process in ranks]
@@ -136,6 +137,7 @@ def test_a_hang_names_rank_host_and_line(tmp_path: Path, ranks: list[subprocess.
     assert "read_from_a_dead_disk" in (tmp_path / "hang" / "rank-00001.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_entirely_is_named(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
     os.kill(ranks[0].pid, signal.SIGSTOP)
     try:

@@ -21,6 +21,7 @@ def train_compiled(overrides: list[str]) -> None:
     print("graphs", counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_losses_of_a_compiled_model_equal_plain_pytorch(dataset: Path, tmp_path: Path) -> None:
     more = ["model.depth=1", "train.micro_batch=24", "evaluate.every=100%", "checkpoint.every=100%"]
     run = settings(dataset, tmp_path, "compiled", "engine.compile=true", *more)

@@ -82,6 +82,7 @@ def test_the_shipped_files_are_not_refused() -> None:
         assert not outcome(cls, path, ["weights=w"] if cls is transfer.VtabConfig else []), path
 
 
+@pytest.mark.slow
 def test_every_setting_with_every_broken_value() -> None:
     """A seeded part of all pairs, by override and in a file."""
     generator = random.Random(14)

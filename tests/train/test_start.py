@@ -14,6 +14,7 @@ from ranks import settings
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
     """Neither MLflow nor Inductor, which are both there for whoever asks for them later."""
     code = (

@@ -153,6 +153,7 @@ def test_pixels_are_normalised_as_the_protocol_says(data: Dataset) -> None:
     assert found == pytest.approx([-0.485 / 0.229, (128 / 255 - 0.456) / 0.224, (1 - 0.406) / 0.225], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
     settings = config(data, "protocol.length=[100 epochs]", "protocol.lr=[0.05]", "protocol.batch=16", "micro_batch=16")
     search, final = (run_cell(Job(cell_of(data, settings, stage), settings)) for stage in ("search", "final"))

@@ -137,6 +137,7 @@ def large(num_shards: int, seed: int = 0) -> SampleOrder:
     return SampleOrder(np.random.default_rng(0).integers(900, 1101, num_shards), seed, 4096, 16, 4096)
 
 
+@pytest.mark.slow
 def test_every_sample_of_imagenet_21k_once_an_epoch() -> None:
     order = large(14_200)
     n, seen = order.num_samples, np.zeros(order.num_samples, bool)

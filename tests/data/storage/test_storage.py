@@ -145,6 +145,7 @@ def start_reading(*arguments: object) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path: Path) -> None:
     copy_folder(dataset, f"{s3[1]}/tiny")
     processes = [start_reading(f"{s3[1]}/tiny", tmp_path, 10**9, 60) for _ in range(2)]
@@ -259,6 +260,7 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     reader.close()
 
 
+@pytest.mark.slow
 def test_a_process_ends_at_once_while_it_downloads(s3: Server, dataset: Path, tmp_path: Path) -> None:
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")

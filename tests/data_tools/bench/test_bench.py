@@ -124,6 +124,7 @@ def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) 
         replace(config, folder="/nowhere").check()
 
 
+@pytest.mark.slow
 def test_the_command(source: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
