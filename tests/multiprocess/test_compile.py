@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from forked import ENVIRONMENT
 from ranks import metrics, settings
 from test_train import plain_losses
