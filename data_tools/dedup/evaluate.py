@@ -104,11 +104,11 @@ def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int 
         likely = tests.find(own[usable])
         copy_of = usable[likely.query]
         planted = np.flatnonzero(copy_of == rows[likely.test])
-        looks = [
+        distances = [
             distance(reduced(images[copy_of[i]]), reduced(copies[copy_of[i]]), likely.crop[i], likely.mirrored[i])
             for i in planted
         ]
-        recall[name] = sum(look <= max_distance for look in looks) / len(images)
+        recall[name] = sum(found <= max_distance for found in distances) / len(images)
     return recall
 
 
@@ -123,7 +123,7 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         f"{num_tests:,} test images: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
         flush=True,
     )
-    seconds, cpu_seconds, looks, found, others, done = 0.0, 0.0, 0, 0, 0, 0
+    seconds, cpu_seconds, verified, found, others, done = 0.0, 0.0, 0, 0, 0, 0
     planted = max(4096 * num_planted // num_images, 1)
     while done < num_images:
         thumbs = _noise(rng, min(4096, num_images - done))
@@ -143,11 +143,11 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         )
         rows, test = likely.query[near], likely.test[near]
         hits = (rows < len(of)) & (test == of[rows.clip(max=len(of) - 1)])
-        looks, found, others = looks + len(near), found + int(hits.sum()), others + int((~hits).sum())
+        verified, found, others = verified + len(near), found + int(hits.sum()), others + int((~hits).sum())
         done += len(thumbs)
         if done // 4096 % 25 == 0 or done == num_images:
             print(
-                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), pairs verified {looks:,}, found {found:,} of "
+                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), pairs verified {verified:,}, found {found:,} of "
                 f"{-(-done // 4096) * planted:,} planted, {others} others; "
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
                 flush=True,
@@ -163,10 +163,10 @@ def _noise(rng: np.random.Generator, num: int) -> np.ndarray:
     return (pictures / pictures.std((1, 2), keepdims=True) * 50 + 128).clip(0, 255).astype(np.uint8)
 
 
-def _load(path: str, split: str, most: int) -> list[np.ndarray]:
+def _load_images(path: str, split: str, max_images: int) -> list[np.ndarray]:
     samples = open_dataset(path).split(split)
     reader = ShardReader(samples)
-    rows = np.unique(np.linspace(0, len(samples) - 1, most).astype(np.int64))
+    rows = np.unique(np.linspace(0, len(samples) - 1, max_images).astype(np.int64))
     images = [decode(reader.read(row)) for row in rows.tolist()]
     reader.close()
     return images
@@ -189,7 +189,7 @@ def main() -> None:
         if arguments.command == "speed":
             measure_speed(arguments.images, arguments.tests, arguments.max_distance)
             return
-        shares = measure_recall(_load(arguments.data, arguments.split, arguments.images), arguments.max_distance)
+        shares = measure_recall(_load_images(arguments.data, arguments.split, arguments.images), arguments.max_distance)
         for name, share in {**shares, "mean": float(np.mean(list(shares.values())))}.items():
             print(f"{share:8.3f}  {name}")
 

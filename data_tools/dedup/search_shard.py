@@ -1,7 +1,6 @@
 """Ray task that searches the images of one shard for copies of test images, and writes the pairs."""
 
 import io
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,12 +9,10 @@ import cv2
 import numpy as np
 
 from data_tools.dedup.near_copies import TestImages
-from data_tools.dedup.thumbnails import FINE, Job, read_image, read_thumbnails
+from data_tools.dedup.thumbnails import FINE, Job, read_arrays, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 
 # Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5
@@ -67,7 +64,7 @@ def search_shard(job: SearchJob) -> int:
     rows, others = usable[likely.query], tests.fine[likely.test]
     distances = np.array(
         [
-            distance(tests.look(other), _look(job.shard.tar, offset, size), crop, mirrored)
+            distance(tests.read_reduced(other), _read_reduced(job.shard.tar, offset, size), crop, mirrored)
             for other, offset, size, crop, mirrored in zip(
                 others.tolist(),
                 job.shard.offsets[rows].tolist(),
@@ -80,7 +77,7 @@ def search_shard(job: SearchJob) -> int:
         np.float32,
     )
     near = distances <= KEPT_DISTANCE
-    same, same_others = tests.files.find(own.hashes)
+    same, same_others = tests.equal_files.find(own.hashes)
     pairs = _each_once(
         np.concatenate([rows[near], same]),
         np.concatenate([others[near], same_others]),
@@ -93,13 +90,8 @@ def search_shard(job: SearchJob) -> int:
 
 def read_pairs(job: SearchJob) -> Pairs:
     """Read the output of `search_shard`, with rows of the split. Raises UserError for a damaged file."""
-    try:
-        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
-            return Pairs(job.shard.first_row + arrays["rows"], arrays["tests"], arrays["distances"])
-    except StorageError:
-        raise
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+    rows, tests, distances = read_arrays(job.out, "rows", "tests", "distances")
+    return Pairs(job.shard.first_row + rows, tests, distances)
 
 
 class _Tests:
@@ -109,12 +101,12 @@ class _Tests:
         with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
             self.fine = np.flatnonzero(arrays["states"] == FINE)
             self.index = TestImages(arrays["thumbs"][self.fine])
-            self.files = _ByBytes(arrays["hashes"])
+            self.equal_files = _EqualFiles(arrays["hashes"])
             self._tars, self._tar = arrays["tars"].tolist(), arrays["tar"]
             self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
 
-    def look(self, row: int) -> np.ndarray:
-        return _look(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
+    def read_reduced(self, row: int) -> np.ndarray:
+        return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
 
 
 @lru_cache(maxsize=1)
@@ -124,11 +116,11 @@ def _load_tests(path: str) -> _Tests:
 
 
 @lru_cache(maxsize=4096)
-def _look(tar: str, offset: int, size: int) -> np.ndarray:
+def _read_reduced(tar: str, offset: int, size: int) -> np.ndarray:
     return reduced(read_image(tar, offset, size))
 
 
-class _ByBytes:
+class _EqualFiles:
     """Finds equal files by the first 8 bytes of their hashes (no chance match is expected in 1e12 pairs)."""
 
     def __init__(self, hashes: np.ndarray) -> None:

@@ -127,14 +127,19 @@ def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
     return data
 
 
-def _load(job: Job, *names: str) -> list[np.ndarray]:
+def read_arrays(path: str, *names: str) -> list[np.ndarray]:
+    """Read arrays of an .npz file that a task wrote. Raises UserError for a damaged file."""
     try:
-        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
-            found = [arrays[name] for name in names]
+        with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
+            return [arrays[name] for name in names]
     except StorageError:
         raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+        raise UserError(f"{path} is damaged. Remove it, and run the same command again.") from None
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
+    found = read_arrays(job.out, *names)
     if any(len(array) != len(job.offsets) for array in found):
         raise UserError(
             f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
