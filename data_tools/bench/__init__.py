@@ -1,1 +1,4 @@
-"""Speed of reading and writing data, side by side with what else does it (`launch/bench.py`)."""
+"""Benchmarks of data loading, sharding, augmentation and the training step, beside those of other projects.
+
+Imports sharding/ and sources/. Called by `launch/bench.py`.
+"""

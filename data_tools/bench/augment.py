@@ -1,6 +1,7 @@
-"""What the operations after the crop cost.
+"""Benchmark of augmentation: CPU time of the operations after the crop, and of mixing.
 
-Processor time of one thread, so that other work on the machine counts little; settings take turns, medians are printed.
+CPU time of one thread is measured, because other load on the machine hardly affects it. Settings alternate, and medians are
+printed.
 """
 
 import time
@@ -29,7 +30,7 @@ SETTINGS = {
 
 
 def run(config: BenchConfig) -> None:
-    """Print the cost of each setting over all images, and of mixing a batch in two places."""
+    """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)
     side = config.image_size
@@ -69,7 +70,7 @@ def run(config: BenchConfig) -> None:
 
 
 def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int) -> None:
-    """Microseconds an image of each way, and the ratio to the first, of medians over rounds in turns."""
+    """Print microseconds per image of each alternative, and the ratio to the first: medians of alternating rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

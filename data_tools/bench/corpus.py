@@ -1,4 +1,4 @@
-"""The images of a benchmark: JPEGs of a folder or tar, repeated to the wanted number; also as a folder of classes."""
+"""Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; also written as a folder of classes."""
 
 import tarfile
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _ENDINGS = (".jpg", ".jpeg")
 
 
 def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]:
-    """Write `images` files folder/<class>/<number>.jpg, repeating those of the source; (path, class) of each.
+    """Write `images` files folder/<class>/<number>.jpg, repeating those of the source; returns (path, class) of each.
 
     Raises UserError as `read_raw` does.
     """
@@ -27,7 +27,7 @@ def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]
 
 
 def read_raw(source: Path, images: int) -> list[bytes]:
-    """So many JPEG files, repeating those of the source. Raises UserError when it is not there or holds none."""
+    """Read `images` JPEG files, repeating those of the source. Raises UserError if it is missing or has none."""
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder. Give a folder or a tar of JPEGs.")
     files = list(_jpegs(source))
@@ -50,4 +50,4 @@ def _jpegs(source: Path) -> Iterator[bytes]:
                     assert content is not None
                     yield content.read()
     except tarfile.TarError:
-        raise UserError(f"source = {source} is no folder and no tar.") from None
+        raise UserError(f"source = {source} is neither a folder nor a tar.") from None

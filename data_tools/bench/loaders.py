@@ -1,4 +1,4 @@
-"""The loader, beside decoding alone and beside other loaders, on the same images."""
+"""Benchmark of the loader, of decoding alone, and of other loaders, on the same images."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
 def run(config: BenchConfig, folder: Path) -> None:
-    """Measure and print. folder: for the images in every layout."""
+    """Measure and print. folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     splits = {}
     for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT)):
@@ -56,7 +56,7 @@ def run(config: BenchConfig, folder: Path) -> None:
     mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
     print(
         f"\n{config.images:,} JPEGs of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, "
-        f"{cores} cores; medians of {config.rounds} rounds, in turns\n"
+        f"{cores} cores; medians of {config.rounds} rounds, alternating\n"
     )
     print(table(contestants, results, _COLUMNS))
 
@@ -136,7 +136,7 @@ def _load(config: BenchConfig, split: Split, view: View, threads: int, first_ste
 
 
 def _decode_alone(config: BenchConfig, split: Split, view: View, threads: int) -> Iterator[int]:
-    """Views of images in memory, one after another into the same place, on so many threads."""
+    """Make views of images in memory on `threads` threads, without a loader."""
     reader = ShardReader(split)
     images = [reader.read(row) for row in range(len(split))]
 

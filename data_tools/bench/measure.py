@@ -1,4 +1,4 @@
-"""Timing of several contestants in one run, in turns, each time in a process of its own."""
+"""Times several contestants alternately, each time in a separate process."""
 
 import importlib
 import multiprocessing
@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Contestant:
-    """name, and what is said of it in the table. cores: how many it may use.
+    """Something to time. name, about: its row in the table. cores: how many it may use.
 
-    run: does the work and yields the number of images of each batch, as they come. module, prepare: imported and called
-    before the clock starts.
+    run: does the work, and yields the number of images of each batch. module: imported, and prepare: called, before timing
+    starts.
     """
 
     name: str
@@ -29,8 +29,9 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Timing:
-    """rate: images a second of wall clock, once a third of the batches are there. per_cpu: images for each second of
-    processor time, start-up and worker processes included. first: seconds to the first batch.
+    """rate: images per second of wall-clock time, without the first third of the batches. first: seconds to the first batch.
+
+    per_cpu: images per second of CPU time, including start-up and worker processes.
     """
 
     rate: float
@@ -39,7 +40,7 @@ class Timing:
 
 
 def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing | str]:
-    """The median of `rounds` timings of each, one after another in every round; or why there is none."""
+    """Returns the median of `rounds` alternating timings of each contestant, or the reason why it was not measured."""
     found: dict[str, list[Timing]] = {contestant.name: [] for contestant in contestants}
     failed: dict[str, str] = {}
     for round_number in range(rounds):
@@ -60,7 +61,7 @@ def _median(timings: Sequence[Timing]) -> Timing:
 
 
 def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], columns: Sequence[str]) -> str:
-    """A Markdown table; columns: heads of `about`."""
+    """Returns a Markdown table. columns: heads of `about`."""
     heads = ["", *columns, "cores", "images/s", "images per CPU second", "first batch"]
     lines = [heads, ["---"] * len(heads)]
     for contestant in contestants:
@@ -81,7 +82,7 @@ def _say(result: Timing | str) -> str:
 
 
 def _timed_apart(contestant: Contestant) -> Timing | str:
-    """In a forked child on so many cores: nothing of one contestant (threads, caches, shared memory) meets another."""
+    """Time in a forked process, so that contestants share no threads, caches or shared memory."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_child, args=(contestant, sender))
     child.start()
@@ -113,8 +114,8 @@ def _child(contestant: Contestant, sender: Connection) -> None:
 
 
 def _rate(counts: Sequence[int], times: Sequence[float]) -> float:
-    """Images a second. Of several batches the first third does not count: fresh memory and imports make it slower than
-    all that follow, which in two seconds shows and in an hour does not."""
+    """Returns images per second. Of several batches the first third is ignored: new memory and imports slow it down, which
+    matters in a run of seconds only."""
     if len(counts) == 1:
         return counts[0] / times[0]
     begin = max(1, len(counts) // 3)
@@ -122,6 +123,6 @@ def _rate(counts: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and of those of its children that have ended."""
+    """Returns user and system time of this process and of its finished children."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,8 +1,8 @@
-"""Other loaders, as their documentation sets them up, all with the same three ways from bytes to a view.
+"""Other loaders, configured as in their documentation, with the same three functions from bytes to a view.
 
-Each `read_*` yields the size of each batch; it imports its library itself, so one that is not installed costs its own
-line only. The random crop is torchvision's RandomResizedCrop (area 5-100 %, aspect 3/4-4/3), then a flip. DALI brings a
-fourth way of its own, of the same crop.
+Each `read_*` yields the size of each batch, and imports its library itself, so that only its own line is missing if it is
+not installed. The random crop is torchvision's RandomResizedCrop (area 5-100 %, aspect 3/4-4/3), followed by a flip. DALI
+has its own decoder and resizer, with the same crop.
 """
 
 import io
@@ -29,7 +29,7 @@ _SHUFFLED = 1000
 
 
 def _crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, left, height, width), by RandomResizedCrop's rule."""
+    """Returns a random (top, left, height, width), by the rule of RandomResizedCrop."""
     for _ in range(10):
         area = height * width * random.uniform(0.05, 1.0)
         aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -69,7 +69,7 @@ def pillow_float(data: bytes, side: int) -> torch.Tensor:
 
 
 class _Files(torch.utils.data.Dataset):
-    """What torchvision's ImageFolder is, with a view of our choice."""
+    """Like torchvision's ImageFolder, with a given view."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], view: View, side: int) -> None:
         self.files, self.view, self.side = files, view, side
@@ -148,7 +148,7 @@ def read_mosaic(folder: Path, view: View, side: int, batch: int, workers: int) -
 
 
 def read_grain(files: Sequence[tuple[Path, int]], view: View, side: int, batch: int, workers: int) -> Iterator[int]:
-    """Grain's MapDataset, shuffled, a batch to a thread."""
+    """Grain's MapDataset, shuffled, one batch per thread."""
     import grain
 
     def load(file: tuple[Path, int]) -> tuple[np.ndarray, int]:
@@ -161,7 +161,7 @@ def read_grain(files: Sequence[tuple[Path, int]], view: View, side: int, batch: 
 
 
 def read_dali(files: Sequence[tuple[Path, int]], antialias: bool, side: int, batch: int, workers: int) -> Iterator[int]:
-    """DALI on the CPU, by its own decoder (of the crop alone), resizer and random numbers."""
+    """DALI on the CPU, with its own decoder (which decodes only the crop), resizer and random numbers."""
     from nvidia import dali
     from nvidia.dali import fn
 
@@ -182,7 +182,7 @@ def read_dali(files: Sequence[tuple[Path, int]], antialias: bool, side: int, bat
 
 
 def read_spdl(files: Sequence[tuple[Path, int]], view: View, side: int, batch: int, workers: int) -> Iterator[int]:
-    """SPDL's pipeline of threads, a batch to a thread (its fastest way)."""
+    """SPDL's pipeline of threads, one batch per thread (its fastest configuration)."""
     from spdl.pipeline import PipelineBuilder
 
     shuffled = random.Random(0).sample(files, len(files))

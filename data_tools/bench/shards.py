@@ -1,4 +1,4 @@
-"""Sharding, beside webdataset's ShardWriter and img2dataset, on the same images."""
+"""Benchmark of sharding, webdataset's ShardWriter and img2dataset, on the same images."""
 
 import io
 import multiprocessing
@@ -21,19 +21,19 @@ from pipeline.settings.data import BenchConfig, ShardConfig
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
-_OURS = "pandas"  # pyarrow imports it on the way, which takes half a second once.
+_OURS = "pandas"  # Imported before timing, because pyarrow imports it, which takes half a second.
 Files = Sequence[tuple[Path, int]]
 
 
 def run(config: BenchConfig, folder: Path) -> None:
-    """Measure and print. Tasks are plain processes here: what Ray adds is a few seconds at the start, once."""
+    """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)
     all_cores = len(os.sched_getaffinity(0))
     numbers = [2**power for power in range(all_cores.bit_length())]
     contestants = [one for cores in numbers for one in _contestants(files, folder, cores)]
     results = race(contestants, config.rounds)
-    print(f"\n{config.images:,} JPEGs in shards of {_PER_SHARD}; medians of {config.rounds} rounds, in turns\n")
+    print(f"\n{config.images:,} JPEGs in shards of {_PER_SHARD}; medians of {config.rounds} rounds, alternating\n")
     print(table(contestants, results, _COLUMNS))
 
 
@@ -44,7 +44,7 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
 
     def one(name: str, about: Sequence[str], module: str, work: Callable[[], Iterator[int]]) -> Contestant:
         name = f"{name}, {cores} core{'s' if cores > 1 else ''}"
-        return Contestant(name, about, cores, work, module, prepare=partial(_empty, out, num_bytes))
+        return Contestant(name, about, cores, work, module, prepare=partial(_level_start, out, num_bytes))
 
     def ours(**settings: Any) -> Callable[[], Iterator[int]]:
         config = ShardConfig(
@@ -64,11 +64,11 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
     yield one("img2dataset", (small, "OpenCV", "area"), "img2dataset", partial(_img2dataset, files, out, cores))
 
 
-def _empty(out: Path, num_bytes: int) -> None:
-    """Before the clock starts; and so that nobody waits for the disk to write what another has left in memory.
+def _level_start(out: Path, num_bytes: int) -> None:
+    """Give every contestant the same start: no output of another that waits to be written, and as much recently used memory.
 
-    Memory for as much has been used just before: that which nobody has used for a while may take a virtual machine three
-    times as long to fill, and who comes after a large output would be ahead.
+    A virtual machine may take three times as long to fill memory that was unused for a while, so that the contestant after
+    a large output would have an advantage.
     """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -94,7 +94,7 @@ def _ours(config: ShardConfig, cores: int) -> Iterator[int]:
 
 
 def _in_processes(files: Files, out: Path, cores: int, encode: Callable[[Path], bytes]) -> Iterator[int]:
-    """ShardWriter in so many processes, each with its share of the files."""
+    """Run ShardWriter in `cores` processes, each with an equal share of the files."""
     workers = [
         multiprocessing.get_context("fork").Process(target=_write, args=(files[i::cores], out, i, encode))
         for i in range(1, cores)
@@ -130,7 +130,7 @@ def _shrunk(path: Path) -> bytes:
 
 
 def _img2dataset(files: Files, out: Path, cores: int) -> Iterator[int]:
-    """From file:// addresses, so no network is measured; its start-up is."""
+    """Run img2dataset on file:// URLs, to measure no network. Its start-up is included."""
     from img2dataset import download
 
     urls = out.with_name("urls.txt")

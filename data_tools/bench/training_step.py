@@ -1,6 +1,6 @@
-"""What the pipeline's training step costs beside a bare PyTorch loop of the same model, batch and optimizer.
+"""Benchmark of the training step, beside a plain PyTorch loop with the same model, batch and optimizer; or of a short run.
 
-In one process, in turns: a machine that is busy for a while is so for both. Or a short real run from shards.
+Both loops alternate in one process, so that other load on the machine affects both.
 """
 
 import math
@@ -46,9 +46,9 @@ _OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkp
 
 
 def run(config: TrainBenchConfig) -> None:
-    """Print the speed of a step beside a bare loop's; or of a run from shards when `config.data` is set."""
+    """Print the speed of a step and of a plain loop, or of a short run from shards if `config.data` is set."""
     if from_environment().world_size > 1:
-        raise UserError("this is measured on one rank. Start it with python, without a launcher.")
+        raise UserError("this benchmark runs on one rank. Start it with python, without a launcher.")
     if config.threads:
         torch.set_num_threads(config.threads)
     if config.data:
@@ -58,9 +58,9 @@ def run(config: TrainBenchConfig) -> None:
 
 
 def from_shards(config: TrainBenchConfig) -> dict[str, float]:
-    """Train on real data as anyone would, a log line and a checkpoint each round; prints and returns medians over rounds.
+    """Train on real data, with a log line and a checkpoint per round; prints and returns medians over rounds.
 
-    The first round, which warms up, does not count. Its last line is made before the evaluation that ends every run.
+    The first round is a warm-up and is ignored. The last log line precedes the evaluation at the end of the run.
     """
     steps = Length.parse(f"{config.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,9 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
 
 
 def beside_a_bare_loop(config: TrainBenchConfig) -> float:
-    """Print the speed of both; returns the share by which the pipeline's step takes longer, the median over rounds.
+    """Print the speed of both; returns the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
 
-    By the clock; in CPU seconds too where it computes on a CPU, which say more on a machine that others use.
+    On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.
     """
     ranks = from_environment()
     start_ranks(ranks, timeout_minutes=10)
@@ -141,7 +141,7 @@ def beside_a_bare_loop(config: TrainBenchConfig) -> float:
 
 
 def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
-    """As the loop of `loop.py` does it, with its clock, meter and agreed loss."""
+    """A step as in `loop.py`, with its clock, meter and mean loss of all ranks."""
     model, optimizer = _model_and_optimizer(config)
     plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=config.batch,
                 num_samples=10**6, global_batch=config.batch, world_size=1)  # fmt: skip
@@ -163,7 +163,7 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
 
 
 def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
-    """What a person writes first: forward, loss, backward, clip, step."""
+    """A plain step: forward, loss, backward, clip, step."""
     model, _ = _model_and_optimizer(config)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     model.to(ranks.device, dtype)
@@ -193,7 +193,7 @@ def _flops(config: TrainBenchConfig) -> float:
 
 
 def _batch(size: int, image_size: int) -> Batch:
-    """Noise: a step takes the same time whatever it sees."""
+    """A batch of noise: the time of a step does not depend on the images."""
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))

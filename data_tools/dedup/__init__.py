@@ -1,4 +1,4 @@
-"""Pre-training images that are near copies of test images: thumbnails, search, verification of pairs, a sheet to judge by.
+"""Finds images of a data set that are near copies of test images: thumbnails, search, verification of pairs, a sheet of pairs.
 
-Imports sharding/. Called by `launch/dedup.py`.
+Imports sources/ and the modules of `data_tools` itself. Called by `launch/dedup.py`.
 """

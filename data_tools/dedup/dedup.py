@@ -1,8 +1,8 @@
-"""Which images of a data set are copies of test images: thumbnails of all, then a search of them, a Ray task a shard.
+"""Finds the images of a data set that are copies of test images: thumbnails of all images, then a search, one Ray task per shard.
 
-Everything it writes is in the data set's own folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png,
-dedup/thumbnails/, one file for each shard that was ever read, named by the shard's sha256, and dedup/search/, a folder for
-each choice of test images, with one file for each shard that was searched for copies of them.
+All output is in the data set's folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png, dedup/thumbnails/
+(one file per shard, named by the shard's sha256) and dedup/search/ (one folder per choice of test images, with one file per
+searched shard). Shards whose file exists are not read or searched again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _MAX_PICTURED = 96
 
 @dataclass(frozen=True)
 class Part:
-    """A split that is searched, or searched for, and its shards."""
+    """The searched split, or a split of test images, with one job per shard."""
 
     dataset: Dataset
     split: str
@@ -55,7 +55,7 @@ class Part:
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
-    """Search, report and mark; what report.json says. Raises UserError; then no list is written."""
+    """Search, write the report and the exclusion list; returns the content of report.json. After a UserError no list is written."""
     searched, tests = _open(config)
     with only_driver(searched.dataset.path / FOLDER):
         return _run(searched, tests, config)
@@ -81,7 +81,7 @@ def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, An
             file.write(draw_pairs(pictures))
     _print(report)
     if config.dry_run:
-        print(f"dry_run: marked none of the {len(marks):,} copies; report and pictures are in {folder}")
+        print(f"dry_run: none of the {len(marks):,} copies was marked; report and sheet of pairs are in {folder}")
     else:
         path = write_list(searched.dataset, LIST, marks)
         print(f"marked {len(marks):,} copies in {path}; look at {folder / SHEET}" if len(marks) else f"wrote {path}")
@@ -89,7 +89,7 @@ def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, An
 
 
 def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
-    """The split that is searched, and the parts of test images."""
+    """Returns the searched split and the splits of test images."""
     data = open_dataset(ray_tasks.shared_path("data", config.data))
     folder = data.path / FOLDER / THUMBNAILS
     searched = _part(data, config.split, folder)
@@ -100,8 +100,8 @@ def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
         splits = [split] if split else dataset.splits
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
             raise UserError(
-                f"against = {entry} is the data that is searched: every image would be its own copy. Name another "
-                f"split of it (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')}) or "
+                f"against = {entry} is the searched split itself: every image would be its own copy. Name another "
+                f"split of this data set (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')}) or "
                 "another data set."
             )
         for name in splits:
@@ -110,7 +110,7 @@ def _open(config: DedupConfig) -> tuple[Part, list[Part]]:
 
 
 def _location_and_split(entry: str) -> tuple[str, str]:
-    """'folder:split' or 'folder'; of a URL, options follow: 's3://bucket/set:split?region=...'."""
+    """Splits 'folder:split' or 'folder' in two. Options of a URL stay with it: 's3://bucket/set:split?region=...'."""
     location, mark, options = entry.partition("?") if "://" in entry else (entry, "", "")
     folder, slash, name = location.rpartition("/")
     name, _, split = name.rpartition(":") if ":" in name else (name, "", "")
@@ -125,7 +125,7 @@ def _part(dataset: Dataset, split: str, folder: AnyPath) -> Part:
 
 
 def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
-    """Thumbnails of every shard that has none yet."""
+    """Make the thumbnails of every shard that has none."""
     every = {job.out: job for part in parts for job in part.jobs}
     folder = parts[0].dataset.path / FOLDER / THUMBNAILS
     there = {str(path) for path in folder.iterdir()}
@@ -145,7 +145,7 @@ def _run_tasks(
     searched: Part,
     config: DedupConfig,
 ) -> None:
-    """One task for each of shards; done is the word for what it does to them."""
+    """Run one task per shard. done: the verb in the past tense for progress, such as "read"."""
     if not tasks:
         return
     num_cpus = ray_tasks.connect(config.num_tasks)
@@ -167,12 +167,12 @@ def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad
             keys = ", ".join(_manifest_rows(part, bad[:3]).column("key").to_pylist())
             raise UserError(
                 f"{len(bad):,} of the {len(part):,} images of {part.name} cannot be decoded, more than max_bad_share = "
-                f"{max_bad_share} allows: {keys}. Mend or remove them and shard again, or raise max_bad_share."
+                f"{max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
             )
 
 
 def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs:
-    """Every pair of a searched image and a test image that are copies: the same bytes, or alike."""
+    """Returns every pair of a searched image and a test image with equal bytes or within max_distance."""
     test_jobs = [job for part in tests for job in part.jobs]
     names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
     choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
@@ -184,7 +184,8 @@ def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs
     if missing and str(folder / TESTS) not in there:
         write_tests(test_jobs, folder / TESTS)
     print(
-        f"{len(every) - len(missing):,} of {len(every):,} shards were searched for these test images before", flush=True
+        f"{len(every) - len(missing):,} of {len(every):,} shards were searched earlier for these test images",
+        flush=True,
     )
     _run_tasks(search_shard.search_shard, missing, [job.shard for job in missing], "searched", searched, config)
     found = [read_pairs(job) for job in every]
@@ -196,14 +197,14 @@ def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs
 
 
 def _nearest(pairs: Pairs) -> Pairs:
-    """The nearest test image of each row."""
+    """Keep the nearest test image of each row."""
     order = np.lexsort((pairs.tests, pairs.distances, pairs.rows))
     _, first = np.unique(pairs.rows[order], return_index=True)
     return Pairs(pairs.rows[order][first], pairs.tests[order][first], pairs.distances[order][first])
 
 
 def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa.Table, list[tuple[Picture, Picture]]]:
-    """The list of marks (EXCLUDED), and pairs to picture: (test image, copy), least certain first."""
+    """Returns the exclusion list (schema EXCLUDED) and pairs to draw, (test image, copy), largest distance first."""
     starts = np.cumsum([0] + [len(part) for part in tests])
     of_part = np.searchsorted(starts, nearest.tests, side="right") - 1
     own = _manifest_rows(searched, nearest.rows).to_pylist()
@@ -232,7 +233,7 @@ def _describe(searched: Part, tests: Sequence[Part], nearest: Pairs) -> tuple[pa
 
 
 def _manifest_rows(part: Part, rows: np.ndarray) -> pa.Table:
-    """key, offset, size and shard of these rows of a split, in their order; reads the row groups that hold them."""
+    """Returns key, offset, size and shard of some rows of a split, in the given order. Reads only the row groups that hold them."""
     samples = part.dataset.info["samples"]
     start = sum(samples[name] for name in part.dataset.splits[: part.dataset.splits.index(part.split)])
     file = open_parquet(part.dataset.path / SAMPLES_FILE)
@@ -309,7 +310,7 @@ def _print(report: dict[str, Any]) -> None:
     everything = [data, *report["against"]]
     plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
     print(
-        f"{data['copies']:,} of the {data['images']:,} images of {data['name']} are copies of test images; columns of "
-        f"distances: the nearest test image. {plain:,} images are too plain to compare (equal files only), {bad:,} "
-        f"cannot be decoded; {duration(report['seconds'])}"
+        f"{data['copies']:,} of the {data['images']:,} images of {data['name']} are copies of test images; they are "
+        f"counted by distance to the nearest test image. {plain:,} images have too little detail to compare (only equal "
+        f"files are found), {bad:,} cannot be decoded; {duration(report['seconds'])}"
     )

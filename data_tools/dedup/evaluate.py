@@ -1,10 +1,11 @@
-"""How well copies of your own images are found, to judge max_distance by; and how fast the search is on this machine.
+"""Command: recall of dedup on your own images, to choose max_distance; and speed of the search on this machine.
 
-    python -m data_tools.dedup.evaluate recall datasets/photos val       # plants copies of up to 2,000 images of a split
-    python -m data_tools.dedup.evaluate speed 1000000 100000             # images, test images; made of noise
+    python -m data_tools.dedup.evaluate recall datasets/photos val       # copies of up to 2,000 images of a split
+    python -m data_tools.dedup.evaluate speed 1000000 100000             # numbers of images and test images, of noise
 
-Recall is the share of planted copies found. For false copies, run `launch/dedup.py ... dry_run=true` on data that share
-no image with the test images, and look at the picture sheet; tests/measure/measure_copies.py does it with patches.
+Recall is the share of generated copies that are found. To find false positives, run `launch/dedup.py ... dry_run=true` on
+data that share no image with the test images, and look at the sheet of pairs; tests/measure/measure_copies.py does so with
+patches.
 """
 
 import argparse
@@ -87,7 +88,10 @@ PLANTS: dict[str, Plant] = {
 
 
 def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int = 0) -> dict[str, float]:
-    """Share of planted copies found, by PLANTS; images: (H, W, 3) uint8. A plain image's copy counts as not found."""
+    """Returns the share of planted copies that are found, for each of PLANTS. Copies of plain images count as not found.
+
+    images: (H, W, 3) uint8 each.
+    """
     thumbs = np.stack([thumbnail(pixels) for pixels in images])
     fine = np.array([not is_plain(pixels, thumb) for pixels, thumb in zip(images, thumbs, strict=True)])
     rows = np.flatnonzero(fine)
@@ -100,16 +104,16 @@ def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int 
         likely = tests.find(own[usable])
         copy_of = usable[likely.query]
         planted = np.flatnonzero(copy_of == rows[likely.test])
-        looks = [
+        distances = [
             distance(reduced(images[copy_of[i]]), reduced(copies[copy_of[i]]), likely.crop[i], likely.mirrored[i])
             for i in planted
         ]
-        recall[name] = sum(look <= max_distance for look in looks) / len(images)
+        recall[name] = sum(found <= max_distance for found in distances) / len(images)
     return recall
 
 
 def measure_speed(num_images: int, num_tests: int, max_distance: float, num_planted: int = 1000) -> None:
-    """Print the seconds of a search of pictures of noise (spectrum as photographs'), and whether planted ones are found."""
+    """Print how long a search of noise with the spectrum of photographs takes, and how many planted copies it finds."""
     rng = np.random.default_rng(0)
     start = time.monotonic()
     pictures = np.concatenate([_noise(rng, min(4096, num_tests - i)) for i in range(0, num_tests, 4096)])
@@ -119,7 +123,7 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         f"{num_tests:,} test images: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
         flush=True,
     )
-    seconds, cpu_seconds, looks, found, others, done = 0.0, 0.0, 0, 0, 0, 0
+    seconds, cpu_seconds, verified, found, others, done = 0.0, 0.0, 0, 0, 0, 0
     planted = max(4096 * num_planted // num_images, 1)
     while done < num_images:
         thumbs = _noise(rng, min(4096, num_images - done))
@@ -139,11 +143,11 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         )
         rows, test = likely.query[near], likely.test[near]
         hits = (rows < len(of)) & (test == of[rows.clip(max=len(of) - 1)])
-        looks, found, others = looks + len(near), found + int(hits.sum()), others + int((~hits).sum())
+        verified, found, others = verified + len(near), found + int(hits.sum()), others + int((~hits).sum())
         done += len(thumbs)
         if done // 4096 % 25 == 0 or done == num_images:
             print(
-                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), second looks {looks:,}, found {found:,} of "
+                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), pairs verified {verified:,}, found {found:,} of "
                 f"{-(-done // 4096) * planted:,} planted, {others} others; "
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
                 flush=True,
@@ -151,7 +155,7 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
 
 
 def _noise(rng: np.random.Generator, num: int) -> np.ndarray:
-    """(num, SIDE, SIDE) uint8, amplitudes falling with frequency."""
+    """Returns (num, SIDE, SIDE) uint8 noise whose amplitude falls with frequency."""
     down, across = np.meshgrid(np.fft.fftfreq(SIDE), np.fft.rfftfreq(SIDE), indexing="ij")
     amplitude = 1 / np.maximum(np.hypot(down, across), 0.5 / SIDE)
     spectrum = np.fft.rfft2(rng.normal(size=(num, SIDE, SIDE)).astype(np.float32)) * amplitude
@@ -159,10 +163,10 @@ def _noise(rng: np.random.Generator, num: int) -> np.ndarray:
     return (pictures / pictures.std((1, 2), keepdims=True) * 50 + 128).clip(0, 255).astype(np.uint8)
 
 
-def _load(path: str, split: str, most: int) -> list[np.ndarray]:
+def _load_images(path: str, split: str, max_images: int) -> list[np.ndarray]:
     samples = open_dataset(path).split(split)
     reader = ShardReader(samples)
-    rows = np.unique(np.linspace(0, len(samples) - 1, most).astype(np.int64))
+    rows = np.unique(np.linspace(0, len(samples) - 1, max_images).astype(np.int64))
     images = [decode(reader.read(row)) for row in rows.tolist()]
     reader.close()
     return images
@@ -185,7 +189,7 @@ def main() -> None:
         if arguments.command == "speed":
             measure_speed(arguments.images, arguments.tests, arguments.max_distance)
             return
-        shares = measure_recall(_load(arguments.data, arguments.split, arguments.images), arguments.max_distance)
+        shares = measure_recall(_load_images(arguments.data, arguments.split, arguments.images), arguments.max_distance)
         for name, share in {**shares, "mean": float(np.mean(list(shares.values())))}.items():
             print(f"{share:8.3f}  {name}")
 

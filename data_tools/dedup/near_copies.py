@@ -1,12 +1,12 @@
-"""Which pairs of images may be copies: re-compressed, resized, cropped a little, mirrored, lighter, of other colours.
+"""Finds pairs of images that may be copies: recompressed, resized, slightly cropped, mirrored, with other brightness or colours.
 
-Every image is a grey thumbnail (32 x 32). Its DCT coefficients serve twice: the signs of the 64 lowest are a hash, by
-which a faiss index finds candidates, and 255 of them, weighted by frequency so that fine detail counts as much as the
-broad layout that unrelated photographs share, are correlated to sort out most candidates, and to tell which crop it is.
-What is left is judged by a second look at the images themselves (verify_pair.py).
+Each image is reduced to a grey thumbnail (32 x 32). Its DCT coefficients are used twice: the signs of the 64 lowest form a
+hash, by which a faiss index finds candidates; 255 of them are correlated, to reject most candidates and to estimate the
+crop. They are weighted by frequency, so that fine detail counts as much as the coarse layout that unrelated photographs
+share. The remaining pairs are verified on the images themselves (verify_pair.py).
 
-A cropped copy has another hash. So a test image, of which there are few, is in the index with the hashes of 36 crops of
-it and of their mirror images; an image to be looked up has one.
+A cropped copy has another hash. Therefore each test image is indexed with the hashes of 36 crops and of their mirror
+images, and each searched image, of which there are many more, has one hash.
 """
 
 from dataclasses import dataclass
@@ -17,40 +17,40 @@ import numpy as np
 
 SIDE = 32
 _FREQUENCIES = 16
-# Of a hash of 64 bits, most copies' differ in at most 7: with four tables of 16 bits one table then has at most one
-# wrong. Of those that differ in 8 or 9 the tables come across many, too.
+# The hashes (64 bits) of most copies differ in at most 7 bits, so that at least one of four tables of 16 bits has at most
+# one wrong bit. Many copies with 8 or 9 wrong bits are found as well.
 _MAX_BITS = 9
 _TABLES, _TABLE_BITS, _TABLE_FLIPS = 4, 16, 1
-# What is left of a side, as shares of it: crops of up to 10 %, coarse for the hash and fine for the judgement.
+# Crops remove up to 10 % of each side, in coarse steps for hashing and in fine steps for correlation (shares of a side).
 _HASH_STEP, _FINE_STEP = 0.05, 0.02
 _MAX_CROP = 0.1
-# A candidate as its hash found it, before the crop is known to a pixel, and then; 99 % of copies are below 0.4 and 0.2.
+# Limits of 1 - correlation for the crop of the hash and for the best fine crop; 99 % of copies are below 0.4 and 0.2.
 _MAX_COARSE_DISTANCE = 0.7
 _MAX_FINE_DISTANCE = 0.3
-# Coefficients that carry the picture (participation ratio of their energy): a gradient has 1.5, a photograph 65 (median).
+# Effective number of coefficients (participation ratio of their energy): 1.5 for a gradient, 65 for photographs (median).
 _MIN_DETAIL = 10
-# Of the 64 blocks of a thumbnail, as many as show something: a variance well above that of compression, in grey levels
-# squared. A corner of something before a plain ground has 1 to 8, one straight edge up to 14, a photograph 50 (median).
+# Effective number of a thumbnail's 64 blocks whose variance (grey levels squared) is well above compression noise: 1 to 8
+# for an object's corner on a uniform background, up to 14 for one straight edge, 50 for photographs (median).
 _BLOCK, _BLOCK_NOISE, _MIN_BLOCKS = 4, 25.0, 16.0
 _MIN_SIDE_PIXELS = 16
 _BATCH = 1024
 
 
 def _intervals(step: float) -> np.ndarray:
-    """(n, 2): every (begin, end) within [0, 1] that leaves away at most _MAX_CROP, in steps."""
+    """Returns (n, 2): every (begin, end) within [0, 1] that removes at most _MAX_CROP, in multiples of step."""
     num = round(_MAX_CROP / step)
     return np.array([(left * step, 1 - right * step) for left in range(num + 1) for right in range(num + 1 - left)])
 
 
 def _dct() -> np.ndarray:
-    """(frequencies, SIDE) float32, orthogonal rows of equal length."""
+    """Returns the DCT matrix, (frequencies, SIDE) float32, with orthogonal rows of equal length."""
     rows = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * (np.arange(SIDE) + 0.5) / SIDE)
     rows[0] *= np.sqrt(0.5)
     return rows.astype(np.float32)
 
 
 def _dct_of_interval(begin: float, end: float) -> np.ndarray:
-    """(frequencies, SIDE): the DCT of the part [begin, end] of a side, stretched to the whole by the area method."""
+    """Returns (frequencies, SIDE): the DCT of the interval [begin, end] of a side, resized to the whole side by area."""
     edges = np.linspace(begin, end, SIDE + 1) * SIDE
     pixel = np.arange(SIDE)
     overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
@@ -59,7 +59,7 @@ def _dct_of_interval(begin: float, end: float) -> np.ndarray:
 
 
 def _hash_bits() -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of the 64 lowest frequencies, dealt out so that each of the four tables has low and high ones."""
+    """Returns rows and columns of the 64 lowest frequencies, ordered so that each table has low and high ones."""
     lowest = sorted(
         ((v, u) for v in range(_FREQUENCIES) for u in range(_FREQUENCIES) if u or v),
         key=lambda place: (place[0] ** 2 + place[1] ** 2, place),
@@ -69,7 +69,7 @@ def _hash_bits() -> tuple[np.ndarray, np.ndarray]:
 
 
 _V, _U = _hash_bits()
-# Mirroring an image changes the sign of its odd horizontal frequencies.
+# Mirroring an image inverts the sign of its odd horizontal frequencies.
 _MIRROR = np.where(np.arange(_FREQUENCIES) % 2, -1, 1).astype(np.float32)
 _WEIGHTS = np.hypot(*np.mgrid[:_FREQUENCIES, :_FREQUENCIES]).astype(np.float32)
 _COARSE = np.stack([_dct_of_interval(*interval) for interval in _intervals(_HASH_STEP)])
@@ -79,7 +79,7 @@ NUM_CROPS = 2 * len(_COARSE) ** 2
 
 
 def thumbnail(pixels: np.ndarray) -> np.ndarray:
-    """(SIDE, SIDE) uint8 grey of (H, W, 3) uint8 RGB, by the area method; a side that is shorter is enlarged."""
+    """Resize (H, W, 3) uint8 RGB to (SIDE, SIDE) uint8 grey: by area, or bilinearly where a side is shorter than SIDE."""
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     height, width = grey.shape
     grey = cv2.resize(grey, (min(width, SIDE), min(height, SIDE)), interpolation=cv2.INTER_AREA)
@@ -87,7 +87,7 @@ def thumbnail(pixels: np.ndarray) -> np.ndarray:
 
 
 def is_plain(pixels: np.ndarray, thumb: np.ndarray) -> bool:
-    """Whether an image shows too little to tell it from others: mostly uniform, a gradient, or a few pixels in all."""
+    """Returns whether an image has too little detail to compare: mostly uniform, a gradient, or very small."""
     if min(pixels.shape[:2]) < _MIN_SIDE_PIXELS:
         return True
     num = SIDE // _BLOCK
@@ -100,7 +100,7 @@ def is_plain(pixels: np.ndarray, thumb: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Pairs that may be copies: rows of the queries, of the test images, and the crop whose hash was nearest."""
+    """Pairs with similar hashes. query, test: rows of the queries and of the test images. crop: index of the nearest crop hash."""
 
     query: np.ndarray
     test: np.ndarray
@@ -109,7 +109,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Likely:
-    """Candidates whose thumbnails correlate. query, test: (n,) int64, rows of the queries and of the test images.
+    """Candidates with correlated thumbnails. query, test: (n,) int64, rows of the queries and of the test images.
 
     crop: (n, 4) float32, top, bottom, left, right of the part of the test image that the query shows, within [0, 1].
     mirrored: (n,) bool.
@@ -122,9 +122,9 @@ class Likely:
 
 
 class TestImages:
-    """Test images to search for copies of. thumbs: (n, SIDE, SIDE) uint8; test images are known by their row."""
+    """Index of test images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8."""
 
-    __test__ = False  # Not one of pytest's.
+    __test__ = False  # pytest must not collect it.
 
     def __init__(self, thumbs: np.ndarray) -> None:
         self._thumbs = thumbs
@@ -138,7 +138,7 @@ class TestImages:
             self._tables.append(index)
 
     def find(self, thumbs: np.ndarray) -> Likely:
-        """Pairs of thumbs ((n, SIDE, SIDE) uint8) and test images that are worth a second look; by row of thumbs."""
+        """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and test images to verify, ordered by row of thumbs."""
         coefficients = _coefficients(thumbs)
         found = self.candidates(_hashes(coefficients))
         mirrored = found.crop >= NUM_CROPS // 2
@@ -154,7 +154,7 @@ class TestImages:
         return Likely(found.query[rows], found.test[rows], np.array(crops, np.float32).reshape(-1, 4), mirrored[rows])
 
     def candidates(self, hashes: np.ndarray) -> Candidates:
-        """All pairs whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once."""
+        """Returns every pair whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once."""
         # (query, test image, bits, crop), so that the nearest crop of a pair comes first.
         parts = []
         for table, index in enumerate(self._tables):
@@ -181,7 +181,7 @@ class TestImages:
 
 
 def _best_crop(query: np.ndarray, thumb: np.ndarray) -> tuple[float, np.ndarray]:
-    """1 - the correlation at the best of the fine crops of a test image, and that crop as `Likely` has it."""
+    """Returns (1 - correlation, crop as in `Likely`) of the best fine crop of a test image."""
     correlations = _unit(_crops(thumb[None], _FINE)[0]) @ _unit(query[None])[0]
     best = int(correlations.argmax())
     down, across = divmod(best, len(_FINE_INTERVALS))
@@ -189,14 +189,14 @@ def _best_crop(query: np.ndarray, thumb: np.ndarray) -> tuple[float, np.ndarray]
 
 
 def _coefficients(thumbs: np.ndarray) -> np.ndarray:
-    """(n, frequencies down, frequencies across) float32 of (n, SIDE, SIDE)."""
+    """DCT of (n, SIDE, SIDE) thumbnails: (n, vertical frequencies, horizontal frequencies) float32."""
     return _dct() @ thumbs.astype(np.float32) @ _dct().T
 
 
 def _crops(thumbs: np.ndarray, intervals: np.ndarray) -> np.ndarray:
-    """(n, crops, frequencies, frequencies): coefficients of every crop, intervals down x intervals across.
+    """DCT of every crop, vertical x horizontal intervals: (n, crops, frequencies, frequencies).
 
-    intervals: (k * frequencies, SIDE), the DCTs of k intervals, one below another.
+    intervals: (k * frequencies, SIDE), the stacked DCT matrices of k intervals.
     """
     k, f = len(intervals) // _FREQUENCIES, _FREQUENCIES
     grid = (intervals @ thumbs.astype(np.float32) @ intervals.T).reshape(-1, k, f, k, f)
@@ -204,28 +204,28 @@ def _crops(thumbs: np.ndarray, intervals: np.ndarray) -> np.ndarray:
 
 
 def _hashes(coefficients: np.ndarray) -> np.ndarray:
-    """uint64 of (..., frequencies, frequencies)."""
+    """Hashes of (..., frequencies, frequencies) coefficients: (...) uint64."""
     signs = np.ascontiguousarray(coefficients[..., _V, _U] > 0)
     return np.packbits(signs, axis=-1).view(np.uint64)[..., 0]
 
 
 def _crop_hashes(thumbs: np.ndarray) -> np.ndarray:
-    """(n * NUM_CROPS,) uint64: of each thumbnail's crops, then of their mirror images."""
+    """Hashes of each thumbnail's crops, then of their mirror images: (n * NUM_CROPS,) uint64."""
     crops = _crops(thumbs, _COARSE.reshape(-1, SIDE))
     return np.stack([_hashes(crops), _hashes(crops * _MIRROR)], axis=1).reshape(-1)
 
 
 def _rotated(hashes: np.ndarray, table: int) -> np.ndarray:
-    """(n, 8) uint8, the bits of this table first: faiss's IndexBinaryHash has one table, of the first bits."""
+    """Hashes as (n, 8) uint8 with the bits of one table first: faiss's IndexBinaryHash builds its only table from them."""
     return np.roll(hashes.view(np.uint8).reshape(-1, 8), -2 * table, axis=1)
 
 
 def _weighted(coefficients: np.ndarray) -> np.ndarray:
-    """Coefficients by frequency; natural images' fall with it. The mean, of frequency 0, is gone."""
+    """Multiply by frequency, because coefficients of natural images fall with it. The mean (frequency 0) becomes 0."""
     return coefficients * _WEIGHTS
 
 
 def _unit(coefficients: np.ndarray) -> np.ndarray:
-    """(n, frequencies squared): weighted, of length 1."""
+    """Weighted coefficients as unit vectors: (n, frequencies squared)."""
     flat = _weighted(coefficients).reshape(len(coefficients), -1)
     return flat / np.linalg.norm(flat, axis=1, keepdims=True).clip(1e-6)

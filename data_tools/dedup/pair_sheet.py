@@ -1,4 +1,4 @@
-"""A sheet of pairs of pictures for people to judge: the test image on the left, the copy on the right."""
+"""Draws a sheet of image pairs for visual inspection: the test image on the left, the copy on the right."""
 
 import io
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ _COLUMNS, _SIDE, _GAP, _LINE = 6, 112, 12, 14
 
 @dataclass(frozen=True)
 class Picture:
-    """pixels: (H, W, 3) uint8."""
+    """An image with its caption. pixels: (H, W, 3) uint8."""
 
     pixels: np.ndarray
     caption: str
 
     @classmethod
     def read(cls, dataset: Dataset, row: dict[str, Any], caption: str) -> "Picture":
-        """row: shard, offset and size, as the manifest has them."""
+        """Read an image of a data set. row: shard, offset and size, from the manifest."""
         with Reader() as reader:
             path = dataset.shard_path(dataset.shards()[row["shard"]].name)
             return cls(decode(reader.read(str(path), row["offset"], row["size"], packed=0)), caption)
 
 
 def draw_pairs(pairs: Sequence[tuple[Picture, Picture]]) -> bytes:
-    """PNG of the pairs, row by row, each with its two captions below."""
+    """Returns a PNG of the pairs, row by row, each with its two captions below."""
     cell_width, cell_height = 2 * _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
     num_columns = min(_COLUMNS, len(pairs))
     num_rows = -(-len(pairs) // num_columns)
@@ -55,7 +55,7 @@ def draw_pairs(pairs: Sequence[tuple[Picture, Picture]]) -> bytes:
 
 
 def _shortened(text: str, draw: ImageDraw.ImageDraw, font: Any) -> str:
-    """Its beginning and, as far as there is room, its end: keys differ there."""
+    """Shorten in the middle, because keys differ at their end."""
     kept = len(text)
     shown = text
     while draw.textlength(shown, font) > 2 * _SIDE:

@@ -1,7 +1,6 @@
-"""The task that searches one shard's images for copies of test images, and keeps what it found."""
+"""Ray task that searches the images of one shard for copies of test images, and writes the pairs."""
 
 import io
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,22 +9,20 @@ import cv2
 import numpy as np
 
 from data_tools.dedup.near_copies import TestImages
-from data_tools.dedup.thumbnails import FINE, Job, read_image, read_thumbnails
+from data_tools.dedup.thumbnails import FINE, Job, read_arrays, read_image, read_thumbnails
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 
-# Pairs up to this distance are kept, so that another max_distance needs no other search.
+# Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5
-# Of what a search finds in the same thumbnails: results of another format are not read.
+# Format of the results, part of their path. Increase it when the search would find other pairs in the same thumbnails.
 FORMAT = 2
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """A shard whose thumbnails were made; the file of test images, by `write_tests`; where the pairs go."""
+    """shard: with thumbnails. tests: path of the file of `write_tests`. out: path of the pairs."""
 
     shard: Job
     tests: str
@@ -34,7 +31,7 @@ class SearchJob:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Copies found, each pair once. rows: of the searched images. tests: of all test images, one shard after another."""
+    """Copies found, each pair once. rows: of the searched split. tests: rows of all test images, in the order of their shards."""
 
     rows: np.ndarray
     tests: np.ndarray
@@ -42,7 +39,7 @@ class Pairs:
 
 
 def write_tests(jobs: Sequence[Job], path: AnyPath) -> None:
-    """All that the search needs of the test images, in one file: 1.1 KB each."""
+    """Write everything the search needs about the test images to one file: 1.1 KB per image."""
     kept = [read_thumbnails(job) for job in jobs]
     with replacing(path) as file:
         np.savez(
@@ -58,7 +55,7 @@ def write_tests(jobs: Sequence[Job], path: AnyPath) -> None:
 
 
 def search_shard(job: SearchJob) -> int:
-    """Write the pairs of one shard; returns how many. Raises UserError when a shard or a file of thumbnails is damaged."""
+    """Write the pairs of one shard; returns their number. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
     tests = _load_tests(job.tests)
     own = read_thumbnails(job.shard)
@@ -67,7 +64,7 @@ def search_shard(job: SearchJob) -> int:
     rows, others = usable[likely.query], tests.fine[likely.test]
     distances = np.array(
         [
-            distance(tests.look(other), _look(job.shard.tar, offset, size), crop, mirrored)
+            distance(tests.read_reduced(other), _read_reduced(job.shard.tar, offset, size), crop, mirrored)
             for other, offset, size, crop, mirrored in zip(
                 others.tolist(),
                 job.shard.offsets[rows].tolist(),
@@ -80,7 +77,7 @@ def search_shard(job: SearchJob) -> int:
         np.float32,
     )
     near = distances <= KEPT_DISTANCE
-    same, same_others = tests.files.find(own.hashes)
+    same, same_others = tests.equal_files.find(own.hashes)
     pairs = _each_once(
         np.concatenate([rows[near], same]),
         np.concatenate([others[near], same_others]),
@@ -92,44 +89,39 @@ def search_shard(job: SearchJob) -> int:
 
 
 def read_pairs(job: SearchJob) -> Pairs:
-    """What `search_shard` wrote, rows as the split has them. Raises UserError when it is damaged."""
-    try:
-        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
-            return Pairs(job.shard.first_row + arrays["rows"], arrays["tests"], arrays["distances"])
-    except StorageError:
-        raise
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+    """Read the output of `search_shard`, with rows of the split. Raises UserError for a damaged file."""
+    rows, tests, distances = read_arrays(job.out, "rows", "tests", "distances")
+    return Pairs(job.shard.first_row + rows, tests, distances)
 
 
 class _Tests:
-    """Test images as a worker holds them. fine: the rows, of all, that the index has."""
+    """Test images in a worker's memory. fine: the indexed rows."""
 
     def __init__(self, path: str) -> None:
         with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
             self.fine = np.flatnonzero(arrays["states"] == FINE)
             self.index = TestImages(arrays["thumbs"][self.fine])
-            self.files = _ByBytes(arrays["hashes"])
+            self.equal_files = _EqualFiles(arrays["hashes"])
             self._tars, self._tar = arrays["tars"].tolist(), arrays["tar"]
             self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
 
-    def look(self, row: int) -> np.ndarray:
-        return _look(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
+    def read_reduced(self, row: int) -> np.ndarray:
+        return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))
 
 
 @lru_cache(maxsize=1)
 def _load_tests(path: str) -> _Tests:
-    """Once in a worker's life, not for each of its shards: the index of 100,000 images takes half a minute to build."""
+    """Cached per worker: building the index of 100,000 images takes half a minute."""
     return _Tests(path)
 
 
 @lru_cache(maxsize=4096)
-def _look(tar: str, offset: int, size: int) -> np.ndarray:
+def _read_reduced(tar: str, offset: int, size: int) -> np.ndarray:
     return reduced(read_image(tar, offset, size))
 
 
-class _ByBytes:
-    """Finds equal files by the first 8 bytes of their hashes (of 1e12 pairs none is expected to agree by chance)."""
+class _EqualFiles:
+    """Finds equal files by the first 8 bytes of their hashes (no chance match is expected in 1e12 pairs)."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         digests = _digests(hashes)
@@ -137,7 +129,7 @@ class _ByBytes:
         self._sorted = digests[self._order]
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs (row of hashes, row of the test images) of equal files."""
+        """Returns (rows of hashes, rows of test images) of equal files."""
         digests = _digests(hashes)
         first = np.searchsorted(self._sorted, digests, side="left")
         count = np.searchsorted(self._sorted, digests, side="right") - first
@@ -151,7 +143,7 @@ def _digests(hashes: np.ndarray) -> np.ndarray:
 
 
 def _each_once(rows: np.ndarray, tests: np.ndarray, distances: np.ndarray) -> Pairs:
-    """Equal files are found by their pixels, too, and there at a distance that only rounds to 0."""
+    """Keep each pair once, at its smallest distance: equal files are also found by their pixels, at about 0."""
     order = np.lexsort((distances, tests, rows))
     rows, tests, distances = rows[order], tests[order], distances[order]
     is_first = np.ones(len(rows), bool)

@@ -1,4 +1,4 @@
-"""The task that reads a shard's images once, and keeps a thumbnail of each (1 KB) for every later comparison."""
+"""Ray task that reads the images of a shard once and writes a thumbnail of each (1 KB), for all later comparisons."""
 
 import io
 import zipfile
@@ -21,15 +21,15 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
-# Of the files: with another rule of what is plain, or another hash, it is another.
+# Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.
 _FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """One shard to be read, and where its thumbnails go. offsets, sizes: (n,) int64.
+    """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
-    first_row: of the shard's samples in its split, as the manifest has it.
+    first_row: row of the shard's first sample in its split.
     """
 
     tar: str
@@ -41,8 +41,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Thumbnails:
-    """What is kept of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD. hashes: (n, 16) uint8,
-    of the files (`content_hash`)."""
+    """Thumbnails of n images. thumbs: (n, SIDE, SIDE) uint8. states: (n,) uint8, FINE, PLAIN or BAD.
+
+    hashes: (n, 16) uint8, `content_hash` of the files.
+    """
 
     thumbs: np.ndarray
     states: np.ndarray
@@ -50,7 +52,7 @@ class Thumbnails:
 
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
-    """A job for each shard of a split, samples of every exclusion list included."""
+    """Yields one job per shard of a split. Excluded samples are included."""
     rows = _rows_of_shards(dataset)
     first_row = 0
     for shard, table in rows:
@@ -67,10 +69,9 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[Job]:
 
 
 def make_thumbnails(job: Job) -> int:
-    """Read one shard and write its thumbnails; returns bytes read.
+    """Read one shard and write its thumbnails; returns the number of bytes read.
 
-    Raises UserError when the shard is missing, and for a damaged one: a sample whose bytes end too early; StorageError
-    for a bucket out of reach.
+    Raises UserError for a missing or truncated shard, and StorageError when the object store cannot be reached.
     """
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
@@ -95,20 +96,17 @@ def make_thumbnails(job: Job) -> int:
 
 
 def read_thumbnails(job: Job) -> Thumbnails:
-    """What `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    """Read the output of `make_thumbnails`. Raises UserError for a damaged file."""
     return Thumbnails(*_load(job, "thumbs", "states", "hashes"))
 
 
 def read_states(job: Job) -> np.ndarray:
-    """The states alone, (n,) uint8, of what `make_thumbnails` wrote. Raises UserError when it is damaged."""
+    """Read only the states, (n,) uint8, from the output of `make_thumbnails`. Raises UserError for a damaged file."""
     return _load(job, "states")[0]
 
 
 def read_image(tar: str, offset: int, size: int) -> np.ndarray:
-    """(H, W, 3) uint8 RGB of an image that could be decoded when its thumbnail was made.
-
-    Raises UserError when it is not there any more: the shard is missing or damaged.
-    """
+    """Decode an image that has a thumbnail, to (H, W, 3) uint8 RGB. Raises UserError for a missing, damaged or changed shard."""
     try:
         with to_path(tar).open("rb", buffering=0) as file:
             return decode(_read(file, tar, offset, size))
@@ -130,21 +128,28 @@ def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
     return data
 
 
-def _load(job: Job, *names: str) -> list[np.ndarray]:
+def read_arrays(path: str, *names: str) -> list[np.ndarray]:
+    """Read arrays of an .npz file that a task wrote. Raises UserError for a damaged file."""
     try:
-        with np.load(io.BytesIO(to_path(job.out).read_bytes())) as arrays:
-            found = [arrays[name] for name in names]
+        with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
+            return [arrays[name] for name in names]
     except StorageError:
         raise
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-        raise UserError(f"{job.out} is damaged. Remove it, and run the same command again.") from None
+        raise UserError(f"{path} is damaged. Remove it, and run the same command again.") from None
+
+
+def _load(job: Job, *names: str) -> list[np.ndarray]:
+    found = read_arrays(job.out, *names)
     if any(len(array) != len(job.offsets) for array in found):
-        raise UserError(f"{job.out} is of another shard than {job.tar}. Remove it, and run the same command again.")
+        raise UserError(
+            f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
+        )
     return found
 
 
 def _rows_of_shards(dataset: Dataset) -> Iterator[tuple[Shard, pa.Table]]:
-    """Every shard with its rows of the manifest; few of them in memory."""
+    """Yields every shard with its rows of the manifest, in bounded memory."""
     batches = open_parquet(dataset.path / SAMPLES_FILE).iter_batches(columns=["offset", "size"])
     schema = pa.schema([("offset", pa.int64()), ("size", pa.int64())])
     waiting = pa.Table.from_batches([], schema)

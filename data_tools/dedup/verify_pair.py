@@ -1,42 +1,42 @@
-"""The second look at a pair that the search proposes: by pixels, aligned, and everywhere in the picture.
+"""Verifies a pair found by the search: aligns the two images and compares their pixels window by window.
 
-Unrelated pictures that share a layout (an outline before a sky, a horizon) correlate well as a whole: so does whatever has
-one strong edge at the same place. In a copy every small part is the same, fine detail included. So the test image is
-aligned to the other (OpenCV's ECC) and the two are compared window by window; each window counts by how much it shows.
+Unrelated images with the same layout (a skyline, a horizon, one strong edge) correlate well as a whole. In a copy every
+small part agrees, including fine detail. Therefore the test image is aligned to the other one (OpenCV's ECC) and the
+covariance of each window is compared; windows are weighted by their detail.
 """
 
 import cv2
 import numpy as np
 
-# Pictures are compared as squares of this side, in pixels; a part of the test image of up to 10 % a side less.
+# Images are compared as squares of this side, in pixels.
 _SIDE = 64
 _MAX_REDUCED = 80
 _MIN_REDUCED = 8
 _WINDOW = 9
-# Variance within a window, in grey levels squared, that compression alone makes: windows below it show nothing.
+# Variance within a window caused by compression alone, in grey levels squared.
 _NOISE = 9.0
 _ECC = (cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 30, 1e-4)
 _ECC_BLUR = 5
 
 
 def reduced(pixels: np.ndarray) -> np.ndarray:
-    """(h, w) uint8 grey of (H, W, 3) uint8 RGB: all that `distance` looks at, sides of at most 80 pixels."""
+    """Reduce (H, W, 3) uint8 RGB to the input of `distance`: (h, w) uint8 grey with sides of at most 80 pixels."""
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     return _at_most(grey, _MAX_REDUCED, _MAX_REDUCED)
 
 
 def distance(test: np.ndarray, image: np.ndarray, crop: np.ndarray, mirrored: bool) -> float:
-    """How far an image is from a copy of a test image, both as `reduced` has them: 0 is equal, 1 has nothing in common.
+    """Distance of two images, both from `reduced`: 0 for equal images, 1 for images with nothing in common.
 
-    crop: (4,) top, bottom, left, right of the part of the test image that the image is likely to show, within [0, 1].
-    The sum over windows of the covariance, over that of the mean of the two variances, each window weighted by variance /
-    (variance + noise); the smaller of the values with the crop as given and as aligned.
+    crop: (4,) top, bottom, left, right of the part of the test image that the image probably shows, within [0, 1].
+    1 - sum of the windows' covariances / sum of the means of their two variances, each window weighted by 1 / (variance +
+    noise). Returns the smaller of the distances with the given crop and after alignment.
     """
     top, bottom, left, right = (float(edge) for edge in crop)
     height = min(_SIDE, len(image), max(round(len(test) * (bottom - top)), _MIN_REDUCED))
     width = min(_SIDE, image.shape[1], max(round(test.shape[1] * (right - left)), _MIN_REDUCED))
     image = image[:, ::-1] if mirrored else image
-    # Both at the resolution of the coarser one, then both enlarged: sharpness is no difference.
+    # Reduce both to the lower resolution, then enlarge both, so that sharpness makes no difference.
     there = _enlarged(_at_most(np.ascontiguousarray(image), height, width), _SIDE, _SIDE)
     test = _at_most(test, round(height / (bottom - top)), round(width / (right - left)))
     test = _enlarged(test, round(_SIDE / (bottom - top)), round(_SIDE / (right - left)))
@@ -49,7 +49,7 @@ def distance(test: np.ndarray, image: np.ndarray, crop: np.ndarray, mirrored: bo
         _, aligned = cv2.findTransformECC(
             there, test, given.astype(np.float32), cv2.MOTION_AFFINE, _ECC, None, _ECC_BLUR
         )
-    except cv2.error:  # It does not converge, or moves out of the picture: unrelated pictures.
+    except cv2.error:  # No convergence, or alignment outside the image: the images are unrelated.
         return found
     return min(found, _disagreement(_moved(test, aligned), there))
 
@@ -69,7 +69,7 @@ def _moved(test: np.ndarray, transform: np.ndarray) -> np.ndarray:
 
 
 def _disagreement(one: np.ndarray, other: np.ndarray) -> float:
-    # To the same brightness and contrast, the lower one: noise is not enlarged.
+    # Normalise both to the lower contrast, so that noise is not amplified.
     deviations = one.std(), other.std()
     one, other = (
         (grey - grey.mean()) * (min(deviations) / max(deviation, 1e-3))
@@ -82,6 +82,6 @@ def _disagreement(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _covariances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The covariance of each window."""
+    """Covariance within each window."""
     window = (_WINDOW, _WINDOW)
     return cv2.blur(one * other, window) - cv2.blur(one, window) * cv2.blur(other, window)

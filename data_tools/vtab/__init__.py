@@ -1,1 +1,4 @@
-"""VTAB-1k from the files that the authors of its 16 data sets publish, without TensorFlow."""
+"""Prepares the 19 tasks of VTAB-1k from the published files of their 16 data sets, without TensorFlow, and proves their splits.
+
+Imports sharding/ and sources/. Called by `launch/vtab_prepare.py`.
+"""

@@ -1,17 +1,17 @@
-"""The 16 source data sets of VTAB-1k: files, where they come from, how many images, and where the splits are cut.
+"""The 16 source data sets of VTAB-1k: files and their URLs, numbers of images, and boundaries of the splits.
 
 Sizes, checksums and counts are those of tensorflow_datasets 4.9.4, from which the official tasks are made.
 """
 
 from dataclasses import dataclass
 
-# In the official train list of SUN397, but no decoder reads it: copies have it or not. It is far from every split.
+# In the official train list of SUN397, but undecodable, so that some copies omit it. No split of VTAB-1k contains it.
 UNREADABLE = "/t/track/outdoor/sun_aophkoiosslinihb.jpg"
 
 
 @dataclass(frozen=True)
 class File:
-    """A published file. size: bytes, and sha256: hex; 0 and "" where none is published. url: may need a login."""
+    """A published file. size: in bytes, 0 if not published. sha256: hex, "" if not published. url: may require a login."""
 
     name: str
     url: str
@@ -21,23 +21,23 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a pool (a split of tensorflow_datasets), in the order of its hash: what begins at `percent` of it."""
+    """The part of a pool (a split of tensorflow_datasets) that begins at `percent` of it, in the order of the hash."""
 
     pool: str
     percent: int = 0
 
     def start(self, num_samples: int) -> int:
-        """Place of the first sample in a pool of num_samples."""
+        """Position of the first sample in a pool of num_samples."""
         return self.percent * num_samples // 100
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A source data set. name: of its folder. counts: samples of each pool.
+    """A source data set. name: name of its folder. counts: number of samples of each pool.
 
-    val, test: where val200 begins, and all of test. (train800 is always the beginning of `train`.) tfds: its folder below
-    a data_dir of tensorflow_datasets, and the major version that the official task uses. hint: what one must know to get
-    or to use the files.
+    val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning of
+    `train`.) tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses.
+    hint: how to get or use the files.
     """
 
     name: str
@@ -196,7 +196,7 @@ _ALL = (
         _TEST,
         "sun397/tfds",
         4,
-        "the three lists are tensorflow_datasets' own; its wheel has them, too (pip download --no-deps)",
+        "the three lists are part of tensorflow_datasets; its wheel contains them, too (pip download --no-deps)",
     ),
     DataSet(
         "svhn",
@@ -263,7 +263,7 @@ _ALL = (
         Part("train", 80),
         "resisc45",
         3,
-        "download it in a browser, and unpack the .rar there (bsdtar -xf, or unrar x): a folder NWPU-RESISC45",
+        "download it in a browser, and unpack the .rar (bsdtar -xf, or unrar x) to a folder NWPU-RESISC45",
     ),
     DataSet(
         "retinopathy",
@@ -361,7 +361,7 @@ _ALL = (
         Part("train", 90),
         "dsprites",
         2,
-        f"or {_DSPRITES_STEM}.npz of the same place, which has the same order",
+        f"or {_DSPRITES_STEM}.npz from the same place, which has the same order",
     ),
     DataSet(
         "smallnorb",

@@ -1,4 +1,4 @@
-"""keys.parquet: every sample that a task's splits could have been made of, with its key and its label."""
+"""keys.parquet: key and label of every sample from which the splits of a task are chosen."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 
 KEYS_FILE = "keys.parquet"
-# pool: a split of tensorflow_datasets. key: as it is hashed there (in shards it is `split.shard_key` of it).
+# pool: a split of tensorflow_datasets. key: as hashed there (the key in shards is `split.shard_key` of it).
 KEYS = pa.schema([("pool", pa.string()), ("key", pa.string()), ("label", pa.int32())])
 
 
 def key_table(pools: Mapping[str, Pool]) -> pa.Table:
-    """A row for each sample of each pool, in the order of the source."""
+    """Returns one row per sample of each pool, in the order of the source."""
     tables = [
         pa.table([pa.repeat(pa.scalar(name), len(pool.keys)), pool.keys, pool.labels.astype(np.int32)], schema=KEYS)
         for name, pool in pools.items()
@@ -26,19 +26,19 @@ def key_table(pools: Mapping[str, Pool]) -> pa.Table:
 
 
 def read_keys(path: AnyPath) -> pa.Table:
-    """Raises OSError or pa.ArrowException for a file that is missing or damaged."""
+    """Read keys.parquet. Raises OSError or pa.ArrowException for a missing or damaged file."""
     return open_parquet(path).read().cast(KEYS)
 
 
 def by_pool(table: pa.Table) -> dict[str, tuple[list[str], np.ndarray]]:
-    """Pool -> (keys, (n,) int32 labels)."""
+    """Returns pool -> (keys, (n,) int32 labels)."""
     names = table["pool"].unique().to_pylist()
     parts = {name: table.filter(pc.equal(table["pool"], name)) for name in names}
     return {name: (part["key"].to_pylist(), part["label"].to_numpy()) for name, part in parts.items()}
 
 
 def digest(table: pa.Table) -> str:
-    """Hex sha256 over the content of a table of keys."""
+    """Returns the hex SHA-256 of the content of a table of keys."""
     lines = zip(*(table[name].to_pylist() for name in KEYS.names), strict=True)
     found = hashlib.sha256()
     for pool, key, label in lines:

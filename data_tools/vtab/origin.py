@@ -1,4 +1,4 @@
-"""Where a task's images come from: the published files, a prepared copy of tensorflow_datasets, or lists."""
+"""Finds the origin of a task's images (published files, a prepared copy of tensorflow_datasets, or lists), and reads it."""
 
 import csv
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "smallnorb": arrays.smallnorb,
 }
 
-# What readers of text and tables raise where these are not what was published.
+# Exceptions of readers of text and tables for files that differ from the published ones.
 _NOT_AS_PUBLISHED = (
     ValueError,
     KeyError,
@@ -51,14 +51,14 @@ Kind = Literal["originals", "tfds", "lists"]
 
 @dataclass(frozen=True)
 class Origin:
-    """kind: which of the settings names it. folder: of the data set, or of the task's lists."""
+    """kind: name of the setting. folder: folder of the data set, or of the task's lists."""
 
     kind: Kind
     folder: AnyPath
 
 
 def given(config: VtabPrepareConfig) -> dict[str, str]:
-    """Those of originals, tfds and lists that are set, as they were written. Raises UserError for one that is no folder."""
+    """Returns the values of originals, tfds and lists that are set. Raises UserError for one that is not a folder."""
     found = {name: value for name in get_args(Kind) if (value := getattr(config, name))}
     for name, value in found.items():
         folder = resolve(name, value)
@@ -72,7 +72,7 @@ def given(config: VtabPrepareConfig) -> dict[str, str]:
 
 
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
-    """The first of originals, tfds and lists that has a folder for the task. Raises MissingError when none has."""
+    """Returns the first of originals, tfds and lists that has a folder for the task. Raises MissingError if none has."""
     dataset = DATASETS[task.dataset]
     looked: list[AnyPath] = []
     if config.originals:
@@ -94,9 +94,9 @@ def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
 
 
 def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool) -> Original:
-    """All samples of a task, from originals or tfds.
+    """Read all samples of a task, from originals or tfds.
 
-    published: refuse what has not the published checksums and numbers of images. Raises UserError.
+    published: whether other checksums and numbers of images than the published ones raise UserError.
     """
     dataset = DATASETS[task.dataset]
     notes = []
@@ -109,7 +109,7 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
         except UserError:
             raise
         except _NOT_AS_PUBLISHED as error:
-            raise UserError(f"{origin.folder}: its files are not as they were published ({error!r}).") from error
+            raise UserError(f"{origin.folder}: its files differ from the published ones ({error!r}).") from error
         if published and files.unchecked:
             notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
     if published:
@@ -125,7 +125,7 @@ def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:
         if len(keys) - (UNREADABLE in keys) != expected:
             raise UserError(
                 f"{folder} has {len(keys):,} images of {pool!r}, but {expected:,} were published. Is a file missing? "
-                "(published=false takes what is there; scores are then not those of VTAB.)"
+                "(published=false uses the files as they are; the scores are then not those of VTAB.)"
             )
     if len(original.classes) != task.num_classes:
         raise UserError(f"{folder} has {len(original.classes)} classes, but {task.title} has {task.num_classes}.")

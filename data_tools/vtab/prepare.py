@@ -1,7 +1,7 @@
-"""VTAB-1k's tasks as data sets: each task is a source of the sharding job, whose samples carry key, label and split.
+"""Makes a data set of each task of VTAB-1k: a task is a source of the sharding job, with a key, a label and a split per sample.
 
-A data set keeps, beside its manifest, keys.parquet: pool, key and label of every sample that a split could have been made
-of. So whoever has the data set can compute the splits again (`prove.py`).
+keys.parquet, beside the manifest, has pool, key and label of every sample from which the splits were chosen, so that
+`prove.py` can compute them again from the data set alone.
 """
 
 import functools
@@ -29,11 +29,10 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 
 
 def run(config: VtabPrepareConfig) -> None:
-    """Make, finish or verify the data set of every task whose files are there, and name the others; or prove the splits.
+    """Make, complete or verify the data set of every task whose files exist, and list the missing ones; or prove the splits.
 
-    A task that fails does not keep others from being made; one whose data set is there, but not its files, is ready.
-    Raises UserError for a setting that is no folder, and in the end when a task failed, or was asked for by name and is
-    missing.
+    A failed task does not stop the others. A task whose data set exists counts as ready without its files. Raises
+    UserError for a setting that is not a folder; and, after all tasks, if one failed or a requested one is missing.
     """
     places = given(config)
     tasks = _tasks(config.tasks)
@@ -45,7 +44,7 @@ def run(config: VtabPrepareConfig) -> None:
         try:
             origin = find_origin(task, config)
         except MissingError as error:
-            # Originals are large, and need not be kept.
+            # The original files are large and may have been deleted.
             if (_folder(task, config) / INFO).exists():
                 ready.append(f"{task.name} (made before)")
             else:
@@ -87,7 +86,7 @@ def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
         out=str(_folder(task, config)),
         splits=dict.fromkeys(SPLITS, ""),
         samples_per_shard=config.samples_per_shard,
-        # A test image less, and the score is another.
+        # A missing test image would change the score.
         max_bad_share=0.0,
         num_tasks=config.num_tasks,
     )
@@ -97,7 +96,7 @@ def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
 def _list(
     task: Task, origin: Origin, published: bool, source: AnyPath, settings: ShardConfig, staging: AnyPath
 ) -> Listing:
-    """The task's samples; see `shard.Lister`."""
+    """List the samples of a task; see `shard.Lister`."""
     about: dict[str, Any] = {"task": task.name, "from": origin.kind, "published": published, "notes": []}
     if origin.kind == "lists":
         listing = lists.listing(task, source, published)

@@ -1,6 +1,6 @@
-"""Whether the splits of prepared tasks are VTAB-1k's: computed again from the keys, and compared with the manifest.
+"""Proves that the splits of prepared tasks are those of VTAB-1k: computes them again from the keys, and compares the manifest.
 
-The images are not read: that the shards hold what the manifest says is for `launch/verify.py` to see.
+Images are not read; `launch/verify.py` compares the shards with the manifest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,15 +27,15 @@ _NAMED = 3
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
-    """Print for each task in config.out whether its splits are proved. Raises UserError when those of one are not.
+    """Print for each task in config.out whether its splits are proved. Raises UserError if those of a task are not.
 
-    Where originals or tfds has a task's files, keys and labels are read again, too, and compared.
+    If originals or tfds has the files of a task, its keys and labels are read again and compared as well.
     """
     out = resolve("out", config.out)
     there = [task for task in tasks if (out / task.name / INFO).exists()]
     absent = [task.name for task in tasks if task not in there]
     if not there or (config.tasks and absent):
-        raise UserError(f"{out} has no data set {', '.join(absent)}. Make it first: without prove.")
+        raise UserError(f"{out} has no data set {', '.join(absent)}. Make it first, without prove.")
     unproved = []
     for task in there:
         dataset = open_dataset(out / task.name)
@@ -56,13 +56,13 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
 
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
-    """What speaks against the data set's splits, in words."""
+    """Yields a description of each problem of the data set's splits."""
     about = _about(dataset)
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
     if about["from"] == "lists":
-        yield "it was made of lists, which keep no keys: from the published files, or tfds, it can be"
+        yield "it was made from lists, which have no keys; a data set made from the published files or tfds can be proved"
         return
     if not dataset.is_whole():
         yield "the manifest's tables are not those that dataset.json was written with"
@@ -93,7 +93,7 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
 
 
 def _about(dataset: Dataset) -> dict[str, Any] | None:
-    """What `prepare.py` wrote into dataset.json about the task; None for another data set. Raises UserError."""
+    """Returns the entry of `prepare.py` in dataset.json, None for other data sets. Raises UserError for an invalid entry."""
     where = str(dataset.path / INFO)
     source = json_record.convert(dataset.info.get("source"), dict[str, Any], where, "source")
     if source.get("vtab") is None:
@@ -115,7 +115,7 @@ def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Ite
 
 
 def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Key -> label (a list, if it is not one), and key -> hash of the image; empty for a split that is not there."""
+    """Returns (key -> label, key -> hash of the image); empty for a missing split. Several labels remain a list."""
     found, hashes = {}, {}
     if split in dataset.splits:
         column = dataset.rows_schema.names[-1]
@@ -139,16 +139,16 @@ def _differences(split: str, expected: dict[str, int], found: dict[str, Any]) ->
 
 
 def _wrong_union(dataset: Dataset) -> Iterator[str]:
-    """The images of train800val200 are those of the two."""
+    """train800val200 must have the images of train800 and val200."""
     parts = [_rows(dataset, split)[1] for split in ("train800", "val200", "train800val200")]
     if parts[0] | parts[1] != parts[2]:
         yield "train800val200 has other images than train800 and val200"
 
 
 def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
-    """Compare with the files that it was made of, if they are there; what was done, in words."""
+    """Compare with the files of the same origin, if they exist. Returns a note on it; appends to problems."""
     about = _about(dataset)
-    assert about is not None, "a data set without problems has it"
+    assert about is not None, "_problems has checked it"
     try:
         origin = find_origin(task, config)
     except MissingError:

@@ -1,7 +1,7 @@
-"""Which samples are VTAB-1k's train800, val200 and test: a rule on keys alone, so that anyone can check it.
+"""Chooses the samples of VTAB-1k's train800, val200 and test from their keys alone, so that anyone can check the splits.
 
-tensorflow_datasets keeps the samples of each of its splits (here: pools) in the order of md5(name of the pool + key), and
-VTAB cuts its splits out of that order. So keys and names of pools are all that is needed.
+tensorflow_datasets stores the samples of each of its splits (here: pools) in the order of md5(name of the pool + key), and
+VTAB takes ranges of that order as its splits.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Rows = dict[str, np.ndarray]
 
 
 def hashed_order(pool: str, keys: Sequence[str]) -> np.ndarray:
-    """(n,) int64: rows of the keys in the order of md5(pool + key)."""
+    """Returns the rows of the keys in the order of md5(pool + key), (n,) int64."""
     salted = hashlib.md5(pool.encode(), usedforsecurity=False)
 
     def digest(key: str) -> bytes:
@@ -34,9 +34,9 @@ def hashed_order(pool: str, keys: Sequence[str]) -> np.ndarray:
 
 
 def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Rows]:
-    """For each of SPLITS the rows that belong to it, in the order of the hash. pools: name -> keys of all its samples.
+    """Returns the rows of each of SPLITS, in the order of the hash. pools: name -> keys of all its samples.
 
-    Raises UserError when a pool is missing, has a key twice, or has too few samples for its splits.
+    Raises UserError for a missing pool, a duplicate key, or too few samples.
     """
     parts = {"train800": ("train", 0, NUM_TRAIN)}
     for split, part, count in (("val200", dataset.val, NUM_VAL), ("test", dataset.test, None)):
@@ -53,7 +53,7 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
 
 
 def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mapping[str, Sequence[str]]) -> None:
-    """Every part is inside its pool, and they do not overlap; no key is there twice."""
+    """Check that the parts lie inside their pools without overlap, and that keys are unique."""
     for pool, keys in pools.items():
         if len(set(keys)) != len(keys):
             raise UserError(f"{name}: of the {len(keys):,} keys of {pool!r} only {len(set(keys)):,} are different.")
@@ -69,6 +69,6 @@ def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mappin
 
 
 def shard_key(pool: str, key: str) -> str:
-    """The key that a sample has in shards, where dots and a leading slash have a meaning: train/banded/banded_0002."""
+    """Returns the key in shards, such as train/banded/banded_0002, without dots and leading slashes, which have a meaning there."""
     stem, ext = os.path.splitext(key)
     return f"{pool}/{(stem if ext.lower() in EXTENSIONS else key).lstrip('/')}".replace(".", "_")

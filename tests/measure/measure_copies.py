@@ -94,7 +94,7 @@ def compare(queries: Images, tests: Images, by_eye: bool, out: Path) -> None:
     start = time.process_time()
     index = TestImages(tests.thumbs)
     built = time.process_time()
-    found, num_looks, looking = [], 0, 0.0
+    found, num_verified, verifying = [], 0, 0.0
     for first in range(0, len(queries.rows), BATCH):
         likely = index.find(queries.thumbs[first : first + BATCH])
         query = likely.query + first
@@ -104,13 +104,13 @@ def compare(queries: Images, tests: Images, by_eye: bool, out: Path) -> None:
             q, t = int(query[i]), int(likely.test[i])
             images = reduced(tests.pixels(t)), reduced(queries.pixels(q))
             found.append((distance(*images, likely.crop[i], bool(likely.mirrored[i])), q, t))
-        num_looks, looking = num_looks + int(others.sum()), looking + time.process_time() - began
+        num_verified, verifying = num_verified + int(others.sum()), verifying + time.process_time() - began
     found.sort()
     nearest = {q: d for d, q, _ in reversed(found)}
     counts = ", ".join(f"<{limit}: {sum(d <= limit for d in nearest.values())}" for limit in THRESHOLDS)
     print(
-        f"{queries.name} against {tests.name}: {len(queries.rows):,} x {len(tests.rows):,}, {num_looks:,} second looks "
-        f"({1e3 * looking / max(num_looks, 1):.1f} ms of CPU each), search {time.process_time() - built - looking:.0f} s, index "
+        f"{queries.name} against {tests.name}: {len(queries.rows):,} x {len(tests.rows):,}, {num_verified:,} pairs verified "
+        f"({1e3 * verifying / max(num_verified, 1):.1f} ms of CPU each), search {time.process_time() - built - verifying:.0f} s, index "
         f"{built - start:.0f} s of CPU\n  {'to be judged by eye' if by_eye else 'false'}: {counts}; nearest "
         f"{[round(d, 3) for d, _, _ in found[:5]]}",
         flush=True,

@@ -1,4 +1,4 @@
-"""Readers of the files that the authors of VTAB's 16 data sets publish, without TensorFlow.
+"""Readers of the published files of VTAB's 16 data sets, without TensorFlow.
 
-Imports nothing of the other jobs but sources/. Called by the parts of vtab/ that prepare and prove tasks.
+Imports sources/, and datasets.py and split.py of vtab/. Called by vtab/.
 """

@@ -1,6 +1,6 @@
-"""Readers of the source data sets that are arrays of pixels: binary records, MATLAB, HDF5, NumPy, NORB's matrices.
+"""Readers of source data sets stored as pixel arrays: binary records, MATLAB, HDF5, NumPy, small NORB's matrices.
 
-Only the images that are asked for are read, block by block, so that memory does not grow with the data set.
+Only requested images are read, block by block, so that memory does not grow with the data set.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _BLOCK_BYTES = 2**27
 
 
 def cifar100(files: Files, task: Task) -> Original:
-    """cifar-100-binary/{train,test}.bin; keys are numbers of records."""
+    """cifar-100-binary/{train,test}.bin; keys are record numbers."""
     pools = {}
     for pool in ("train", "test"):
         place = files.find(f"{pool}.bin")
@@ -42,7 +42,7 @@ def cifar100(files: Files, task: Task) -> Original:
             raise files.missing(f"{pool}.bin")
         records = np.frombuffer(files.read([place])[0], np.uint8)
         if len(records) % _CIFAR_RECORD:
-            raise UserError(f"{files.folder}: {pool}.bin is no whole number of records. Fetch it again.")
+            raise UserError(f"{files.folder}: {pool}.bin does not end after a whole record. Fetch it again.")
         fine = records.reshape(-1, _CIFAR_RECORD)[:, 1].astype(np.int64)
         starts = range(place.offset + 2, place.offset + place.size, _CIFAR_RECORD)
         images = [Place(place.name, place.archive, start, _CIFAR_PIXELS, PIXELS) for start in starts]
@@ -51,7 +51,7 @@ def cifar100(files: Files, task: Task) -> Original:
 
 
 def svhn(files: Files, task: Task) -> Original:
-    """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, which stands for 0; keys are numbers of images."""
+    """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, where 10 is the digit 0; keys are image numbers."""
     pools = {}
     for pool in ("train", "test"):
         path = files.plain(f"{pool}_32x32.mat")
@@ -70,7 +70,7 @@ def _of_mat(path: AnyPath) -> Pixels:
 
 
 def mat(path: AnyPath, name: str) -> np.ndarray:
-    """An array of a MATLAB file. Raises UserError for a damaged file, and one without the array."""
+    """Read an array of a MATLAB file. Raises UserError for a damaged file or a missing array."""
     with _damage_named(str(path)), path.open("rb") as file:
         arrays = loadmat(file, variable_names=[name])
         if name not in arrays:
@@ -80,13 +80,13 @@ def mat(path: AnyPath, name: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def _damage_named(what: str) -> Iterator[None]:
-    """Make a UserError of whatever a reader of NumPy's, MATLAB's or HDF5's files raises for a damaged one."""
+    """Turn any exception of a reader of NumPy, MATLAB or HDF5 files into a UserError; storage errors are raised unchanged."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # They raise anything.
-        # The disk's have a number; EINVAL is a damaged offset.
+    except Exception as error:  # The readers raise exceptions of any kind.
+        # Storage errors have an errno; EINVAL results from a damaged offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise UserError(f"{what} is damaged ({' '.join(str(error).split())[:200]}). Fetch it again.") from None
@@ -105,7 +105,7 @@ def patch_camelyon(files: Files, task: Task) -> Original:
 
 
 def dsprites(files: Files, task: Task) -> Original:
-    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5, or as .npz; keys are numbers of images."""
+    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
     is_location = task.name == "dsprites_location"
     npz = files.find(_DSPRITES.replace(".hdf5", ".npz"))
     if files.find(_DSPRITES) or not npz:
@@ -136,7 +136,7 @@ def _of_hdf5(path: AnyPath, name: str) -> Pixels:
     def read(rows: np.ndarray) -> Iterator[np.ndarray]:
         with _hdf5(path) as file:
             images = file[name]
-            # A chunk may be few pixels of very many images: all that are wanted of it are taken at once.
+            # A chunk may hold few pixels of very many images: all requested images of a chunk are read at once.
             chunk = images.chunks[0] if images.chunks else 1
             block = min(chunk, max(_BLOCK_BYTES // math.prod(images.shape[1:]), 1))
             for wanted in np.split(rows, np.flatnonzero(np.diff(rows // block)) + 1):
@@ -159,19 +159,19 @@ def _of_npz(path: AnyPath, name: str) -> Pixels:
             zipfile.ZipFile(file) as arrays,
             arrays.open(f"{name}.npy") as array,
         ):
-            # Not np.load, which holds all of it: 3 GB.
+            # np.load would hold the whole array in memory: 3 GB.
             version = np.lib.format.read_magic(array)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = header(array)
             if is_fortran:
-                raise ValueError("its columns come before its rows")
+                raise ValueError("it is in Fortran order")
             yield from _in_turn(array, shape, dtype, rows, str(path))
 
     return read
 
 
 def smallnorb(files: Files, task: Task) -> Original:
-    """smallnorb-*-{training,testing}-{dat,info}.mat.gz, of two cameras the first; keys are numbers of images."""
+    """smallnorb-*-{training,testing}-{dat,info}.mat.gz, the first of two cameras; keys are image numbers."""
     is_azimuth = task.name == "smallnorb_azimuth"
     stems = {pool: next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
              for pool, part in (("train", "training"), ("test", "testing"))}  # fmt: skip
@@ -198,7 +198,7 @@ def _of_norb(files: Files, name: str) -> Pixels:
 
 @contextlib.contextmanager
 def _norb(files: Files, name: str) -> Iterator[tuple[IO[bytes], str]]:
-    """A matrix, open, packed or not, and what it is called in errors."""
+    """Open a matrix, compressed or not. Yields (file, its path for error messages)."""
     place = files.find(name) or files.find(f"{name}.gz")
     if place is None:
         raise files.missing(f"{name}.gz")
@@ -208,10 +208,10 @@ def _norb(files: Files, name: str) -> Iterator[tuple[IO[bytes], str]]:
 
 
 def _norb_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of a matrix: int32 of a magic number, the number of dimensions, and at least three dimensions."""
+    """Read shape and dtype of a matrix. Header, in int32: magic number, number of dimensions, at least three dimensions."""
     magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
     if magic not in _NORB_TYPES:
-        raise UserError(f"{where} is no matrix of small NORB (it begins with {magic}). Fetch it again.")
+        raise UserError(f"{where} is not a matrix of small NORB (it begins with {magic}). Fetch it again.")
     dims = np.frombuffer(file.read(4 * max(num_dims, 3)), "<i4").tolist()
     return tuple(dims[:num_dims]), _NORB_TYPES[magic]
 
@@ -219,7 +219,7 @@ def _norb_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype
 def _in_turn(
     file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype, rows: np.ndarray, where: str
 ) -> Iterator[np.ndarray]:
-    """Some rows, ascending, of an array that can only be read from its start."""
+    """Yields some rows, ascending, of an array that can only be read sequentially."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     if row_bytes <= 0:
         raise ValueError(f"shape {shape}")
@@ -229,7 +229,7 @@ def _in_turn(
         block = np.frombuffer(data[: len(data) // row_bytes * row_bytes], dtype).reshape(-1, *shape[1:])
         wanted = rows[(rows >= start) & (rows < start + per_block)] - start
         if len(wanted) and wanted[-1] >= len(block):
-            raise UserError(f"{where} is cut off: it has not all of its {shape[0]:,} rows. Fetch it again.")
+            raise UserError(f"{where} is truncated: it has fewer than {shape[0]:,} rows. Fetch it again.")
         yield from block[wanted]
 
 

@@ -1,7 +1,7 @@
-"""The two data sets whose images tensorflow_datasets changes before it keeps them, and so does the official benchmark.
+"""Conversion of images for the two data sets whose images tensorflow_datasets, and so the official benchmark, converts.
 
-With OpenCV, as there. Decoders and encoders of JPEG differ by a level or so between builds: the result is that of the
-official copy up to that.
+OpenCV is used as there. JPEG decoders and encoders of different builds differ by about one grey level, and the results
+differ from the official copies by as much.
 """
 
 import cv2
@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.data.loading.decode import DecodeError, decode
 
 _SUN_PIXELS = 120_000
-_SUN_QUALITY = 95  # OpenCV's own, which sun397/tfds:4 was written with; its description says 72.
+_SUN_QUALITY = 95  # OpenCV's default, with which sun397/tfds:4 was written; its description says 72.
 _RADIUS = 300
 _KEPT_RADIUS = int(_RADIUS * 0.9)
 _GRAY = 128
@@ -18,7 +18,7 @@ _RETINOPATHY_QUALITY = 72
 
 
 def sun397(data: bytes) -> bytes:
-    """At most 120,000 pixels, as JPEG (sun397/tfds). Raises DecodeError."""
+    """Resize to at most 120,000 pixels, as JPEG (sun397/tfds). Raises DecodeError."""
     pixels = _decode(data)
     height, width = pixels.shape[:2]
     if height * width > _SUN_PIXELS:
@@ -28,9 +28,9 @@ def sun397(data: bytes) -> bytes:
 
 
 def retinopathy(data: bytes) -> bytes:
-    """The eye at a radius of 300 pixels, less its local average (btgraham-300: B. Graham's, who won the competition).
+    """Scale the eye to a radius of 300 pixels, and subtract its local average (btgraham-300, by the winner of the competition).
 
-    Where the eye ends is seen in the middle row: it is what is brighter than a tenth of the row's mean. Raises DecodeError.
+    In the middle row, pixels brighter than a tenth of the row's mean belong to the eye. Raises DecodeError.
     """
     pixels = _decode(data)
     row = pixels[pixels.shape[0] // 2].sum(axis=1)
@@ -52,7 +52,7 @@ def retinopathy(data: bytes) -> bytes:
 
 
 def _decode(data: bytes) -> np.ndarray:
-    """(H, W, 3) uint8, BGR."""
+    """Decode to (H, W, 3) uint8, BGR."""
     pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH) if data else None
     if pixels is None or pixels.dtype != np.uint8:
         pixels = decode(data)[..., ::-1]

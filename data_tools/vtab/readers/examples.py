@@ -1,7 +1,7 @@
-"""TFRecord files of tf.train.Example, read without TensorFlow: records, their checksums, their features.
+"""Reads TFRecord files of tf.train.Example without TensorFlow: records, checksums, features.
 
-A file is records one after another: length (u64), masked CRC-32C of the length, the bytes, masked CRC-32C of the bytes,
-all little-endian. An Example is a protocol buffer: a map from names to lists of bytes, of floats or of int64s.
+A file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
+little-endian. An Example is a protocol buffer: a map from names to lists of bytes, floats or int64s.
 """
 
 import struct
@@ -14,20 +14,21 @@ from google_crc32c import value as crc32c
 from pipeline.errors import UserError
 
 _MASK_DELTA = 0xA282EAD8
-# Protocol buffers: how a field is stored.
+# Wire types of protocol buffers.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# Feature: which of its fields is set says what its list holds.
+# Field numbers of Feature: exactly one is set, and gives the type of the list.
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 
 
 class Example:
-    """The features of one record. Of bytes only the place is kept, so that an image can be read where it is.
+    """The features of one record.
 
-    data: the record. spans: name -> (start, end) within data of each bytes value. numbers: name -> float32 or int64.
+    data: the record. spans: name -> (start, end) in data of each bytes value, so that images can be read by offset.
+    numbers: name -> float32 or int64.
     """
 
     def __init__(self, data: bytes) -> None:
-        """Raises ValueError when data is no Example."""
+        """Raises ValueError if data is not an Example."""
         self.data = data
         self.spans: dict[str, list[tuple[int, int]]] = {}
         self.numbers: dict[str, np.ndarray] = {}
@@ -41,26 +42,26 @@ class Example:
             raise ValueError("its protocol buffer is cut off") from None
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where the one bytes value of a feature begins and ends. Raises KeyError."""
+        """Returns (start, end) of the only bytes value of a feature. Raises KeyError."""
         (span,) = self.spans[name]
         return span
 
     def text(self, name: str) -> str:
-        """The one bytes value of a feature, as text. Raises KeyError."""
+        """Returns the only bytes value of a feature, as text. Raises KeyError."""
         start, end = self.span(name)
         return self.data[start:end].decode()
 
     def integer(self, name: str) -> int:
-        """The one int64 of a feature. Raises KeyError."""
+        """Returns the only int64 of a feature. Raises KeyError."""
         (value,) = self.numbers[name].tolist()
         return value
 
     def list(self, name: str) -> np.ndarray:
-        """All numbers of a feature; none when the record does not have it (an empty sequence)."""
+        """Returns all numbers of a feature; none if it is missing, which stands for an empty sequence."""
         return self.numbers.get(name, np.zeros(0, np.int64))
 
     def _add(self, start: int, end: int) -> None:
-        """An entry of the map: key (1) and Feature (2)."""
+        """Add an entry of the map: key (field 1) and Feature (field 2)."""
         name, feature = "", (0, 0)
         for number, _, first, last in _fields(self.data, start, end):
             if number == 1:
@@ -79,9 +80,9 @@ class Example:
 
 
 def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
-    """(offset of its bytes in the file, bytes) of every record of the TFRecord file at file[start:end].
+    """Yields (offset of the data in the file, data) of every record of the TFRecord file at file[start:end].
 
-    Raises UserError for one that is cut off, or whose checksums are wrong. where: what the file is called in errors.
+    Raises UserError for a truncated record or a wrong checksum. where: name of the file in errors.
     """
     position = start
     while position < end:
@@ -102,14 +103,14 @@ def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[
 
 
 def _masked(crc: int) -> int:
-    """As TFRecord stores a CRC: turned by 15 bits, so that a file of CRCs has no odd CRC of its own."""
+    """Mask a CRC as TFRecord does: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are weak."""
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(number, how it is stored, start, end) of each field of the message at data[start:end].
+    """Yields (number, wire type, start, end) of each field of the message at data[start:end].
 
-    start and end are those of the content: of bytes without their length, of a varint with all its bytes.
+    start and end delimit the value: bytes without their length prefix, varints with all their bytes.
     """
     while start < end:
         tag, start = _varint(data, start)
@@ -130,7 +131,7 @@ def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, 
 
 
 def _integers(data: bytes, field: tuple[int, int, int, int]) -> Iterator[int]:
-    """The int64s of a field: packed, or one alone."""
+    """Yields the int64s of a field, packed or single."""
     _, _, position, end = field
     while position < end:
         value, position = _varint(data, position)
@@ -138,7 +139,7 @@ def _integers(data: bytes, field: tuple[int, int, int, int]) -> Iterator[int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """(value, position after it)."""
+    """Returns (value, position after it)."""
     value, shift = 0, 0
     while True:
         byte = data[position]

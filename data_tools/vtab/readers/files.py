@@ -1,4 +1,4 @@
-"""The files of a source data set: those in its folder, and those in its archives, which stay packed."""
+"""The files of a source data set: in its folder, and in its archives, from which they are read without unpacking."""
 
 import errno
 import functools
@@ -18,13 +18,13 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-# Archives that others hand the same files out in.
+# Other archives with the same files.
 _ALSO = {"caltech101": ["101_ObjectCategories.tar.gz"]}
 _BLOCK = 2**24
 
 
 class Place(NamedTuple):
-    """Where the bytes of a sample lie: see `sources.listing.TABLE`. archive: path; "" for a file of its own."""
+    """Location of the bytes of a file; see `sources.listing.TABLE`. archive: path, or "" for a file outside archives."""
 
     name: str
     archive: str
@@ -34,14 +34,14 @@ class Place(NamedTuple):
 
 
 class MissingError(UserError):
-    """A data set, or a file of one, is not there."""
+    """A data set, or one of its files, is missing."""
 
 
 class Files:
-    """All files of one data set, by name; a published archive wins over its unpacked folder.
+    """All files of one data set, by name. Published archives take precedence over unpacked folders.
 
-    staging: a folder for what must be unpacked to be read in any order. Raises UserError for a published file of another
-    size or checksum (where check is set), and for a damaged archive.
+    staging: folder for files that must be unpacked for random access. check: compare size and checksum of published files.
+    Raises UserError for a damaged archive, or a file that fails the check.
     """
 
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
@@ -63,13 +63,13 @@ class Files:
                 raise
             except (tarfile.TarError, *archive.ZIP_ERRORS) as error:
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                    raise  # The disk's; EINVAL is a damaged offset.
+                    raise  # A storage error; EINVAL results from a damaged offset.
                 raise UserError(f"{path} is damaged ({error}). Fetch it again.") from None
         for name, (_, size) in self._own.items():
             self._places.setdefault(name, Place(name, "", 0, size))
 
     def below(self, folder: str) -> dict[str, Place]:
-        """Every file below a folder that is called so, wherever it is: name inside the folder -> place."""
+        """Returns name inside the folder -> place, for all files in folders of this name at any depth. Raises MissingError."""
         found: dict[str, Place] = {}
         for name, place in self._places.items():
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
@@ -80,29 +80,29 @@ class Files:
         return dict(sorted(found.items()))
 
     def beginning(self, start: str) -> list[Place]:
-        """Every file whose own name begins so, sorted. Raises MissingError when there is none."""
+        """Returns all files whose name, without folders, begins with start, sorted. Raises MissingError if there are none."""
         found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
         if not found:
             raise self.missing(f"{start}*")
         return sorted(found)
 
     def find(self, name: str) -> Place | None:
-        """The file whose path ends in this name."""
+        """Returns the file whose path ends in this name, or None."""
         return next((place for other, place in self._places.items() if f"/{other}".endswith(f"/{name}")), None)
 
     def text(self, name: str) -> str:
-        """A text file of this name. Raises MissingError."""
+        """Returns the text of the file of this name. Raises MissingError."""
         return self.content(name).decode()
 
     def content(self, name: str) -> bytes:
-        """A file of this name. Raises MissingError."""
+        """Returns the bytes of the file of this name. Raises MissingError."""
         place = self.find(name)
         if place is None:
             raise self.missing(name)
         return self.read([place])[0]
 
     def read(self, places: Iterable[Place]) -> list[bytes]:
-        """The bytes of some files. Raises UserError for one that cannot be read."""
+        """Returns the bytes of each file. Raises UserError for one that cannot be read."""
         with Reader() as reader:
             return [self._read(reader, place) for place in places]
 
@@ -113,7 +113,7 @@ class Files:
             raise UserError(f"{self.folder}: {place.name} cannot be read ({error}). Fetch it again.") from None
 
     def plain(self, name: str) -> AnyPath:
-        """The path of a file that must be read in any order: of <name>.gz an unpacked copy. Raises MissingError."""
+        """Returns the path of a file for random access, of an unpacked copy for <name>.gz. Raises MissingError."""
         place = self.find(name)
         if place is not None and not place.archive:
             return self.folder / place.name
@@ -123,8 +123,8 @@ class Files:
         return archive.unpack(self.folder / packed.name, "gzip", self._staging)
 
     def missing(self, what: str) -> MissingError:
-        """An error that says where the data set comes from."""
-        return MissingError(f"{self.folder} has not {what}. {sources_of(self.dataset)}")
+        """Returns an error that names the sources of the data set."""
+        return MissingError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
 
     def _members(self, path: AnyPath) -> Iterable[Place]:
         if archive.kind(path) == "zip":
@@ -152,7 +152,7 @@ class Files:
                     yield Place(name, str(path), member.header_offset, member.file_size, max(member.compress_size, 1))
 
     def _unpacked(self, path: AnyPath, zipped: zipfile.ZipFile, member: zipfile.ZipInfo) -> AnyPath:
-        """An archive in an archive, as a file of its own."""
+        """Extract an archive from an archive; returns its path."""
         inner = archive.staged_path(path, self._staging, f".{member.filename.rpartition('/')[2]}")
         if not inner.exists():
             with zipped.open(member) as packed, replacing(inner) as file:
@@ -162,9 +162,9 @@ class Files:
 
 
 def sources_of(dataset: DataSet) -> str:
-    """What to fetch, from where, and how, in words."""
+    """Returns a sentence that names the files, their URLs and how to get them."""
     files = ", ".join(f"{file.name} ({file.url})" for file in dataset.files)
-    return f"{dataset.name} is made of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
+    return f"{dataset.name} consists of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
 
 
 def _check(path: AnyPath, file: File) -> None:
@@ -172,12 +172,12 @@ def _check(path: AnyPath, file: File) -> None:
     if file.size and size != file.size:
         raise UserError(f"{path} has {size:,} bytes, but {file.size:,} were published. Fetch it again: {file.url}")
     if file.sha256 and _sha256(path, size, version(path)) != file.sha256:
-        raise UserError(f"{path} has not the published checksum. Fetch it again: {file.url}")
+        raise UserError(f"{path} does not have the published checksum. Fetch it again: {file.url}")
 
 
 @functools.cache
 def _sha256(path: AnyPath, size: int, version: str) -> str:
-    """Hex; once for each version of a file, because tasks share source data sets."""
+    """Returns the hex SHA-256, cached by version of the file, because tasks share source data sets."""
     digest = hashlib.sha256()
     with Reading(path, "hashed") as content:
         while part := content.read(_BLOCK):

@@ -1,6 +1,6 @@
-"""Readers of the source data sets that are image files with their labels in names, lists or annotations.
+"""Readers of source data sets stored as image files, with labels in names, lists or annotations.
 
-Each is called with the data set's files and the task, and returns the task's `Original`.
+Each takes the files of the data set and the task, and returns the task's `Original`.
 """
 
 import csv
@@ -27,7 +27,7 @@ _SUN_LISTS = {"train": "sun397_tfds_tr.txt", "validation": "sun397_tfds_va.txt",
 
 
 def caltech101(files: Files, task: Task) -> Original:
-    """101_ObjectCategories/<class>/image_0001.jpg; classes by the lower case of their folder's name."""
+    """101_ObjectCategories/<class>/image_0001.jpg; classes are the names of folders in lower case."""
     places = {key: place for key, place in files.below("101_ObjectCategories").items() if key.endswith(".jpg")}
     by_folder: dict[str, list[str]] = defaultdict(list)
     for key in places:
@@ -37,10 +37,11 @@ def caltech101(files: Files, task: Task) -> Original:
     if files.find(_CALTECH_TRAIN):
         train = set(files.text(_CALTECH_TRAIN).split())
         if missing := train - places.keys():
-            raise UserError(f"{files.folder}: {_CALTECH_TRAIN} names {min(missing)}, which is not there.")
+            raise UserError(f"{files.folder}: {_CALTECH_TRAIN} names {min(missing)}, which is missing.")
     else:
         train = _caltech_by_sorted_names(by_folder)
         notes.append(
+            # Notes are part of dataset.json: their text must not change.
             "the 30 training images of each class are drawn from sorted names: the official draw is from the order in "
             f"which a disk listed them, so these are others ({_CALTECH_TRAIN} may name the official ones)"
         )
@@ -49,7 +50,7 @@ def caltech101(files: Files, task: Task) -> Original:
 
 
 def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
-    """What tensorflow_datasets' draw gives where folders are listed in the order of names."""
+    """The random draw of tensorflow_datasets on a file system that lists folders in the order of names."""
     state = np.random.RandomState(_CALTECH_SEED)
     train: set[str] = set()
     for folder in sorted(by_folder):
@@ -60,7 +61,7 @@ def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
 
 
 def dtd(files: Files, task: Task) -> Original:
-    """dtd/images/<class>/<name>.jpg, and lists of the first of ten folds."""
+    """dtd/images/<class>/<name>.jpg, and the lists of the first of ten folds."""
     places = files.below("dtd/images")
     classes = sorted({key.partition("/")[0] for key in places if key.endswith(".jpg")})
     lists = {"train": "train1", "validation": "val1", "test": "test1"}
@@ -69,7 +70,7 @@ def dtd(files: Files, task: Task) -> Original:
 
 
 def flowers102(files: Files, task: Task) -> Original:
-    """jpg/image_00001.jpg; ids of each split in setid.mat, labels from 1 of all images in imagelabels.mat."""
+    """jpg/image_00001.jpg; ids of each split in setid.mat, labels of all images, from 1, in imagelabels.mat."""
     places = files.below("jpg")
     of_image = mat(files.plain("imagelabels.mat"), "labels").ravel()
     pools = {}
@@ -81,7 +82,7 @@ def flowers102(files: Files, task: Task) -> Original:
 
 
 def pets(files: Files, task: Task) -> Original:
-    """images/<name>.jpg; lists of `name class species breed`, classes from 1. A class is called as its images are."""
+    """images/<name>.jpg; lists of `name class species breed`, classes from 1. Class names are taken from the images' names."""
     places = files.below("images")
     names: dict[int, str] = {}
     pools = {}
@@ -130,7 +131,7 @@ def _class_folders(found: dict[str, Place]) -> Original:
 
 
 def retinopathy(files: Files, task: Task) -> Original:
-    """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is for validation."""
+    """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is the validation set."""
     rows = {
         "train": _table(files, "trainLabels.csv", ("image", "level")),
         "test": _table(files, "retinopathy_solution.csv", ("image", "level", "Usage")),
@@ -168,7 +169,7 @@ def clevr(files: Files, task: Task) -> Original:
 
 
 def _scenes(text: str) -> Iterator[dict[str, Any]]:
-    """Each scene of a list under "scenes": all of them as Python's objects would take gigabytes."""
+    """Yields each scene of the list "scenes", one at a time: all scenes as Python objects would take gigabytes."""
     decoder = json.JSONDecoder()
     try:
         position = text.index("[", text.index('"scenes"')) + 1
@@ -184,7 +185,7 @@ def _scenes(text: str) -> Iterator[dict[str, Any]]:
 
 
 def kitti(files: Files, task: Task) -> Original:
-    """training/image_2/<number>.png and training/label_2/<number>.txt, split by video as mapping/ of the devkit has it."""
+    """training/image_2/<number>.png and training/label_2/<number>.txt, split by video, according to mapping/ of the devkit."""
     places = {name: place for name, place in files.below("training/image_2").items() if name.endswith(".png")}
     annotations = files.below("training/label_2")
     numbers = _kitti_numbers(files.text("mapping/train_rand.txt"), files.text("mapping/train_mapping.txt"))
@@ -198,7 +199,10 @@ def kitti(files: Files, task: Task) -> Original:
 
 
 def _kitti_numbers(order: str, mapping: str) -> dict[str, list[int]]:
-    """Numbers of the images of each pool: no video is in two. order: lines of the mapping, from 1; mapping: 'date video frame'."""
+    """Returns the image numbers of each pool; each video is in one pool only.
+
+    order: line numbers of the mapping, from 1. mapping: lines 'date video frame'.
+    """
     lines = mapping.splitlines()
     videos: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(order.split(",")):
@@ -214,7 +218,7 @@ def _kitti_numbers(order: str, mapping: str) -> dict[str, list[int]]:
 
 
 def _kitti_label(annotation: str) -> int:
-    """Of the lines of an image: type, truncated, occluded, alpha, box (4), size (3), x, y, z, rotation."""
+    """Label of an image. Its lines: type, truncated, occluded, alpha, box (4), size (3), x, y, z, rotation."""
     objects = [line.split(" ") for line in annotation.splitlines()]
     return labels.kitti_distance(float(values[13]) for values in objects if values[0] in labels.VEHICLES)
 
@@ -241,5 +245,5 @@ def _pool(keys: list[str], places: dict[str, Place], label: Callable[[str], int]
 def _all(places: dict[str, Place], names: list[str], hint: str) -> list[Place]:
     missing = [name for name in names if name not in places]
     if missing:
-        raise UserError(f"{len(missing):,} of {len(names):,} images are not there, such as {missing[0]}.{hint}")
+        raise UserError(f"{len(missing):,} of {len(names):,} images are missing, such as {missing[0]}.{hint}")
     return [places[name] for name in names]

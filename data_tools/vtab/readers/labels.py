@@ -1,6 +1,6 @@
-"""The labels that VTAB makes of what its structured data sets say (google-research/task_adaptation, data/*.py).
+"""Labels that VTAB derives from the annotations of its structured data sets (google-research/task_adaptation, data/*.py).
 
-Distances are compared as float32, as tensorflow_datasets keeps them.
+Distances are compared as float32, as tensorflow_datasets stores them.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ ORIENTATIONS = [str(number) for number in range(16)]
 AZIMUTHS = [f"{degrees} degrees" for degrees in range(0, 360, 20)]
 ELEVATIONS = [f"{degrees} degrees" for degrees in range(30, 75, 5)]
 
-# Lower ends of the bins: the label is the last one that the distance is above.
+# Lower ends of the bins, exclusive.
 _DEPTH_BINS = np.array([0, 8, 8.5, 9, 9.5, 10], np.float32)
 _DISTANCE_BINS = np.array([-100, 8, 20, 999], np.float32)
 _NO_VEHICLE = np.float32(1000)
@@ -29,22 +29,22 @@ def clevr_count(num_objects: int) -> int:
 
 
 def clevr_distance(depths: Iterable[float]) -> int:
-    """Bin of the nearest object. depths: of all objects, the third of their pixel coordinates."""
+    """Bin of the nearest object. depths: third pixel coordinate of each object."""
     return _bin(min(np.float32(depth) for depth in depths), _DEPTH_BINS)
 
 
 def kitti_distance(distances: Iterable[float]) -> int:
-    """Bin of the nearest vehicle; the last when there is none. distances: of cars, vans and trucks, z in metres."""
+    """Bin of the nearest vehicle; the last bin if there is none. distances: z of cars, vans and trucks, in metres."""
     return _bin(min([np.float32(distance) for distance in distances] + [_NO_VEHICLE]), _DISTANCE_BINS)
 
 
 def dsprites_location(x_position: np.ndarray) -> np.ndarray:
-    """32 places along x, two to a label."""
+    """32 positions along x, two per label."""
     return x_position // 2
 
 
 def dsprites_orientation(orientation: np.ndarray) -> np.ndarray:
-    """40 orientations, alternately three and two to a label."""
+    """40 orientations, alternately three and two per label."""
     return np.floor(orientation / 2.5).astype(np.int64)
 
 

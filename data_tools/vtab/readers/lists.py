@@ -1,7 +1,7 @@
-"""VTAB-1k as it is passed around among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
+"""Reads the copies of VTAB-1k that are common among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
 
-Exported once from tensorflow_datasets (NOAH's get_vtab1k.py, and what was made of it), with the images encoded anew and
-named by number. So the splits are as the lists say, and nothing in them can prove it.
+They were exported from tensorflow_datasets (NOAH's get_vtab1k.py and its derivatives); the images were encoded again and
+named by number. Without the original keys, the splits cannot be proved.
 """
 
 from data_tools.sources.listing import Collector, Listing
@@ -10,7 +10,7 @@ from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
-# The folder of a task, as NOAH and others call it.
+# Names of a task's folder in NOAH and other projects.
 _FOLDERS = {
     "cifar100": ["cifar", "cifar_100", "cifar100"],
     "flowers102": ["oxford_flowers102", "flowers102"],
@@ -28,17 +28,17 @@ _UNION = "train800val200"
 
 
 def find(task: Task, lists: AnyPath) -> AnyPath | None:
-    """The folder of a task, if there is one."""
+    """Returns the folder of a task, or None."""
     return next((mark.parent for mark in marks(task, lists) if mark.is_file()), None)
 
 
 def marks(task: Task, lists: AnyPath) -> list[AnyPath]:
-    """The files of which one must be there."""
+    """Returns the files of which one must exist."""
     return [lists / name / "test.txt" for name in _FOLDERS.get(task.name, [task.name])]
 
 
 def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
-    """All samples of the lists. check: refuse lists that have not the numbers of images that VTAB has."""
+    """List all samples. check: raise UserError for other numbers of images than those of VTAB."""
     rows = {split: _read(folder / f"{split}.txt") for split in SPLITS if (folder / f"{split}.txt").is_file()}
     if missing := [split for split in ("train800", "val200", "test") if split not in rows]:
         raise UserError(f"{folder} has no {', '.join(f'{split}.txt' for split in missing)}.")
@@ -53,7 +53,7 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
     for split in SPLITS:
         for name, label in rows[split]:
             if name not in sizes:
-                raise UserError(f"{folder}: {split}.txt names {name}, which is not there.")
+                raise UserError(f"{folder}: {split}.txt names {name}, which is missing.")
             if not 0 <= label < task.num_classes:
                 raise UserError(f"{folder}: {split}.txt gives {name} label {label} of {task.num_classes} classes.")
             collector.sample(split, name.rpartition(".")[0], [str(label)], name, -1, 0, sizes[name])
@@ -65,7 +65,7 @@ def _read(path: AnyPath) -> list[tuple[str, int]]:
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError:
-        raise UserError(f"{path} is no text in UTF-8.") from None
+        raise UserError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, start=1):
         name, _, label = line.strip().rpartition(" ")
         if not name or not label.isdecimal():

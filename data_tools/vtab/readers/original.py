@@ -1,4 +1,4 @@
-"""What a source data set holds, whatever it was read from: pools of samples with their keys, labels and images."""
+"""The content of a source data set, for all file formats: pools of samples with keys, labels and images."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from data_tools.vtab.readers.files import Place
 from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.whole import replacing
 
-# Rows in ascending order -> pixels of each, uint8 (H, W) or (H, W, 3).
+# Reads some rows, in ascending order: yields the pixels of each, uint8 (H, W) or (H, W, 3).
 Pixels = Callable[[np.ndarray], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All samples of one of tensorflow_datasets' splits. keys: n, as its hash takes them. labels: (n,) int64, of the task.
+    """All samples of a split of tensorflow_datasets. keys: n, as hashed there. labels: (n,) int64, of the task.
 
-    images: n places of image files; or, of a file of bare pixels, a function that reads some of them.
+    images: places of n image files; or, for pixel arrays, a function that reads some of them.
     """
 
     keys: list[str]
@@ -28,9 +28,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class Original:
-    """A task's samples. classes: names, by label. pools: by name.
+    """The samples of a task. classes: names, by label. pools: by name.
 
-    notes: how this differs from the official data, in words. convert: see `Listing`.
+    notes: differences from the official data. convert: see `Listing`.
     """
 
     classes: list[str]
@@ -40,7 +40,7 @@ class Original:
 
 
 def places_of(pool: Pool, rows: np.ndarray, staged: AnyPath) -> dict[int, Place]:
-    """Row -> place of its image file. staged: where pixels are written to, as PNGs one after another."""
+    """Returns row -> place of its image file. staged: file to which pixel arrays are written, as concatenated PNGs."""
     if isinstance(pool.images, list):
         return {row: pool.images[row] for row in rows.tolist()}
     rows = np.unique(rows)

@@ -1,8 +1,8 @@
-"""Data sets that are TFRecord files: DMLab as its authors publish it, and any as tensorflow_datasets has prepared it.
+"""Reads TFRecord files: DMLab as published, and any data set as prepared by tensorflow_datasets.
 
-The latter are <name>/<version>/<name>-<split>.tfrecord-00000-of-00016 and so on. Their records stand in the order of the
-hash, so each is checked against the key that it should have; of versions that keep no key (a number), the order tells it.
-Images stay where they are, and are read by offset.
+Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
+hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
+key. Images are not copied but read by offset.
 """
 
 import re
@@ -23,17 +23,17 @@ from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
-# What makes the key of a record; given the class names, too, that the data set keeps.
+# Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]
 
-# Folders of Caltech101 that do not have the name of their class, which is all lower case.
+# Folders of Caltech101 whose name is not in lower case, by the name of their class.
 _CALTECH_FOLDERS = {
     name.lower(): name for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "Leopards", "Motorbikes")
 }
 
 
 def dmlab(files: Files, task: Task) -> Original:
-    """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label; read within the tar."""
+    """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label. Read inside the tar."""
     pools = {}
     for pool in ("train", "validation", "test"):
         content = _Content(_KEYS["dmlab"], [], _label)
@@ -45,9 +45,9 @@ def dmlab(files: Files, task: Task) -> Original:
 
 
 def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
-    """Every record of every pool of a prepared data set. versions: its folder.
+    """Read all records of a prepared data set. versions: its folder, which contains the versions.
 
-    Raises MissingError when there is none of the right version, UserError for one that is damaged.
+    Raises MissingError if the right version is missing, UserError if it is damaged.
     """
     folder = _version(dataset, versions)
     names = _label_names(folder)
@@ -59,6 +59,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
             if found != expected:
                 raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
         if None in content.keys:
+            # Notes are part of dataset.json: their text must not change.
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
         keys = _checked(content.keys, pool, folder)
         pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
@@ -67,7 +68,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
 
 @dataclass(frozen=True)
 class _DatasetInfo:
-    """dataset_info.json, as far as it matters here. Numbers in it are text, as in JSON of protocol buffers."""
+    """The part of dataset_info.json that is used here. Numbers are strings, as in JSON of protocol buffers."""
 
     splits: list[dict[str, Any]]
 
@@ -84,7 +85,7 @@ class _Content:
     places: list[Place] = field(default_factory=list)
 
     def add(self, path: AnyPath, start: int, size: int, name: str) -> int:
-        """Every record of the file at path[start : start + size]; how many there are."""
+        """Add all records of the file at path[start : start + size]; returns their number."""
         before = len(self.keys)
         with path.open("rb") as file:
             for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
@@ -95,13 +96,13 @@ class _Content:
                     self.keys.append(self.key_of(example, self.names))
                     self.labels.append(self.label_of(example))
                 except (KeyError, ValueError, IndexError, OverflowError) as error:
-                    raise UserError(f"{path}: {where} has not what it should have ({error}).") from None
+                    raise UserError(f"{path}: {where} does not have the expected features ({error}).") from None
                 self.places.append(Place(where, str(path), offset + first, end - first))
         return len(self.keys) - before
 
 
 def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
-    """The newest version that has the major number of the official task."""
+    """Returns the newest version with the major number of the official task. Raises MissingError."""
     pattern = re.compile(rf"{dataset.tfds_major}\.(\d+)\.(\d+)")
     found = {}
     for path in folder.iterdir() if folder.is_dir() else []:
@@ -113,7 +114,7 @@ def _version(dataset: DataSet, folder: AnyPath) -> AnyPath:
 
 
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
-    """(file, number of its records) of a pool, in order."""
+    """Returns (file, number of its records) of a pool, in order."""
     where = f"{folder}/dataset_info.json"
     try:
         info = json_record.parse((folder / "dataset_info.json").read_bytes(), _DatasetInfo, where)
@@ -125,7 +126,9 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
             place = f"splits[{number}].shardLengths"
             lengths: list[int | str] = json_record.convert(split.get("shardLengths"), list[int | str], where, place)
             if wrong := [length for length in lengths if not re.fullmatch(r"\d{1,12}", str(length))]:
-                raise UserError(f"{where}: {place} has {json_record.quoted(wrong[0])}, which is no number of records.")
+                raise UserError(
+                    f"{where}: {place} has {json_record.quoted(wrong[0])}, which is not a number of records."
+                )
             counts += map(int, lengths)
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")
@@ -138,7 +141,7 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
 
 
 def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
-    """The keys of a pool's records, in the order of the hash; those of records without one are numbers."""
+    """Returns the keys of a pool's records; records without keys get numbers in the order of the hash. Raises UserError."""
     known = [str(number) for number in range(len(keys))] if None in keys else [str(key) for key in keys]
     order = hashed_order(pool, known)
     if None in keys:
@@ -146,7 +149,7 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
     if wrong := np.flatnonzero(order != np.arange(len(keys))).tolist():
         raise UserError(
             f"{folder}: the records of {pool!r} are not in the order of the hash of their keys; record {wrong[0]:,} is "
-            f"{known[wrong[0]]!r}. Prepare it again, with shuffling as it is by default."
+            f"{known[wrong[0]]!r}. Prepare it again, with the default shuffling."
         )
     return known
 
@@ -156,7 +159,7 @@ def _label_names(folder: AnyPath) -> list[str]:
     try:
         return path.read_text().split("\n")[:-1] if path.is_file() else []
     except UnicodeDecodeError:
-        raise UserError(f"{path} is no text in UTF-8. Prepare the data set again.") from None
+        raise UserError(f"{path} is not UTF-8 text. Prepare the data set again.") from None
 
 
 def _class_names(task: Task, names: list[str]) -> list[str]:
@@ -168,7 +171,7 @@ def _feature(name: str) -> Callable[[Example, list[str]], str]:
 
 
 def _number(example: Example, names: list[str]) -> str | None:
-    """Of train_00012 or 000012 the number; None of versions that have no id."""
+    """Returns the number in train_00012 or 000012; None for versions without ids."""
     return str(int(example.text("id").rpartition("_")[2])) if "id" in example.spans else None
 
 
@@ -208,7 +211,7 @@ def _label(example: Example) -> int:
 
 
 def _vehicles(example: Example) -> np.ndarray:
-    """z of each object of type Car, Van or Truck, which are 0, 1 and 2."""
+    """Returns z of each object of type Car, Van or Truck (0, 1 and 2)."""
     return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
 
 

@@ -1,7 +1,5 @@
 """The order of samples: the same for any ranks and restart point, each sample once per epoch, and well mixed."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -183,26 +181,12 @@ def test_4096_ranks_see_the_batches_of_one(num_shards: int) -> None:
                     assert len(np.unique(np.searchsorted(order.shard_starts, rows, side="right"))) <= 6 * streams
 
 
-def test_seeks_take_no_time_however_far() -> None:
-    """The promise is 100 ms on an idle machine; the test allows four times that, for busy ones."""
+def test_seeks_reach_any_step() -> None:
     order = large(1_000_000)
-    seconds = []
     for step in (0, 250_000, 90_000_000):
-        begin = time.process_time()
         rows, epochs = order.slice(step)
-        seconds.append(time.process_time() - begin)
         assert len(np.unique(rows)) == 4096
         assert epochs[-1] == ((step + 1) * 4096 - 1) // order.num_samples
-    assert np.median(seconds) < 0.4, seconds
-
-
-def test_many_streams_cost_a_step_little() -> None:
-    order = SampleOrder(np.full(14_200, 1000), 0, 4096, 1024, 256)
-    order.slice(0)
-    begin = time.process_time()
-    for step in range(1, 5):
-        order.slice(step)
-    assert (time.process_time() - begin) / 4 < 0.1  # Comparing each sample with each window took 0.05 s, this 0.005 s.
 
 
 def test_random_bits_are_splitmix64() -> None:
@@ -268,18 +252,6 @@ def test_evaluation_covers_every_row(num_samples: int, batch: int, world_size: i
     assert set(rows.tolist()) == set(range(num_samples))
     assert len(rows) < num_samples + world_size
     assert max(len(rows) for requests in of_rank for rows, _ in requests) <= batch
-
-
-def test_the_millionth_step_takes_no_longer_than_the_first() -> None:
-    def seconds(first: int) -> float:
-        order = SampleOrder(np.full(200, 1000), 0, 256, 16, 4096)
-        started = time.process_time()
-        for step in range(first, first + 30):
-            order.slice(step)
-        return time.process_time() - started
-
-    early, late = (min(seconds(first) for _ in range(3)) for first in (0, 1_000_000))
-    assert late < 2 * early + 0.02
 
 
 def test_single_draws_are_the_same_numbers() -> None:

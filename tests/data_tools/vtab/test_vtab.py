@@ -258,7 +258,7 @@ def test_tfds_out_of_order_or_damaged_is_refused(vtab_tasks: tuple[Path, Truth],
         (b"{", "dataset_info.json is not valid JSON"),
         (b"[1]", "dataset_info.json: the content = [1] must be a mapping."),
         (b'{"splits": [{"name": "train", "shardLengths": 5}]}', "splits[0].shardLengths = 5 must be a list of"),
-        (b'{"splits": [{"name": "train", "shardLengths": ["x"]}]}', "has 'x', which is no number of records"),
+        (b'{"splits": [{"name": "train", "shardLengths": ["x"]}]}', "has 'x', which is not a number of records"),
         (b'{"splits": [{"name": "train"}]}', "splits[0].shardLengths = None must be a list"),
     ):
         (folder / "dataset_info.json").write_bytes(content_of_info)
@@ -289,7 +289,7 @@ def test_lists_are_taken_and_said_not_to_be_proved(
     assert "1 of 19 tasks are ready: cifar100" in capsys.readouterr().out
     assert open_dataset(tmp_path / "out" / "cifar100").info["samples"] == sizes
     assert refused(settings(tmp_path / "out", prove=True)) == "1 of 1 tasks are not proved: cifar100."
-    assert "it was made of lists, which keep no keys" in capsys.readouterr().out
+    assert "it was made from lists, which have no keys" in capsys.readouterr().out
     checked = VtabPrepareConfig(out=str(tmp_path / "other"), lists=str(tmp_path / "lists"))
     assert "train800.txt has 6 images, but VTAB has 800" in refused(checked)
     (folder / "train800val200.txt").write_text("images/test/000000.jpg 3\n" * 9)
@@ -308,12 +308,12 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     said = refused(settings(tmp_path / "out", originals=str(originals)))
     printed = capsys.readouterr()
     assert said.startswith("1 of 19 tasks were not made: pets: ")
-    assert "has not annotations/trainval.txt. pets is made of images.tar.gz (https://www.robots" in said
+    assert "annotations/trainval.txt is missing. pets consists of images.tar.gz (https://www.robots" in said
     assert "1 of 19 tasks are ready: eurosat" in printed.out
     for task in TASKS:
         if task.dataset not in ("eurosat", "pets"):
             assert (
-                f"missing: {task.name}: {originals / task.dataset}: not found, or empty. {task.dataset} is made of "
+                f"missing: {task.name}: {originals / task.dataset}: not found, or empty. {task.dataset} consists of "
                 f"{DATASETS[task.dataset].files[0].name} (http" in printed.out
             )
     (originals / "svhn").mkdir()
@@ -323,7 +323,7 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     )
     assert (
         f"1 of 1 tasks were not made: svhn: {originals / 'svhn'}, {tmp_path / 'svhn_cropped'}, "
-        f"{tmp_path / 'lists' / 'svhn' / 'test.txt'}: not found, or empty. svhn is made of train_32x32.mat (http://ufldl"
+        f"{tmp_path / 'lists' / 'svhn' / 'test.txt'}: not found, or empty. svhn consists of train_32x32.mat (http://ufldl"
     ) in refused(three)
     assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(
         settings(tmp_path / "out", originals=str(originals), tasks=["cifar"])
@@ -400,7 +400,9 @@ def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
     assert "unpacked a.mat.gz" in second
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     os.utime(path, ns=(time, time + 1))
-    with pytest.raises(UserError, match=r"a\.mat\.gz has not the published checksum\. Fetch it again: http://of/a"):
+    with pytest.raises(
+        UserError, match=r"a\.mat\.gz does not have the published checksum\. Fetch it again: http://of/a"
+    ):
         said("azimuth")
     assert capsys.readouterr().err.startswith(hashed)
 
@@ -414,7 +416,7 @@ def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Pat
     # The published size, other bytes.
     write_folder({"imagelabels.mat": bytes(502)}, originals / "flowers102")
     config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(originals), tasks=["flowers102"])
-    assert "imagelabels.mat has not the published checksum" in refused(config)
+    assert "imagelabels.mat does not have the published checksum" in refused(config)
     # Unpacked, so without a checksum: the number of images is compared all the same.
     shutil.copytree(vtab_tasks[0] / "originals" / "resisc45", tmp_path / "others" / "resisc45")
     config = VtabPrepareConfig(out=str(tmp_path / "out"), originals=str(tmp_path / "others"))
@@ -431,12 +433,12 @@ def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Pat
         ("smallnorb", "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz", lambda data: data[:-9999], "is damaged"),
         ("patch_camelyon", "camelyonpatch_level_2_split_test_y.h5.gz", lambda data: data[:-9], "_y.h5.gz is damaged"),
         ("retinopathy", "trainLabels.csv", lambda data: data.replace(b"level", b"grade"), "no column 'level'"),
-        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b",1", b",?"), "not as they were published"),
+        ("retinopathy", "trainLabels.csv", lambda data: data.replace(b",1", b",?"), "differ from the published ones"),
         (
             "retinopathy",
             "trainLabels.csv",
             lambda data: data + b"99_left,0\n",
-            "1 of 26 images are not there, such as 99_left",
+            "1 of 26 images are missing, such as 99_left",
         ),
     ],
 )
