@@ -18,12 +18,12 @@ def explain(config: ExplainConfig) -> None:
 
     numbers, files = explain.run(config)
     if config.mlflow:
+        from pipeline.monitor.run_page import RunFacts
         from pipeline.monitor.tracking import send_report
 
         folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
-        send_report(
-            config.mlflow, folder, f"explain {config.weights}", explain.metrics(numbers), files, tags, "explain"
-        )
+        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags)
+        send_report(config.mlflow, folder, facts, explain.metrics(numbers), files, "explain")
 
 
 if __name__ == "__main__":

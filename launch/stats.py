@@ -18,12 +18,14 @@ def stats(config: StatsConfig) -> None:
 
     found = stats.run(config)
     if config.mlflow:
+        from pipeline.monitor.run_page import RunFacts
         from pipeline.monitor.tracking import send_report
 
         folder, tags = stats.folder(config), {"data_fingerprint": found["fingerprint"]}
         assert isinstance(folder, Path), "run() refuses others"
         files = [folder / name for name in stats.files(config)]
-        send_report(config.mlflow, folder, f"stats {found['name']}", stats.metrics(found), files, tags)
+        facts = RunFacts(f"stats {found['name']}", "data", tags=tags)
+        send_report(config.mlflow, folder, facts, stats.metrics(found), files)
 
 
 ABOUT = """

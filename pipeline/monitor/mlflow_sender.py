@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.sync_state import STATE_FILE, SyncState, read_states, write_states
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
@@ -28,14 +29,11 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What an MLflow run shows beside its metrics. artifact_location: URI for an experiment that is created here."""
+class Experiment:
+    """artifact_location: URI of the artifacts if the experiment is created here; None leaves the choice to the server."""
 
-    experiment: str
-    artifact_location: str | None
     name: str
-    parameters: dict[str, Any]
-    tags: dict[str, str]
+    artifact_location: str | None
 
 
 class MlflowSender:
@@ -46,15 +44,19 @@ class MlflowSender:
     start: step that the run continues from; None for a file without repeated steps.
     """
 
-    def __init__(self, folder: Path, uri: str, facts: RunFacts, start: int | None, timing: Timing) -> None:
+    def __init__(
+        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, tags: dict[str, str], start: int | None,
+        timing: Timing,
+    ) -> None:  # fmt: skip
+        self.experiment, self.tags = experiment, tags
         self.path, self.state_path = folder / METRICS_FILE, folder / STATE_FILE
-        self.uri, self.facts, self.start, self.timing = uri, facts, start, timing
+        self.uri, self.shown_uri, self.facts, self.start, self.timing = uri, hide_passwords(uri), facts, start, timing
         self._lock = threading.Lock()
         self._states, self._damage = read_states(self.state_path)
         self._num_rewrites = 0
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
         self._artifacts: list[Path] = []
-        self._status = ""
+        self._status = self._outcome = ""
         self._all_sent = False
         self._stop = threading.Event()
         self._store: MlflowStore | None = None
@@ -81,13 +83,16 @@ class MlflowSender:
             if repair.changed:
                 write_text(self.path, b"".join(repair.lines).decode())
 
-    def end(self, status: str, artifacts: list[Path], in_a_hurry: bool) -> None:
-        """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit."""
-        self._status, self._artifacts = status, artifacts
+    def end(self, status: str, outcome: str, artifacts: list[Path], in_a_hurry: bool) -> None:
+        """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit.
+
+        status: FINISHED, FAILED or KILLED. outcome: how the run ended, in words.
+        """
+        self._status, self._outcome, self._artifacts = status, outcome, artifacts
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:
-            _warn(f"MLflow at {self.uri} has not received all of {self.path}: the next start sends the rest.")
+            _warn(f"MLflow at {self.shown_uri} has not received all of {self.path}: the next start sends the rest.")
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
@@ -105,7 +110,7 @@ class MlflowSender:
             except Exception as error:
                 # Whatever the server or its client raises, training continues; the file keeps the metrics.
                 if not num_failures:
-                    reason = f"MLflow at {self.uri} cannot be reached ({_one_line(error)})"
+                    reason = f"MLflow at {self.shown_uri} cannot be reached ({_one_line(error)})"
                     _warn(f"{reason}: training continues, metrics are kept in metrics.jsonl.")
                 if stopping:
                     return
@@ -139,12 +144,19 @@ class MlflowSender:
                     num_metrics += len(record.metrics)
                 elif line.strip():
                     _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
-            store.log_metrics(state.run_id, records)
+            store.log_metrics(state.run_id, records, self._progress(records))
             with self._lock:
                 if rewrites != self._num_rewrites:
                     return  # The run has gone back meanwhile, which has changed sent_bytes.
                 state.sent_bytes += num_bytes
                 self._save()
+
+    def _progress(self, records: list[Record]) -> dict[str, str]:
+        """The tag that shows in the list of runs how far this one is."""
+        if not self.facts.steps or not records:
+            return {}
+        step = max(record.step for record in records)
+        return {"progress": f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"}
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""
@@ -169,18 +181,19 @@ class MlflowSender:
         assert state.run_id is not None
         if not state.has_parameters:
             store.log_parameters(state.run_id, self.facts.parameters)
+            store.log_datasets(state.run_id, self.facts.datasets)
             self._update(state, has_parameters=True)
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        store.start_run(state.run_id, self.facts.tags)
+        store.start_run(state.run_id, self.tags)
         self._store = store
         return store, state
 
     def _find_or_create_run(self, store: MlflowStore, state: SyncState) -> None:
         """Continue the MLflow run that carries this folder's tag, or create one."""
-        experiment_id = store.experiment_id(self.facts.experiment, self.facts.artifact_location)
-        found = store.find_run(experiment_id, FOLDER_TAG, self.facts.tags[FOLDER_TAG])
+        experiment_id = store.experiment_id(self.experiment.name, self.experiment.artifact_location)
+        found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])
         # A new folder may have the path and the inode number of one that was removed.
         if found and self._had_metrics:
             run_id, has_parameters = found
@@ -188,9 +201,9 @@ class MlflowSender:
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=self.start)
             outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
-            run_id = store.create_run(experiment_id, self.facts.name, self.facts.tags)
+            run_id = store.create_run(experiment_id, self.facts.name, self.tags)
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None)
-            outcome = f"no run at {self.uri} has this folder's tag, so everything is sent to a new one, {run_id}."
+            outcome = f"no run at {self.shown_uri} has this folder's tag, so everything is sent to a new one, {run_id}."
         if self._damage:
             _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
@@ -202,7 +215,7 @@ class MlflowSender:
             return
         old, new = state.run_id, store.create_copy(state.run_id)
         _warn(
-            f"MLflow at {self.uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
+            f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."
         )
         self._update(state, run_id=new, sent_bytes=0, has_parameters=False, replaces=old)
@@ -219,8 +232,8 @@ class MlflowSender:
             try:
                 self._store.log_artifact(run_id, path)
             except Exception as error:
-                _warn(f"MLflow at {self.uri} refused {path} ({_one_line(error)}).")
-        self._store.end_run(run_id, self._status)
+                _warn(f"MLflow at {self.shown_uri} refused {path} ({_one_line(error)}).")
+        self._store.end_run(run_id, self._status, {"outcome": hide_passwords(self._outcome)[:500]})
 
     def _update(self, state: SyncState, **fields: Any) -> None:
         with self._lock:
@@ -236,7 +249,7 @@ class MlflowSender:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return hide_passwords(" ".join(str(error).split())[:200])
 
 
 def _warn(line: str) -> None:

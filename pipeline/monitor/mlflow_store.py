@@ -1,16 +1,22 @@
 """Requests to an MLflow server or database. The only file that imports mlflow, and only when it is used: that takes seconds."""
 
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.monitor.metrics_file import Record
+from pipeline.monitor.run_page import EXPERIMENT_TAGS, DatasetFacts, metric_name
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
 _MAX_PARAMETERS = 100
+# A run's description, and the digest of what this project wrote there: with another digest, someone has edited it.
+_NOTE, _NOTE_DIGEST = "mlflow.note.content", "description_digest"
 
 
 class MlflowStore:
@@ -27,10 +33,33 @@ class MlflowStore:
 
     # ---------------------------------------------------------------- runs
     def experiment_id(self, name: str, artifact_location: str | None) -> str:
-        """ID of an experiment, which is created if it is missing."""
-        if experiment := self.client.get_experiment_by_name(name):
-            return experiment.experiment_id
-        return self.client.create_experiment(name, artifact_location=artifact_location)
+        """ID of an experiment, which is created if it is missing. Its page is marked as model training and described."""
+        if (experiment := self.client.get_experiment_by_name(name)) is None:
+            self._unless_another_run_did(
+                lambda: self.client.create_experiment(name, artifact_location, EXPERIMENT_TAGS),
+                lambda: self.client.get_experiment_by_name(name) is not None,
+            )
+            experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id
+        for tag in EXPERIMENT_TAGS.keys() - experiment.tags.keys():  # A description that someone wrote stays.
+            self._unless_another_run_did(
+                partial(self.client.set_experiment_tag, number, tag, EXPERIMENT_TAGS[tag]),
+                partial(self._has_tag, number, tag),
+            )
+        return number
+
+    def _has_tag(self, experiment_id: str, tag: str) -> bool:
+        return tag in self.client.get_experiment(experiment_id).tags
+
+    def _unless_another_run_did(self, request: Callable[[], object], is_done: Callable[[], bool]) -> None:
+        """Make a request that fails when a run that begins at the same time has made it first."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            request()
+        except MlflowException:
+            if not is_done():
+                raise
 
     def find_run(self, experiment_id: str, tag: str, value: str) -> tuple[str, bool] | None:
         """Returns (ID, whether it has parameters) of the newest run with a tag; None if there is none."""
@@ -39,6 +68,7 @@ class MlflowStore:
         return (found[0].info.run_id, bool(found[0].data.params)) if found else None
 
     def create_run(self, experiment_id: str, name: str, tags: dict[str, str]) -> str:
+        tags = {tag: text for tag, text in tags.items() if tag != _NOTE}  # `start_run` sets it.
         return self.client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
 
     def create_copy(self, run_id: str) -> str:
@@ -64,13 +94,22 @@ class MlflowStore:
             self.client.delete_run(run_id)
 
     def start_run(self, run_id: str, tags: dict[str, str]) -> None:
-        """Mark a run as running, and set its tags."""
+        """Mark a run as running, and set its tags. A description that someone has edited stays."""
         from mlflow.entities import RunTag
 
+        if _NOTE in tags:
+            present = self.client.get_run(run_id).data.tags
+            if _digest(present.get(_NOTE, "")) == present.get(_NOTE_DIGEST, _digest("")):
+                tags = {**tags, _NOTE_DIGEST: _digest(tags[_NOTE])}
+            else:
+                tags = {name: text for name, text in tags.items() if name != _NOTE}
         self.client.update_run(run_id, status="RUNNING")
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def end_run(self, run_id: str, status: str) -> None:
+    def end_run(self, run_id: str, status: str, tags: dict[str, str]) -> None:
+        """Close a run as FINISHED, FAILED or KILLED, and set its last tags."""
+        for name, text in tags.items():
+            self.client.set_tag(run_id, name, text)
         self.client.set_terminated(run_id, status)
 
     # ---------------------------------------------------------------- what a run holds
@@ -82,11 +121,33 @@ class MlflowStore:
         for first in range(0, len(params), _MAX_PARAMETERS):
             self.client.log_batch(run_id, params=params[first : first + _MAX_PARAMETERS])
 
-    def log_metrics(self, run_id: str, records: Iterable[Record]) -> None:
-        from mlflow.entities import Metric
+    def log_metrics(self, run_id: str, records: Iterable[Record], tags: dict[str, str]) -> None:
+        """Log metrics under the names that group them, and set tags, in one request."""
+        from mlflow.entities import Metric, RunTag
 
-        points = [Metric(k, v, record.time, record.step) for record in records for k, v in record.metrics.items()]
-        self.client.log_batch(run_id, metrics=points)
+        points = [
+            Metric(metric_name(name), value, record.time, record.step)
+            for record in records
+            for name, value in record.metrics.items()
+        ]
+        self.client.log_batch(run_id, metrics=points, tags=[RunTag(name, text) for name, text in tags.items()])
+
+    def log_datasets(self, run_id: str, datasets: Iterable[DatasetFacts]) -> None:
+        """Show which data a run used. MLflow keeps a data set that was logged before once."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = []
+        for facts in datasets:
+            kind = facts.source.partition("://")[0] if "://" in facts.source else "local"
+            schema = {"image": "bytes", "labels": f"int64, {facts.num_classes} classes"}
+            profile = {"num_samples": facts.num_samples, "num_classes": facts.num_classes, "split": facts.split}
+            dataset = Dataset(
+                f"{facts.name}:{facts.split}", facts.digest[:36], kind, json.dumps({"uri": facts.source}),
+                schema=json.dumps(schema), profile=json.dumps(profile),
+            )  # fmt: skip
+            inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", facts.context)]))
+        if inputs:
+            self.client.log_inputs(run_id, inputs)
 
     def log_artifact(self, run_id: str, path: Path) -> None:
         self.client.log_artifact(run_id, str(path))
@@ -122,3 +183,7 @@ class MlflowStore:
                     fields = ("run_uuid", "key", "value", "timestamp", "step", "is_nan")
                     session.add(SqlLatestMetric(**{field: getattr(last, field) for field in fields}))
         return True
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,13 +8,12 @@ and from MLflow: each step has one point, the last.
 """
 
 import hashlib
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
-from pipeline.monitor.mlflow_sender import FOLDER_TAG, MlflowSender, RunFacts, Timing
+from pipeline.monitor.mlflow_sender import FOLDER_TAG, Experiment, MlflowSender, Timing
+from pipeline.monitor.run_page import RunFacts
 from pipeline.settings.run import TrackConfig
 
 
@@ -26,8 +25,8 @@ class Tracker:
     """
 
     def __init__(
-        self, config: TrackConfig, out: Path, folder: Path, name: str, parameters: dict[str, Any], tags: dict[str, str],
-        start: int | None = None, timing: Timing | None = None,
+        self, config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None = None,
+        timing: Timing | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
@@ -35,13 +34,15 @@ class Tracker:
         # Artifacts of a database go beside it, not into the folder in which the command was started.
         database = uri.removeprefix("sqlite:///")
         artifacts = (Path(database).resolve().parent / "mlartifacts").as_uri() if database != uri else None
-        tags = {**tags, "git_revision": git_revision(), FOLDER_TAG: _folder_id(folder)}
-        facts = RunFacts(config.experiment, artifacts, name, parameters, tags)
-        self._sender = MlflowSender(folder, uri, facts, start, timing or Timing())
+        tags = {**facts.all_tags(), FOLDER_TAG: _folder_id(folder)}
+        experiment = Experiment(config.experiment, artifacts)
+        self._sender = MlflowSender(folder, uri, experiment, facts, tags, start, timing or Timing())
+        self._facts = facts
         self._enabled = config.enabled
         self._artifacts: list[Path] = []
         # Names of metrics that the step `start` already has.
         self._logged: set[str] = set()
+        self._axes_step = start  # The step whose axes are recorded.
         self.notes = [] if start is None else self._remove_after(start)
         self._file = open_to_append(self.path)
         if self._enabled:
@@ -52,6 +53,8 @@ class Tracker:
         if step == self.start:
             # After a kill between an evaluation's record and its scores.json, the evaluation runs again.
             metrics = {name: value for name, value in metrics.items() if name not in self._logged}
+        if metrics and step != self._axes_step:
+            metrics, self._axes_step = {**metrics, **self._facts.axes(step)}, step
         if metrics:
             self._file.write(Record(step, round(time.time() * 1000), metrics).to_line())
             self._file.flush()
@@ -59,7 +62,7 @@ class Tracker:
     def go_back(self, step: int) -> list[str]:
         """Remove the records of steps after `step`, which run again. Returns lines that say what was removed."""
         self._file.close()
-        self.start = step
+        self.start = self._axes_step = step
         notes = self._remove_after(step)
         self._file = open_to_append(self.path)
         return notes
@@ -68,10 +71,13 @@ class Tracker:
         """Upload a file to the MLflow run when the run finishes, if it exists then."""
         self._artifacts.append(path)
 
-    def finish(self, status: str, in_a_hurry: bool = False) -> None:
-        """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s."""
+    def finish(self, status: str, in_a_hurry: bool = False, outcome: str = "") -> None:
+        """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
+
+        outcome: how the run ended, in words, for its tag; by default the status.
+        """
         if self._enabled:
-            self._sender.end(status, self._artifacts, in_a_hurry)
+            self._sender.end(status, outcome or status.lower(), self._artifacts, in_a_hurry)
         self._file.close()
 
     def _remove_after(self, step: int) -> list[str]:
@@ -82,16 +88,10 @@ class Tracker:
 
 
 def send_report(
-    uri: str,
-    folder: Path,
-    name: str,
-    metrics: dict[str, float],
-    files: list[Path],
-    tags: dict[str, str],
-    experiment: str = "data",
+    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "data"
 ) -> None:
     """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run."""
-    tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, name, {}, tags)
+    tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, facts)
     tracker.log(0, metrics)
     for path in files:
         tracker.artifact(path)
@@ -101,21 +101,6 @@ def send_report(
 def default_uri(out: Path) -> str:
     """Tracking URI of all runs below `out` unless another is set: an SQLite database."""
     return f"sqlite:///{(out / 'mlflow.db').resolve()}"
-
-
-def git_revision() -> str:
-    """Commit of the working tree, with '+changes' if it differs, or 'unknown' outside of git."""
-    root = Path(__file__).resolve().parents[2]
-    try:
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-        return _git(root, "rev-parse", "HEAD") + ("+changes" if changes else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()
 
 
 def _folder_id(folder: Path) -> str:

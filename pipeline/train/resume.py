@@ -67,7 +67,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     # Settings that an older checkpoint lacks had today's defaults, and no samples were excluded.
     nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
     state = read_state(path)
-    then = {**_default_settings(), **nothing, **state.identity}
+    then = {**default_settings(), **nothing, **state.identity}
     # Compared as text: image sizes used to be numbers, before 224x384 was possible.
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
@@ -91,7 +91,7 @@ def _is_free(change: str) -> bool:
     return change.startswith(_FREE_WHEN_FINISHED) and not change.startswith(_SETS_THE_RESULT)
 
 
-def _default_settings() -> dict[str, Any]:
+def default_settings() -> dict[str, Any]:
     """Default settings of a run by dotted name; required ones hold placeholders."""
     config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
     return schema.flatten(schema.to_dict(config))

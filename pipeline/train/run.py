@@ -3,7 +3,7 @@
 Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
 """
 
-from pipeline.errors import Stopped
+from pipeline.errors import DivergedError, Stopped
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import train_on_all_ranks
@@ -41,7 +41,7 @@ def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
 def _train(training: TrainingRun) -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
     progress, stop, saver = training.progress, training.stop, training.saver
-    status, reason = "FAILED", ""
+    status, outcome, reason = "FAILED", "", ""
     try:
         stop.begin_training(progress.start)
         for evaluator in training.evaluators:
@@ -52,13 +52,18 @@ def _train(training: TrainingRun) -> str:
         saver.wait()
         stop.committed(progress.step)
         training.report_bad_samples_on_all_ranks()
-        status = "FINISHED"
+        status, outcome = "FINISHED", "finished"
     except Stopped:  # On all ranks at the same step or evaluation batch.
         if progress.step > progress.saved:
             training.spikes.catch_up()
             training.save_on_all_ranks()
         saver.wait()
         status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
+        outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"
+    except Exception as error:
+        kind = "diverged" if isinstance(error, DivergedError) else "failed"
+        outcome = f"{kind} after step {progress.step:,}: {' '.join(str(error).split())}"
+        raise
     finally:
-        training.close(status, in_a_hurry=bool(reason))
+        training.close(status, outcome, in_a_hurry=bool(reason))
     return reason

@@ -3,9 +3,8 @@
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
-import torch
+import yaml
 
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
@@ -14,13 +13,14 @@ from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, rea
 from pipeline.console import Console
 from pipeline.distributed import from_environment
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import Plan, new_model_config
+from pipeline.estimate.plan import new_model_config
 from pipeline.evaluate import architecture
 from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
+from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -30,6 +30,7 @@ from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
 from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
+from pipeline.train.run_facts import run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
@@ -104,7 +105,10 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also for a finished run: sends the metrics that MLflow has not received yet.
-    tracker = _start_tracker(config, facts, plan, folder, engine, model, start) if ranks.is_main else None
+    tracker = None
+    if ranks.is_main:
+        shown = run_facts(config, plan, model, dataset, split, evaluation, ranks.device)
+        tracker = _start_tracker(config, shown, folder, engine, model, start)
     for line in tracker.notes if tracker else []:
         console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
@@ -121,17 +125,15 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
 
 
 def _start_tracker(
-    config: RunConfig, facts: dict[str, Any], plan: Plan, folder: Path, engine: Engine, model: Model, start: int
+    config: RunConfig, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int
 ) -> Tracker:
-    resolved = folder / "config.json"
-    write_text(resolved, json.dumps(schema.to_dict(config), indent=1))
+    settings = schema.to_dict(config)
+    write_text(folder / "config.json", json.dumps(settings, indent=1))
+    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
+    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
-    settings = {name: value for name, value in facts.items() if not name.startswith("model.")}
-    parameters = {**settings, **architecture.as_settings(model.config), "steps": plan.steps, "accumulation": plan.accumulation,
-                  "num_parameters": models.num_parameters(model.config)}  # fmt: skip
-    tags = {"device": str(engine.ranks.device), "torch": torch.__version__, "data": facts["fingerprint"]}
-    tracker = Tracker(config.track, Path(config.out), folder, config.name, parameters, tags, start)
-    for name in ("config.json", "deepspeed.json", "log.txt", "scores.json", "probe.json"):
+    tracker = Tracker(config.track, Path(config.out), folder, facts, start)
+    for name in ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json"):
         tracker.artifact(folder / name)
     return tracker

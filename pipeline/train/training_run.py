@@ -195,11 +195,15 @@ class TrainingRun:
         for row, key in zip(sorted(bad), self.split.keys(sorted(bad)), strict=True):
             self.console.say(f"left out {key}: {bad[row]}")
 
-    def close(self, status: str, in_a_hurry: bool) -> None:
-        """End threads and processes. status: FINISHED, FAILED or KILLED (MLflow's names). in_a_hurry: the run must exit soon."""
+    def close(self, status: str, outcome: str, in_a_hurry: bool) -> None:
+        """End threads and processes.
+
+        status: FINISHED, FAILED or KILLED (MLflow's names). outcome: how the run ended, in words. in_a_hurry: the run must exit
+        soon.
+        """
         self.watchdog.close()
         self.console.close_bar()
         self.feed.loader.close()
         self.saver.close()
         if self.tracker:
-            self.tracker.finish(status, in_a_hurry)
+            self.tracker.finish(status, in_a_hurry, outcome)

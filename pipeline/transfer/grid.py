@@ -22,6 +22,7 @@ from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
@@ -95,7 +96,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
     settings = finals[0].config
     result: dict[str, Any] = {
-        "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
+        "name": config.name, "run": config.run, "settings": config.settings, "best_lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {data: _scores_on(data, finals) for data in config.also},
@@ -179,14 +180,15 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
     print(f"{title}, {spread}{in_seeds(len(result['runs']))}; report: {folder / 'report.md'}")
     if config.mlflow:
-        metrics = {"top1": result["top1"], "lr": result["lr"]}
+        metrics = {"top1": result["top1"], "best_lr": result["lr"]}
         if result["std"] is not None:
             metrics["top1_std"] = result["std"]
         metrics |= {
             f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
         }
         tags = {"weights": str(result["weights"]), "data": result["data"]}
-        send_report(config.mlflow, folder, config.name, metrics, [folder / name for name in files], tags, "finetune")
+        facts = RunFacts(config.name, "grid", tags=tags)
+        send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], "finetune")
 
 
 def page(result: dict[str, Any]) -> list[Block]:

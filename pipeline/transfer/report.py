@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
+from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
@@ -44,7 +45,8 @@ def run(config: VtabReportConfig) -> list[Column]:
     print(f"report: {folder / 'report.md'}")
     if config.mlflow:
         metrics, tags = for_mlflow(table[0])
-        send_report(config.mlflow, folder, title, metrics, [folder / name for name in files], tags, experiment="vtab")
+        facts = RunFacts(title, "vtab", tags=tags)
+        send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], "vtab")
     return table
 
 

@@ -22,6 +22,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.lifecycle import samples
+from pipeline.monitor.run_page import metric_name
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
@@ -173,7 +174,9 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
 def points(store: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) of every point of a metric in MLflow's database."""
     with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as database:
-        return database.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [name]).fetchall()
+        return database.execute(
+            "SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [metric_name(name)]
+        ).fetchall()
 
 
 def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from pipeline.monitor import tracking
 from pipeline.monitor.mlflow_sender import Timing
 from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
@@ -56,7 +57,8 @@ def start(
     **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
-    return Tracker(config, out, out / folder, "run", {**PARAMETERS, **parameters}, {"data": "abc"}, step, timing)
+    facts = RunFacts("run", "pretrain", {**PARAMETERS, **parameters}, {"data": "abc"})
+    return Tracker(config, out, out / folder, facts, step, timing)
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
@@ -90,7 +92,7 @@ def runs(out: Path, uri: str = "") -> list:
 
 def history(out: Path, name: str, uri: str = "") -> list[tuple[int, float]]:
     (run,) = runs(out, uri)
-    return [(m.step, m.value) for m in client(out, uri).get_metric_history(run.info.run_id, name)]
+    return [(m.step, m.value) for m in client(out, uri).get_metric_history(run.info.run_id, metric_name(name))]
 
 
 def written(out: Path) -> list[dict]:
@@ -116,7 +118,9 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
     assert len(run.data.params) == len(PARAMETERS)
     assert run.data.params["long"] == "x" * 6000
     assert run.data.tags["data"] == "abc"
-    assert len(run.data.tags["git_revision"]) >= 7
+    assert len(run.data.tags["mlflow.source.git.commit"]) >= 7
+    assert run.data.tags["kind"] == "pretrain"
+    assert run.data.tags["mlflow.user"]
     # Beside the database, and not in whatever folder the command was started in.
     assert [path.name for path in (out / "mlartifacts").rglob("*.json")] == ["config.json"]
 
@@ -161,7 +165,7 @@ def test_nothing_is_sent_twice(out: Path, monkeypatch: pytest.MonkeyPatch) -> No
             tracker.log(step, {"loss": 1.0})
             time.sleep(0.01)
         tracker.finish("FINISHED")
-    assert sent == [("loss", step) for step in range(30)]
+    assert sent == [("train/loss", step) for step in range(30)]
 
 
 def test_an_absent_server_delays_nothing_and_loses_nothing(
@@ -361,7 +365,13 @@ def test_a_report_made_twice_is_one_run(out: Path) -> None:
     report.mkdir()
     (report / "stats.json").write_text("{}")
     for value in (1.0, 2.0):
-        send_report(uri, report, "stats x", {"train.samples": value}, [report / "stats.json"], {"tag": "value"})
+        send_report(
+            uri,
+            report,
+            RunFacts("stats x", "data", tags={"tag": "value"}),
+            {"train.samples": value},
+            [report / "stats.json"],
+        )
     experiment = client(out).get_experiment_by_name("data")
     (sent,) = client(out).search_runs([experiment.experiment_id])
     assert (sent.info.run_name, sent.info.status) == ("stats x", "FINISHED")
@@ -400,7 +410,7 @@ def test_steps_that_run_again_have_one_point_the_last(out: Path, store: str, cap
     assert history(out, "loss") == expected
     assert history(out, "val_top1") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
     (second,) = runs(out)
-    assert second.data.metrics == {"loss": 52.0, "speed": 2.0, "val_top1": 2.0}
+    assert second.data.metrics == {"train/loss": 52.0, "speed": 2.0, "eval/val_top1": 2.0}
     assert second.data.params == first.data.params
     assert second.data.tags["data"] == "abc"
     assert [line["step"] for line in written(out) if "loss" in line["metrics"]] == list(range(1, 51))
@@ -423,7 +433,7 @@ def test_the_last_value_of_a_run_that_went_back_is_of_its_last_step(out: Path) -
     live(out, range(1, 31), 1.0, step=0)
     live(out, range(0), 0.0, step=15)
     (run,) = runs(out)
-    assert run.data.metrics == {"loss": 16.0, "speed": 1.0, "val_top1": 1.0}
+    assert run.data.metrics == {"train/loss": 16.0, "speed": 1.0, "eval/val_top1": 1.0}
     assert [step for step, _ in history(out, "val_top1")] == [10]
     live(out, range(0), 0.0, step=0)
     assert runs(out)[0].data.metrics == {}
@@ -434,7 +444,7 @@ def test_going_back_behind_a_spike_while_the_run_goes_on(out: Path, store: str) 
     for step in range(1, 31):
         tracker.log(step, {"loss": float(step)})
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics.get("loss") == 30.0):
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics.get("train/loss") == 30.0):
         time.sleep(0.05)
     assert len(history(out, "loss")) == 30
     assert len(tracker.go_back(20)) == 1
@@ -550,7 +560,7 @@ def test_the_mlflow_run_is_found_again_when_its_file_is_damaged(
     (out / "run" / "kept").rename(out / "run" / "metrics.jsonl")
     live(out, range(6, 16), 2.0, step=5)
     assert run_id_of(out / "run") == first
-    found = [(m.step, m.value) for m in client(out).get_metric_history(first, "loss")]
+    found = [(m.step, m.value) for m in client(out).get_metric_history(first, "train/loss")]
     assert found == [(step, step + (1.0 if step <= 5 else 2.0)) for step in range(1, 16)]
     said = [line for line in capfd.readouterr().err.splitlines() if line]
     if damage != "no id":
@@ -577,7 +587,7 @@ def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
     live(out, range(1, 11), 1.0, step=0)
     shutil.rmtree(out / "run")
     live(out, range(1, 6), 2.0, step=0)
-    assert sorted(len(client(out).get_metric_history(run.info.run_id, "loss")) for run in runs(out)) == [5, 10]
+    assert sorted(len(client(out).get_metric_history(run.info.run_id, "train/loss")) for run in runs(out)) == [5, 10]
 
 
 def test_mutated_files_of_a_run_never_end_its_tracking(
@@ -596,4 +606,4 @@ def test_mutated_files_of_a_run_never_end_its_tracking(
         assert written(out)[-1]["step"] == 12
         assert "cannot be reached" not in capfd.readouterr().err
         run_id = run_id_of(out / "run")
-        assert {m.step for m in client(out).get_metric_history(run_id, "loss")} >= {11, 12}
+        assert {m.step for m in client(out).get_metric_history(run_id, "train/loss")} >= {11, 12}

@@ -1,0 +1,149 @@
+"""What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
+
+import getpass
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": """\
+Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
+
+**How to read it.** The columns `kind`, `model` and `data` say what a run is, `progress` and `outcome` how far it came and how it
+ended. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-shot and nearest-neighbour accuracy of the features,
+`train/` loss and learning rate, `speed/` throughput and where the time goes, `health/` skipped steps, bad images and retries.
+To compare runs of different batch or model size, draw a chart against `train/images_seen` or `train/exaflops` instead of the step.
+
+**Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git revision. Parameters
+are the settings that differ from their defaults, and what follows from them; `config.yaml` among the artifacts has all of them.
+A run that began from other weights names that run in its description, and is named there.
+""",
+}
+
+_GROUPS = {
+    "train": r"loss|lr|grad_norm|epoch|images_seen|exaflops",
+    "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
+    "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
+    "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
+    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable)",
+}
+# Of a URI: the password between the user and the host.
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+
+
+def metric_name(name: str) -> str:
+    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Unknown names stay as they are."""
+    for group, names in _GROUPS.items():
+        if re.fullmatch(names, name):
+            return f"{group}/{name}"
+    return name
+
+
+def hide_passwords(text: str) -> str:
+    """The text with the password of each URI replaced: postgresql://user:***@host/db."""
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """One split of a data set that a run used.
+
+    source: path or URL. digest: its fingerprint, at most 36 characters. context: "training" or "evaluation".
+    """
+
+    name: str
+    source: str
+    digest: str
+    split: str
+    num_samples: int
+    num_classes: int
+    context: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an MLflow run shows beside its metrics.
+
+    kind: pretrain, finetune, grid, vtab, data or explain. parameters: settings that differ from their defaults, and what
+    follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
+    steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
+    and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
+    """
+
+    name: str
+    kind: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    datasets: tuple[DatasetFacts, ...] = ()
+    description: str = ""
+    parents: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    images_per_step: int = 0
+    flops_per_image: float = 0.0
+
+    def all_tags(self) -> dict[str, str]:
+        """The tags of the run when it starts; empty values are left out."""
+        tags = {"kind": self.kind, "mlflow.note.content": self.description, **self.tags, **source_tags()}
+        tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
+        return {name: hide_passwords(text) for name, text in tags.items() if text}
+
+    def axes(self, step: int) -> dict[str, float]:
+        """Metrics of a step that serve as x axes."""
+        images = step * self.images_per_step
+        if not images:
+            return {}
+        return {"images_seen": images, "exaflops": images * self.flops_per_image / 1e18}
+
+
+def source_tags() -> dict[str, str]:
+    """User, command and git revision of this process, as MLflow's own client would set them."""
+    command = shlex.join([_relative(sys.argv[0]), *sys.argv[1:]])
+    is_job = any(
+        name in os.environ for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
+    )
+    tags = {
+        "mlflow.user": _user(),
+        "mlflow.source.name": hide_passwords(command)[:500],
+        "mlflow.source.type": "JOB" if is_job else "LOCAL",
+    }
+    try:
+        tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD")
+        tags["mlflow.source.git.branch"] = _git("rev-parse", "--abbrev-ref", "HEAD")
+        tags["mlflow.source.git.dirty"] = str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()
+    except (OSError, subprocess.SubprocessError):
+        pass  # Outside of git, or without it: a job's working folder, an installed package.
+    return tags
+
+
+def git_revision() -> str:
+    """Commit of the working tree, with '+changes' if it differs, or 'unknown' outside of git."""
+    tags = source_tags()
+    changes = "+changes" if tags.get("mlflow.source.git.dirty") == "true" else ""
+    return tags.get("mlflow.source.git.commit", "unknown") + changes
+
+
+def _relative(program: str) -> str:
+    """`launch/pretrain.py` rather than its absolute path, as one would type it."""
+    root = Path(__file__).resolve().parents[2]
+    path = Path(program).resolve()
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # A user ID without a name, as in many containers.
+        return str(os.getuid())
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

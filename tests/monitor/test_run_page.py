@@ -1,0 +1,123 @@
+"""What MLflow shows of a run beside its curves."""
+
+import json
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings.run import TrackConfig
+
+FAST = Timing(poll=0.05, retry=(0.05,))
+DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    return tmp_path
+
+
+def tracked(out: Path, facts: RunFacts, folder: str = "run", outcome: str = "", start: int | None = None):
+    """A run of ten steps, evaluated at the fifth and the last; what MLflow has of it."""
+    tracker = Tracker(TrackConfig(), out, out / folder, facts, start, FAST)
+    for step in range((start or 0) + 1, (start or 0) + 11):
+        tracker.log(step, {"loss": 1 / step, "mfu": 0.4, "bad_samples": 0.0})
+        if step % 5 == 0:
+            tracker.log(step, {"val_top1": step / 10})
+    tracker.finish("FINISHED", outcome=outcome)
+    client = MlflowStore(default_uri(out)).client
+    experiment = client.get_experiment_by_name("vit")
+    return client, experiment, client.search_runs([experiment.experiment_id])[0]
+
+
+def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch/pretrain.py", "track.uri=postgresql://me:secret@host/db", "seed=1"])
+    facts = RunFacts(
+        "a",
+        "pretrain",
+        {"optimizer.lr": 0.1},
+        {"model": "ViT-S/16"},
+        (DATA,),
+        "What it is.",
+        {"parent": "f00"},
+        20,
+        64,
+        1e15,
+    )
+    client, experiment, run = tracked(out, facts, outcome="stopped by SIGTERM")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert "How to read it" in experiment.tags["mlflow.note.content"]
+    tags = run.data.tags
+    assert (tags["kind"], tags["model"], tags["parent_run_id"]) == ("pretrain", "ViT-S/16", "f00")
+    assert tags["progress"] == "50% (10 of 20 steps)"
+    assert tags["outcome"] == "stopped by SIGTERM"
+    assert tags["mlflow.note.content"] == "What it is."
+    assert tags["mlflow.source.name"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
+    assert "secret" not in json.dumps(run.to_dictionary())
+    assert run.data.params == {"optimizer.lr": "0.1"}
+    assert sorted(run.data.metrics) == [
+        "eval/val_top1", "health/bad_samples", "speed/mfu", "train/exaflops", "train/images_seen", "train/loss",
+    ]  # fmt: skip
+    assert run.data.metrics["train/images_seen"] == 640
+    assert run.data.metrics["train/exaflops"] == pytest.approx(0.64)
+    images = client.get_metric_history(run.info.run_id, "train/images_seen")
+    assert [point.step for point in images] == list(range(1, 11)), "one point a step, also where two records have it"
+    (used,) = run.inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest, used.tags[0].value) == ("photos:train", DATA.digest, "training")
+    assert json.loads(used.dataset.profile) == {"num_samples": 900, "num_classes": 3, "split": "train"}
+    assert json.loads(used.dataset.source) == {"uri": "/data/photos"}
+
+
+def test_what_a_person_wrote_is_not_overwritten_by_a_restart(out: Path) -> None:
+    client, experiment, run = tracked(out, RunFacts("a", "pretrain", description="first"))
+    client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", "ours")
+    _, experiment, run = tracked(out, RunFacts("a", "pretrain", description="second"), start=10)
+    assert run.data.tags["mlflow.note.content"] == "second", "nobody had changed it"
+    client.set_tag(run.info.run_id, "mlflow.note.content", "my notes")
+    _, experiment, run = tracked(out, RunFacts("a", "pretrain", description="third"), start=20)
+    assert run.data.tags["mlflow.note.content"] == "my notes"
+    assert experiment.tags["mlflow.note.content"] == "ours"
+
+
+def test_runs_that_begin_together_share_an_experiment(out: Path) -> None:
+    uri = default_uri(out)
+    MlflowStore(uri).client.search_experiments()  # The tables.
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: MlflowStore(uri).experiment_id("vit", None), range(8)))
+    assert len(set(found)) == 1
+    shutil.rmtree(out / "mlruns", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("loss", "train/loss"), ("val_loss", "eval/val_loss"), ("imagenet_v2_top5", "eval/imagenet_v2_top5"),
+        ("pets_5shot", "probe/pets_5shot"), ("pets_5shot_std", "probe/pets_5shot_std"),
+        ("pets_10shot_l2_1024", "probe/pets_10shot_l2_1024"), ("pets_20nn", "probe/pets_20nn"),
+        ("time_forward", "speed/time_forward"), ("checkpoint_blocked_seconds", "speed/checkpoint_blocked_seconds"),
+        ("skipped_steps", "health/skipped_steps"), ("vtab_mean", "vtab_mean"),
+    ],
+)  # fmt: skip
+def test_metrics_are_grouped(name: str, shown: str) -> None:
+    assert metric_name(name) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://a.b:5000", "http://a.b:5000"),
+        ("postgresql://u:p@h:5432/db", "postgresql://u:***@h:5432/db"),
+        ("x https://u:p%40@h/y and s3://k:s@b", "x https://u:***@h/y and s3://k:***@b"),
+        ("http://u@h/", "http://u@h/"),
+    ],
+)
+def test_passwords_are_hidden(text: str, shown: str) -> None:
+    assert hide_passwords(text) == shown
