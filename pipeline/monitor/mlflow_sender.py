@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class MlflowSender:
         timing: Timing,
     ) -> None:  # fmt: skip
         self.experiment, self.tags = experiment, tags
+        self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
         self.path, self.state_path = folder / METRICS_FILE, folder / STATE_FILE
         self.uri, self.shown_uri, self.facts, self.start, self.timing = uri, hide_passwords(uri), facts, start, timing
         self._lock = threading.Lock()
@@ -201,7 +203,7 @@ class MlflowSender:
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=self.start)
             outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
-            run_id = store.create_run(experiment_id, self.facts.name, self.tags)
+            run_id = store.create_run(experiment_id, self.facts.name, self.tags, self._started)
             self._update(state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None)
             outcome = f"no run at {self.shown_uri} has this folder's tag, so everything is sent to a new one, {run_id}."
         if self._damage:

@@ -16,7 +16,8 @@ from pipeline.monitor.run_page import EXPERIMENT_TAGS, DatasetFacts, metric_name
 _MAX_VALUE = 6000
 _MAX_PARAMETERS = 100
 # A run's description, and the digest of what this project wrote there: with another digest, someone has edited it.
-_NOTE, _NOTE_DIGEST = "mlflow.note.content", "description_digest"
+# MLflow does not show tags that begin with "mlflow."
+_NOTE, _NOTE_DIGEST = "mlflow.note.content", "mlflow.note.digest"
 
 
 class MlflowStore:
@@ -67,15 +68,16 @@ class MlflowStore:
         found = self.client.search_runs([experiment_id], f"tags.{tag} = '{value}'", order_by=order, max_results=1)
         return (found[0].info.run_id, bool(found[0].data.params)) if found else None
 
-    def create_run(self, experiment_id: str, name: str, tags: dict[str, str]) -> str:
+    def create_run(self, experiment_id: str, name: str, tags: dict[str, str], started: int | None = None) -> str:
+        """Returns the ID of a new run. started: in milliseconds, if that was before now."""
         tags = {tag: text for tag, text in tags.items() if tag != _NOTE}  # `start_run` sets it.
-        return self.client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
+        return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
     def create_copy(self, run_id: str) -> str:
         """Create an empty run with the experiment, name and tags of another."""
         run = self.client.get_run(run_id)
         tags = {name: text for name, text in run.data.tags.items() if name != "mlflow.runName"}
-        return self.create_run(run.info.experiment_id, run.info.run_name, tags)
+        return self.create_run(run.info.experiment_id, run.info.run_name, tags, run.info.start_time)
 
     def is_active(self, run_id: str) -> bool:
         """Whether a run exists and is not deleted. A deleted run refuses metrics."""

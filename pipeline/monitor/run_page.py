@@ -104,13 +104,14 @@ class RunFacts:
 
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
-    command = shlex.join([_relative(sys.argv[0]), *sys.argv[1:]])
+    program = _relative(sys.argv[0])
     is_job = any(
         name in os.environ for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
     )
     tags = {
         "mlflow.user": _user(),
-        "mlflow.source.name": hide_passwords(command)[:500],
+        "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
+        "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
         "mlflow.source.type": "JOB" if is_job else "LOCAL",
     }
     try:

@@ -60,7 +60,8 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert tags["progress"] == "50% (10 of 20 steps)"
     assert tags["outcome"] == "stopped by SIGTERM"
     assert tags["mlflow.note.content"] == "What it is."
-    assert tags["mlflow.source.name"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
+    assert tags["mlflow.source.name"] == "launch/pretrain.py"
+    assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
     assert run.data.params == {"optimizer.lr": "0.1"}
     assert sorted(run.data.metrics) == [
