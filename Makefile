@@ -5,7 +5,7 @@ PY := .venv/bin/python
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast lint install clean
+.PHONY: demo test test-fast lint mlflow install clean
 
 demo: install
 	$(PY) launch/demo.py
@@ -27,6 +27,10 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+
+# The runs of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
+mlflow: install
+	MLFLOW_DISABLE_TELEMETRY=true .venv/bin/mlflow server --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
 
 install: .venv/.installed
 

@@ -87,6 +87,10 @@ def demo(config: DemoConfig) -> None:
         "seconds": time.perf_counter() - begin,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    from pipeline.monitor.mlflow_store import MlflowStore  # Late: imports MLflow.
+    from pipeline.monitor.tracking import default_uri
+
+    page = MlflowStore(default_uri(out)).page_of("demo")
     title("Done")
     print(f"""
   pre-training on shapes, 32 px: top-1 on held-out images      {summary["pretrain_top1"]:8.1%}
@@ -96,7 +100,7 @@ def demo(config: DemoConfig) -> None:
   seconds in total                                             {summary["seconds"]:8.0f}
 
   Written to {out / "summary.json"}; figures and tables are in {out / "finetune" / "evaluate"}.
-  To see the runs in MLflow, run this and open http://127.0.0.1:5000:
+  To see the runs in MLflow, run this and open http://127.0.0.1:5000{page}
 
     {Path(sys.executable).parent / "mlflow"} server --backend-store-uri sqlite:///{(out / "mlflow.db").resolve()}
 """)

@@ -58,7 +58,7 @@ class MlflowSender:
         self._num_rewrites = 0
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
         self._artifacts: list[Path] = []
-        self._status = self._outcome = ""
+        self._status, self._last_tags = "", dict[str, str]()
         self._all_sent = False
         self._stop = threading.Event()
         self._store: MlflowStore | None = None
@@ -85,12 +85,12 @@ class MlflowSender:
             if repair.changed:
                 write_text(self.path, b"".join(repair.lines).decode())
 
-    def end(self, status: str, outcome: str, artifacts: list[Path], in_a_hurry: bool) -> None:
+    def end(self, status: str, tags: dict[str, str], artifacts: list[Path], in_a_hurry: bool) -> None:
         """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit.
 
-        status: FINISHED, FAILED or KILLED. outcome: how the run ended, in words.
+        status: FINISHED, FAILED or KILLED. tags: the last ones.
         """
-        self._status, self._outcome, self._artifacts = status, outcome, artifacts
+        self._status, self._last_tags, self._artifacts = status, tags, artifacts
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:
@@ -235,7 +235,8 @@ class MlflowSender:
                 self._store.log_artifact(run_id, path)
             except Exception as error:
                 _warn(f"MLflow at {self.shown_uri} refused {path} ({_one_line(error)}).")
-        self._store.end_run(run_id, self._status, {"outcome": hide_passwords(self._outcome)[:500]})
+        self._store.set_tags(run_id, self._last_tags)
+        self._store.end_run(run_id, self._status)
 
     def _update(self, state: SyncState, **fields: Any) -> None:
         with self._lock:

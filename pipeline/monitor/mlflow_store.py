@@ -49,6 +49,11 @@ class MlflowStore:
             )
         return number
 
+    def page_of(self, experiment: str) -> str:
+        """Path of an experiment's page on a server of this store, with MLflow's view for model training."""
+        found = self.client.get_experiment_by_name(experiment)
+        return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning" if found else "/"
+
     def _has_tag(self, experiment_id: str, tag: str) -> bool:
         return tag in self.client.get_experiment(experiment_id).tags
 
@@ -96,7 +101,13 @@ class MlflowStore:
             self.client.delete_run(run_id)
 
     def start_run(self, run_id: str, tags: dict[str, str]) -> None:
-        """Mark a run as running, and set its tags. A description that someone has edited stays."""
+        """Mark a run as running, set its tags, and count its starts."""
+        starts = int(self.client.get_run(run_id).data.tags.get("starts", "0")) + 1
+        self.client.update_run(run_id, status="RUNNING")
+        self.set_tags(run_id, {**tags, "starts": str(starts)})
+
+    def set_tags(self, run_id: str, tags: dict[str, str]) -> None:
+        """Set tags of a run. A description that someone has edited stays."""
         from mlflow.entities import RunTag
 
         if _NOTE in tags:
@@ -105,13 +116,10 @@ class MlflowStore:
                 tags = {**tags, _NOTE_DIGEST: _digest(tags[_NOTE])}
             else:
                 tags = {name: text for name, text in tags.items() if name != _NOTE}
-        self.client.update_run(run_id, status="RUNNING")
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def end_run(self, run_id: str, status: str, tags: dict[str, str]) -> None:
-        """Close a run as FINISHED, FAILED or KILLED, and set its last tags."""
-        for name, text in tags.items():
-            self.client.set_tag(run_id, name, text)
+    def end_run(self, run_id: str, status: str) -> None:
+        """Close a run as FINISHED, FAILED or KILLED."""
         self.client.set_terminated(run_id, status)
 
     # ---------------------------------------------------------------- what a run holds

@@ -94,6 +94,13 @@ class RunFacts:
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
+    def tags_at_end(self, outcome: str, result: str) -> dict[str, str]:
+        """How the run ended, and its description with the result. result: Markdown."""
+        tags = {"outcome": outcome[:500]}
+        if result:
+            tags["mlflow.note.content"] = f"{self.description}\n\n{result}".strip()
+        return {name: hide_passwords(text) for name, text in tags.items()}
+
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""
         images = step * self.images_per_step

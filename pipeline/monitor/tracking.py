@@ -71,13 +71,14 @@ class Tracker:
         """Upload a file to the MLflow run when the run finishes, if it exists then."""
         self._artifacts.append(path)
 
-    def finish(self, status: str, in_a_hurry: bool = False, outcome: str = "") -> None:
+    def finish(self, status: str, in_a_hurry: bool = False, outcome: str = "", result: str = "") -> None:
         """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
 
-        outcome: how the run ended, in words, for its tag; by default the status.
+        outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
         """
         if self._enabled:
-            self._sender.end(status, outcome or status.lower(), self._artifacts, in_a_hurry)
+            tags = self._facts.tags_at_end(outcome or status.lower(), result)
+            self._sender.end(status, tags, self._artifacts, in_a_hurry)
         self._file.close()
 
     def _remove_after(self, step: int) -> list[str]:

@@ -14,6 +14,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.model import Model
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
@@ -69,7 +70,11 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     state = read_state(path)
     then = {**default_settings(), **nothing, **state.identity}
     # Compared as text: image sizes used to be numbers, before 224x384 was possible.
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if str(then.get(key)) != str(now[key])]
+    changed = [
+        hide_passwords(f"{key} was {then.get(key)}, is {now[key]}")
+        for key in now
+        if str(then.get(key)) != str(now[key])
+    ]
     if fixed := [text for text in changed if text.startswith(_FIXED)]:
         raise UserError(
             f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
@@ -122,6 +127,7 @@ def identity(config: RunConfig, dataset: Dataset, plan: Plan, split: Split, eval
     """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
     return {
         **schema.flatten(schema.to_dict(config)),
+        "track.uri": hide_passwords(config.track.uri),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.num_classes,
         "ranks": plan.world_size,

@@ -206,4 +206,23 @@ class TrainingRun:
         self.feed.loader.close()
         self.saver.close()
         if self.tracker:
-            self.tracker.finish(status, in_a_hurry, outcome)
+            self.tracker.finish(status, in_a_hurry, outcome, self._result(outcome))
+
+    def _result(self, outcome: str) -> str:
+        """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
+        lines = [
+            f"**Result**: {outcome}. {self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training."
+        ]
+        scores = self.folder / "scores.json"
+        if scores.exists():
+            lines.append(f"Last scores: `{scores.read_text().strip()}`")
+        counts = {
+            "steps skipped": self.engine.skipped_steps,
+            "loss spikes": self.spikes.num_spikes,
+            "rollbacks": len(self.progress.skipped_batches),
+            "unreadable images on rank 0": len(self.feed.loader.bad),
+            "storage retries on rank 0": self.dataset.storage.retry.retries,
+        }
+        warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+        lines.append(f"Warnings: {', '.join(warnings)}." if warnings else "No step was skipped, no image unreadable.")
+        return "\n\n".join(lines)

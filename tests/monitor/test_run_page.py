@@ -25,14 +25,16 @@ def out(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tracked(out: Path, facts: RunFacts, folder: str = "run", outcome: str = "", start: int | None = None):
+def tracked(
+    out: Path, facts: RunFacts, folder: str = "run", outcome: str = "", start: int | None = None, result: str = ""
+):
     """A run of ten steps, evaluated at the fifth and the last; what MLflow has of it."""
     tracker = Tracker(TrackConfig(), out, out / folder, facts, start, FAST)
     for step in range((start or 0) + 1, (start or 0) + 11):
         tracker.log(step, {"loss": 1 / step, "mfu": 0.4, "bad_samples": 0.0})
         if step % 5 == 0:
             tracker.log(step, {"val_top1": step / 10})
-    tracker.finish("FINISHED", outcome=outcome)
+    tracker.finish("FINISHED", outcome=outcome, result=result)
     client = MlflowStore(default_uri(out)).client
     experiment = client.get_experiment_by_name("vit")
     return client, experiment, client.search_runs([experiment.experiment_id])[0]
@@ -52,14 +54,15 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
         64,
         1e15,
     )
-    client, experiment, run = tracked(out, facts, outcome="stopped by SIGTERM")
+    client, experiment, run = tracked(out, facts, outcome="stopped by SIGTERM", result="**Result**: fine.")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
     assert "How to read it" in experiment.tags["mlflow.note.content"]
     tags = run.data.tags
     assert (tags["kind"], tags["model"], tags["parent_run_id"]) == ("pretrain", "ViT-S/16", "f00")
     assert tags["progress"] == "50% (10 of 20 steps)"
     assert tags["outcome"] == "stopped by SIGTERM"
-    assert tags["mlflow.note.content"] == "What it is."
+    assert tags["mlflow.note.content"] == "What it is.\n\n**Result**: fine."
+    assert tags["starts"] == "1"
     assert tags["mlflow.source.name"] == "launch/pretrain.py"
     assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
