@@ -15,7 +15,7 @@ import signal
 import sys
 from types import FrameType
 
-_INTERRUPTED = "stopped: the same command goes on\n"
+_INTERRUPTED = "stopped: the same command resumes it\n"
 
 
 def guard(module: str) -> None:

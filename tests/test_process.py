@@ -43,7 +43,7 @@ IMPORTING = (
 
 
 def test_ctrl_c_during_the_imports_is_one_line() -> None:
-    assert interrupt(IMPORTING, "ready") == (130, "stopped: the same command goes on\n")
+    assert interrupt(IMPORTING, "ready") == (130, "stopped: the same command resumes it\n")
     assert interrupt(IMPORTING, "ready", {"RANK": "3"}) == (130, "")
 
 
@@ -61,7 +61,7 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
         "    finally: print('tidied up')\n"
         "main(ShardConfig, work, '')"
     )
-    assert interrupt(script, "ready") == (130, "tidied up\nstopped: the same command goes on\n")
+    assert interrupt(script, "ready") == (130, "tidied up\nstopped: the same command resumes it\n")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
@@ -100,4 +100,4 @@ def test_a_real_command_that_is_interrupted_early(module: str) -> None:
             process.send_signal(signal.SIGINT)
             break
     said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]
-    assert (process.wait(20), said) == (130, ["stopped: the same command goes on"])
+    assert (process.wait(20), said) == (130, ["stopped: the same command resumes it"])

@@ -47,7 +47,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             layout = LAYOUTS[name]
             form = "a folder" if source.is_dir() else "a file"
             if layout.form not in ("", form):
-                raise UserError(f"layout = {name}, but source = {source} is {form}. Use layout=auto.")
+                raise UserError(f"layout = {name} reads {layout.form}, but source = {source} is {form}.")
             splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)

@@ -213,7 +213,7 @@ class Saver:
         if any(given.again for given in unanswered):
             self._error = CrashError(
                 f"{what}, the second one at the same save; the last checkpoint is of step {self.committed_step:,}. If the "
-                "kernel killed it, the host needs more memory: the same command goes on from there."
+                "kernel killed it, the host needs more memory: the same command resumes from there."
             )
             return
         self._notes.append(note)

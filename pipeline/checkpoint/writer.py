@@ -46,7 +46,7 @@ from pipeline.errors import UserError
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
 _CHUNK = 2**23
-_FULL = "no space left: free some, or lower checkpoint.keep; the same command goes on from the last checkpoint"
+_FULL = "no space left: free some, or lower checkpoint.keep; the same command resumes from the last checkpoint"
 
 
 class WriterError(Exception):

@@ -282,7 +282,7 @@ class Stop:
             lines.append(f"and so did {len(gone) - _NAMED} more")
         what = ", ".join(lines) or f"rank {self.folder.rank} on {socket.gethostname()} failed ({error})"
         return (
-            f"{what}. The other ranks end, too. The same command goes on from the last checkpoint, of step {self.step:,} or "
+            f"{what}. The other ranks end, too. The same command resumes from the last checkpoint, of step {self.step:,} or "
             f"later; launch/supervise.py gives it by itself. Details: {self.folder.path / 'failures'}"
         )
 

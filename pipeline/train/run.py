@@ -27,7 +27,7 @@ def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:
     progress, console, meter = training.progress, training.console, training.meter
     if reason := _train(training):
         console.say(
-            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command goes on (exit code 75)"
+            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
         )
         stop.leave(progress.step, reason)
     if progress.start >= training.plan.steps:

@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     assert [failure.lost_others for failure in read_failures(folder).values()] == [True]
     loss = one_line(run.said(0))
     assert loss.startswith(f"error: rank 1 on {os.uname().nodename} is gone (it, or its host, was killed). The other")
-    assert f"goes on from the last checkpoint, of step {status().step:,} or later" in loss
+    assert f"resumes from the last checkpoint, of step {status().step:,} or later" in loss
     assert "Traceback" in (folder / "failures" / "rank-00000.txt").read_text()
 
     # Rank 0, which keeps the books and the store.
@@ -342,7 +342,7 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder)))
     assert status.reason == f"the end of what started it (deepspeed, process {runner.pid})"
     said = runner.communicate()[0].decode()
-    assert f"at step {status.step:,}, which is committed: the same command goes on" in said
+    assert f"at step {status.step:,}, which is committed: the same command resumes it" in said
     assert "Traceback" not in said
 
 
