@@ -659,3 +659,11 @@ def test_help_lists_every_field(script: str, command: type) -> None:
     for name, kind, default, doc in schema.describe(command):
         assert any(line.startswith(f"  {name}  ({kind}; ") and default in line for line in lines), name
         assert " ".join(doc.split()) in said, name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem)
+def test_config_yaml_of_a_run_is_accepted_again(path: Path, tmp_path: Path) -> None:
+    """A run writes all its settings as YAML, for its MLflow page and for another run with --config."""
+    config = schema.load(settings.RunConfig, path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(config), sort_keys=False))
+    assert schema.load(settings.RunConfig, tmp_path / "config.yaml") == config
