@@ -22,7 +22,7 @@ Integer = int | np.integer | np.ndarray
 class Purpose(IntEnum):
     """The use of a random number. It is one of the hashed integers, so that no two uses share their numbers.
 
-    The values determine every order, augmentation and mask of a seed: never change or reuse one.
+    The values determine every order, augmentation and mask of a seed: never change or reuse one. A new purpose takes the number after the largest.
     """
 
     SHARD_ORDER = 1

@@ -1,4 +1,4 @@
-"""The settings of a run, and the checks that cross several of them.
+"""The settings of a run, whose sections are in run_sections.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
 number of ranks are in `pipeline/estimate/plan.py`.

@@ -113,6 +113,11 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
+    """Augmentation and preprocessing. The default of a new field must leave images as they are without it.
+
+    A new field is named in `_ADDED_LATER` of pipeline/transfer/sweep.py; otherwise older VTAB sweeps could not be continued.
+    """
+
     crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
         "Training crop: random area and aspect ratio (inception); random crop after resizing the whole image "

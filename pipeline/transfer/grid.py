@@ -255,14 +255,16 @@ def read_outcome(grid_run: GridRun) -> Scores | str | None:
     status = read_status(grid_run.folder)
     if status is None or status.status not in ("finished", "diverged"):
         return None
+    file = grid_run.folder / "config.json"
     try:
-        settings = json_record.read(grid_run.folder / "config.json", dict[str, Any])
+        # Built, so that settings which did not exist then have their defaults.
+        finished = schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
     except FileNotFoundError:
         return None
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
         return None
-    if settings != schema.to_dict(grid_run.config):
+    if finished != grid_run.config:
         return None
     return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
 

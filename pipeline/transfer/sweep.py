@@ -25,6 +25,9 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
+# Settings of `augment` that were added later. Their defaults are left out of digests and filled in where an older sweep lacks
+# them, so that it can be continued.
+_ADDED_LATER = ("randaugment_contrast",)
 Outcome = dict[str, Any]
 
 
@@ -138,7 +141,8 @@ class Sweep:
         file = self.folder / SWEEP_FILE
         if file.exists():
             then = _read_sweep(file)
-            old, new = schema.flatten(then), schema.flatten(now)
+            added = {f"protocol.augment.{name}": getattr(AugmentConfig(), name) for name in _ADDED_LATER}
+            old, new = {**added, **schema.flatten(then)}, schema.flatten(now)
             names = [name for name in {**old, **new} if not name.startswith("data.") or (name in old and name in new)]
             if others := [
                 f"{name} was {old.get(name)}, is {new.get(name)}" for name in names if old.get(name) != new.get(name)
@@ -253,9 +257,9 @@ def settings_of(protocol: ProtocolConfig) -> list[Setting]:
 def protocol_sha256(protocol: ProtocolConfig) -> str:
     """Hex digest of all settings of a protocol, independent of the file they come from."""
     settings = schema.to_dict(protocol)
-    # This setting was added later. Its default is left out, so that older sweeps can be continued.
-    if protocol.augment.randaugment_contrast == AugmentConfig().randaugment_contrast:
-        del settings["augment"]["randaugment_contrast"]
+    for name in _ADDED_LATER:
+        if settings["augment"][name] == getattr(AugmentConfig(), name):
+            del settings["augment"][name]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -172,6 +172,17 @@ def test_digests_of_protocols_stay() -> None:
         assert not protocol_sha256(schema.load(VtabConfig, file, changed).protocol).startswith(digest)
 
 
+def test_a_sweep_from_before_a_setting_was_added_is_continued(
+    finished: Path, prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    content = json.loads((out / "sweep.json").read_text())
+    del content["protocol"]["augment"]["randaugment_contrast"]
+    (out / "sweep.json").write_text(json.dumps(content))
+    vtab.run(schema.load(VtabConfig, None, prepared), out, run_nowhere)
+    assert "3 cells, 3 of them done before" in capsys.readouterr().out
+
+
 def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
     prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
