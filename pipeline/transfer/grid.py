@@ -96,7 +96,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
     settings = finals[0].config
     result: dict[str, Any] = {
-        "name": config.name, "run": config.run, "settings": config.settings, "best_lr": best, "dev_share": config.dev_share,
+        "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {data: _scores_on(data, finals) for data in config.also},
