@@ -10,11 +10,12 @@ export OMP_NUM_THREADS ?= 1
 demo: install
 	$(PY) launch/demo.py
 
-# A test of ranks takes all cores by itself: one of them at a time. Beside them, the plain tests, which come second; then
-# those of Ray, which come first, because it gives up when it cannot start in 30 s.
-test: install lint
-	@{ nice -n 10 $(PY) -m pytest -m "not ranks and not ray"; plain=$$?; $(PY) -m pytest -m ray; [ $$plain$$? = 00 ]; } \
-	>.pytest_rest.log 2>&1 & rest=$$!; trap "pkill -P $$rest; kill $$rest" INT TERM; \
+# A test of ranks takes all cores by itself: one of them at a time. Beside them lint, then the plain tests, then those of Ray.
+test: install
+	@{ nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
+	nice -n 10 $(PY) -m pytest -m "not ranks and not ray"; plain=$$?; \
+	$(PY) -m pytest -m ray; [ $$lint$$plain$$? = 000 ]; } >.pytest_rest.log 2>&1 & rest=$$!; \
+	trap "pkill -P $$rest; kill $$rest" INT TERM; \
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
 
