@@ -11,6 +11,7 @@ demo: install
 	$(PY) launch/demo.py
 
 # A test of ranks takes all cores by itself: one of them at a time. Beside them lint, then the plain tests, then those of Ray.
+# Niceness: Ray's come first, because Ray gives up when it cannot start in 30 s; then those of ranks.
 test: install
 	@{ nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
 	nice -n 10 $(PY) -m pytest -m "not ranks and not ray"; plain=$$?; \
