@@ -117,7 +117,7 @@ def read_image(tar: str, offset: int, size: int) -> np.ndarray:
 
 
 def _unseen(tar: str) -> UserError:
-    return UserError(f"A worker does not see {tar}: data sets must be on storage that all nodes share.")
+    return UserError(f"A worker cannot access {tar}: data sets must be on storage shared by all nodes.")
 
 
 def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:

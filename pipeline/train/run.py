@@ -54,9 +54,7 @@ def _train(training: TrainingRun) -> str:
         training.report_bad_samples_on_all_ranks()
         status, outcome = "FINISHED", "finished"
     except Stopped:  # On all ranks at the same step or evaluation batch.
-        if progress.step > progress.saved:
-            training.spikes.catch_up()
-            training.save_on_all_ranks()
+        training.save_before_stop_on_all_ranks()
         saver.wait()
         status, reason = "KILLED", stop.agreed_reason_on_all_ranks()
         outcome = f"stopped by {reason} at step {progress.step:,}; the same command resumes it"

@@ -168,6 +168,26 @@ class TrainingRun:
             self.saver.save(step, self.engine.part(), commit)
         self.progress.saved = step
 
+    def save_before_stop_on_all_ranks(self) -> None:
+        """Save this step, unless a loss spike since the last save is to be rolled back.
+
+        Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the outcome is
+        that of a run that was not stopped.
+        """
+        progress = self.progress
+        if progress.step == progress.saved:
+            return
+        reaction = self.spikes.react()
+        for line in reaction.lines:
+            self.console.say(line)
+        if reaction.roll_back_before is None or not progress.saved:
+            self.save_on_all_ranks()
+            return
+        self.console.say(
+            f"step {progress.step:,} is not saved: the resumed run trains from step {progress.saved:,} to the spike again, to roll back"
+        )
+        progress.step = progress.saved
+
     def _commit(self, retention: Retention) -> Commit | None:
         """Content of a checkpoint other than tensors; None except on rank 0."""
         if not self.ranks.is_main:

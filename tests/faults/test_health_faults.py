@@ -13,7 +13,7 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.checkpoint.store import read_state
-from pipeline.lifecycle.run_folder import read_status
+from pipeline.lifecycle.run_folder import RESUME, read_status
 
 STEPS = 16
 
@@ -123,3 +123,24 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
 def test_a_slow_rank_is_named(out: Path) -> None:
     assert "rank 1 on" in log(out / "slow")
     assert "is slow: its data and forward passes take" in log(out / "slow")
+
+
+def test_a_stop_between_a_spike_and_its_discovery_changes_nothing(forge: Forge, tmp_path: Path) -> None:
+    """Spikes are looked for when something is logged or saved; a run that stops before that is resumed before the spike."""
+    dataset = make_dataset(tmp_path / "data", {"train": 500, "val": 37})
+
+    def run(name: str) -> list[str]:
+        return of(
+            dataset, tmp_path, name, "health.on_spike=rollback", "train.log_every=100", "checkpoint.every=8 steps"
+        )
+
+    forge.start_work(2, "planted:train", [("spike", run("whole"))]).finish()
+    stopped = forge.start_work(2, "planted:train", [("spike, then stop", run("cut"))])
+    assert stopped.wait() == [RESUME, RESUME], stopped.said()
+    assert "is not saved: the resumed run trains from step 8" in log(tmp_path / "cut")
+    assert [path.name for path in (tmp_path / "cut" / "checkpoints").glob("step-*")] == ["step-00000008"]
+    forge.start_work(2, "planted:train", [("spike", run("cut"))]).finish()
+    for run_folder in ("whole", "cut"):
+        assert "back to" in log(tmp_path / run_folder)
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

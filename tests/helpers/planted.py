@@ -59,7 +59,10 @@ def _step_with(fault: str, plain_step: Any, seen: Path) -> Any:
         if fault == "nan in a weight" and now:
             with torch.no_grad():
                 next(module.parameters()).fill_(float("nan"))
-        if fault == "spike":  # Of the data: it comes again with the same samples.
+        if fault == "spike, then stop" and step == BAD_STEP:
+            (seen.parent / seen.name.split(".")[0] / "stop").touch()
+            time.sleep(3)  # Each rank's listener looks for the file once a second.
+        if fault.startswith("spike"):  # Of the data: it comes again with the same samples.
             if now and not bad_rows:
                 bad_rows.extend(rows)
             if set(rows) & set(bad_rows[:2]):
