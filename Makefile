@@ -20,7 +20,7 @@ test: install
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
 
-# To run while working: neither ranks, nor Ray, nor tests of over two seconds.
+# To run while working: neither ranks, nor Ray, nor tests of over a second.
 test-fast: install
 	$(PY) -m pytest -n 2 -m "not ranks and not ray and not slow"
 

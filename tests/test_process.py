@@ -47,6 +47,7 @@ def test_ctrl_c_during_the_imports_is_one_line() -> None:
     assert interrupt(IMPORTING, "ready", {"RANK": "3"}) == (130, "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     script = "import signal; signal.signal(2, signal.SIG_IGN); " + IMPORTING.replace("sleep(20)", "sleep(1)")
     assert interrupt(script, "ready") == (0, "")

@@ -310,6 +310,7 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "nowhere").settle(print)
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).begin(20, "t")
     over = time.monotonic() + 1

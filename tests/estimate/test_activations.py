@@ -36,6 +36,7 @@ def masks_of(config: Config, micro_batch: int) -> list[Tensor]:
     return [torch.zeros(micro_batch, count, dtype=torch.int64) for count in (num_patches, config.num_corrupted)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "dtype", "changes"),
     [
@@ -62,6 +63,7 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
     assert 0 < found.largest <= found.block
 
 
+@pytest.mark.slow
 def test_it_grows_with_the_batch() -> None:
     config = configure("ViT-L/16", 384, 1000)
     one = saved_bytes(config, 1, torch.bfloat16, False).total

@@ -28,6 +28,7 @@ def load(*overrides: str, file: Path = L16) -> PlanConfig:
     return schema.load(PlanConfig, file, [*BY_HAND, *overrides])
 
 
+@pytest.mark.slow
 def test_the_paper_s_run() -> None:
     forecast = make_forecast(load("cluster=8x8xH100-80GB", "mfu=0.5", "price=2"))
     assert forecast.plan.steps == 312_012
@@ -42,6 +43,7 @@ def test_the_paper_s_run() -> None:
     assert any("312,012 steps" in line for line in describe(forecast))
 
 
+@pytest.mark.slow
 def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
     file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"
     forecast = make_forecast(load("cluster=8x8xH100-80GB", file=file))
@@ -71,6 +73,7 @@ def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
     assert "\n".join(f"    {line}".rstrip() for line in printed) in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_run_is_planned_and_its_advice_is_taken(path: Path) -> None:
     more = ["variant=ViT-L/16", "model.image_size=384"] if path.parent.name == "finetune" else []
@@ -177,6 +180,7 @@ def test_weights_that_are_not_there() -> None:
         make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
 
 
+@pytest.mark.slow
 def test_readers(dataset: Path) -> None:
     few = make_forecast(load("data.streams=16", "cluster=8x8xH100"))
     assert readers(few)[0].startswith("LOW: 16 streams for 64 ranks: 4 ranks read the same shards")

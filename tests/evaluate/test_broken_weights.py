@@ -74,6 +74,7 @@ def test_broken_weights_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_broken_weights_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip"}))
     torch.save({"patch_embed.proj.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")

@@ -42,6 +42,7 @@ def run(weights, form, out, **settings):
 FORMS = {"safetensors": "a.safetensors", "npz": "a.npz", "big_vision": "b.npz", "timm": "timm", "huggingface": "hf"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
     out = tmp_path / "new" / FORMS[form]

@@ -88,6 +88,7 @@ class Outcomes:
     refused: int = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "signed"),
     [(SAMPLES_FILE, True), (SHARDS_FILE, True), (INFO, True), ("index", True), (INFO, False)],

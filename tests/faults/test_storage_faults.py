@@ -56,6 +56,7 @@ def test_what_passes_is_tried_again_and_counted(with_cache: bool, s3: Server, re
     assert split.storage.retry.retries == 4
 
 
+@pytest.mark.slow
 def test_a_connection_that_stands_still_is_given_up(s3: Server, remote: Open, dataset: Path) -> None:
     split = remote(stall_seconds=1.0).split("train")
     s3[0].fail(stall, ".tar", times=1)
@@ -63,6 +64,7 @@ def test_a_connection_that_stands_still_is_given_up(s3: Server, remote: Open, da
     assert split.storage.retry.retries == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_an_outage_stops_the_run_with_one_line(
     with_cache: bool, s3: Server, remote: Open, capsys: pytest.CaptureFixture[str]

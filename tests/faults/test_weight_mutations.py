@@ -153,6 +153,7 @@ FORMATS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_mutated_weights_are_read_or_refused(form, tmp_path, memory):
     path, files = write_seed(form, tmp_path)

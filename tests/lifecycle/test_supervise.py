@@ -119,6 +119,7 @@ def test_what_would_repeat_itself_or_was_wanted_is_not_started_again(
     assert case.events() == ["start", event]
 
 
+@pytest.mark.slow
 def test_it_gives_up_when_starts_commit_nothing(tmp_path: Path) -> None:
     forward = ending("failed", 7, 1, "RuntimeError: no")
     case = Case(tmp_path, [KILLED, KILLED, forward, KILLED, forward, KILLED, FINISHED], "restarts=2")

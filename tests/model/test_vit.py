@@ -156,6 +156,7 @@ def test_a_meta_model_costs_nothing():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_importing_the_model_imports_nothing_heavy():
     blocked = (
         "deepspeed ray mlflow pyarrow yaml PIL cv2 simplejpeg scipy pandas sklearn matplotlib webdataset safetensors"

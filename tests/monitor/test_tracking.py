@@ -590,6 +590,7 @@ def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
     assert sorted(len(client(out).get_metric_history(run.info.run_id, "train/loss")) for run in runs(out)) == [5, 10]
 
 
+@pytest.mark.slow
 def test_mutated_files_of_a_run_never_end_its_tracking(
     out: Path, capfd: pytest.CaptureFixture[str], mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:

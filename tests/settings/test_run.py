@@ -168,6 +168,7 @@ class D:
     assert found == expected | {("RunConfig", "model"), ("RunConfig", "augment")}
 
 
+@pytest.mark.slow
 def test_every_field_is_read_outside_of_config() -> None:
     found: set[tuple[type, str]] = set()
     for folder in ("pipeline", "data_tools", "launch"):

@@ -42,6 +42,7 @@ def refused(command: str, *overrides: str, **environment: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])
 def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset: Path, tmp_path: Path) -> None:
     new = "model.name=null" if command == "finetune" else "name=x"

@@ -170,6 +170,7 @@ def test_no_mean_of_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "vtab_mean" not in report.for_mlflow(table[0])[0]
 
 
+@pytest.mark.slow
 def test_settings_to_folder_and_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from mlflow.tracking import MlflowClient
 

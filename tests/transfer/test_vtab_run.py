@@ -139,6 +139,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     sweep_file.write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_mutated_files_of_a_sweep_are_used_or_refused_in_one_line(
     finished: Path, prepared: list[str], tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:

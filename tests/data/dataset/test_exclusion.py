@@ -45,6 +45,7 @@ def contents(split: Split) -> list[str]:
 
 @settings(max_examples=40, deadline=None)
 @given(lists=st.lists(st.sets(st.integers(0, COUNT - 1), max_size=20), max_size=3))
+@pytest.mark.slow
 def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists: list[set[int]]) -> None:
     together = set().union(*lists)
     files = [str(row).encode() for row in range(COUNT)]

@@ -104,6 +104,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".train.lock"]
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_make_it_once(tmp_path: Path) -> None:
     code = """
 import sys, time

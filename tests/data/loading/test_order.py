@@ -44,6 +44,7 @@ def test_positions_are_the_inverse_of_rows(order: SampleOrder, epoch: int) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(order=orders(), steps=st.integers(1, 12))
+@pytest.mark.slow
 def test_any_ranks_see_the_same_batches_in_the_same_order(order: SampleOrder, steps: int) -> None:
     whole = [order.slice(step) for step in range(steps)]
     everything = order.rows(np.arange(steps * order.global_batch))
@@ -159,6 +160,7 @@ def test_a_billion_rows_and_positions_are_each_others_inverse() -> None:
     np.testing.assert_array_equal(order.rows(positions)[0], rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shards", [14_200, 1_000_000])
 def test_4096_ranks_see_the_batches_of_one(num_shards: int) -> None:
     """At steps far apart, including one across two epochs; each rank's order is built anew."""

@@ -58,6 +58,7 @@ def test_locations() -> None:
             to_path(wrong)
 
 
+@pytest.mark.slow
 def test_objects_are_files(s3: Server) -> None:
     folder = bucket_path(f"{s3[1]}/set")
     large = np.random.default_rng(0).bytes(2**20 * 21)  # three parts
@@ -158,6 +159,7 @@ def test_two_ranks_download_each_shard_once(s3: Server, dataset: Path, tmp_path:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", *[".shard"] * 4]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_holds_up_nobody(s3: Server, dataset: Path, tmp_path: Path) -> None:
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")

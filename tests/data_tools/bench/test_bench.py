@@ -66,6 +66,7 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.Captur
     assert "not measured: its process died" in lines[5]
 
 
+@pytest.mark.slow
 def test_processor_time_counts_worker_processes() -> None:
     def busy(seconds: float) -> None:
         end = time.process_time() + seconds

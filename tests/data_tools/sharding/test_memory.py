@@ -52,6 +52,7 @@ def growth(program: str, *arguments: Path) -> tuple[int, int]:
     return int(grown), int(size)
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_hold_its_shard(tmp_path: Path) -> None:
     (tmp_path / "out/.parts").mkdir(parents=True)
     (tmp_path / "image.jpg").write_bytes(jpeg(0, width=1500, height=1500))
@@ -60,6 +61,7 @@ def test_a_worker_does_not_hold_its_shard(tmp_path: Path) -> None:
     assert grown < 100 * MIB  # Half of it is what libraries allocate at first use.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RGBA", "I;16"])
 def test_an_image_costs_at_most_9_bytes_a_pixel(kind: str, tmp_path: Path) -> None:
     image = Image.new(kind, (4000, 4000)).transpose(Image.Transpose.ROTATE_90)
