@@ -1,6 +1,7 @@
 """In a rank: runs, one after another, with a fault planted into each; see test_health_faults.py."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,9 @@ def _step_with(fault: str, plain_step: Any, seen: Path) -> Any:
         if fault == "nan in a weight" and now:
             with torch.no_grad():
                 next(module.parameters()).fill_(float("nan"))
-        if fault == "spike, then stop" and step == BAD_STEP:
-            (seen.parent / seen.name.split(".")[0] / "stop").touch()
-            time.sleep(3)  # Each rank's listener looks for the file once a second.
+        if fault == "spike, then stop" and step == BAD_STEP and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(3)  # The thread that listens hears it meanwhile; rank 1 waits in this step's collectives.
         if fault.startswith("spike"):  # Of the data: it comes again with the same samples.
             if now and not bad_rows:
                 bad_rows.extend(rows)
