@@ -1,7 +1,7 @@
 """mlflow.json: which MLflow run belongs to a run folder, and which part of metrics.jsonl it has received."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipeline import json_record
@@ -12,12 +12,24 @@ from pipeline.monitor.metrics_file import MAX_INTEGER
 STATE_FILE = "mlflow.json"
 
 
+@dataclass(frozen=True)
+class SentModel:
+    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it. version: of the registered model, if any."""
+
+    model_id: str
+    roles: tuple[str, ...]
+    num_scores: int = 0
+    version: str | None = None
+
+
 @dataclass
 class SyncState:
     """State of one MLflow run; there is one for each tracking URI that the folder was sent to.
 
     back_to: points of later steps must be deleted before more are sent; None if there are none.
     replaces: ID of an MLflow run that this one replaces, and that must still be deleted.
+    artifacts: name of each uploaded file -> its size and time. models: SHA-256 of the weights -> the logged model.
+    Both mappings are replaced, never changed: another thread may be writing the state.
     """
 
     run_id: str | None = None
@@ -25,6 +37,8 @@ class SyncState:
     has_parameters: bool = False
     back_to: int | None = None
     replaces: str | None = None
+    artifacts: dict[str, str] = field(default_factory=dict)
+    models: dict[str, SentModel] = field(default_factory=dict)
 
 
 def read_states(path: Path) -> tuple[dict[str, SyncState], str]:

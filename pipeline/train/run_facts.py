@@ -18,6 +18,9 @@ from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
 
+# Files of the run folder that MLflow shows.
+ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
+
 
 def run_facts(
     config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device
@@ -58,7 +61,8 @@ def run_facts(
     ]
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
-        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops,
+        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops, ARTIFACTS,
+        config.checkpoint.best or f"{config.data.evaluated_split}_top1",
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 import json
 import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -16,6 +18,7 @@ from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import new_model_config
 from pipeline.evaluate import architecture
 from pipeline.files import write_text
+from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
@@ -28,6 +31,7 @@ from pipeline.train import optimizers, resume
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
+from pipeline.train.logged_models import logged_models
 from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
 from pipeline.train.run_facts import run_facts
@@ -43,6 +47,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
     facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path
+    before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     console.say(f"{config.name}: {plan.describe()}")
@@ -108,7 +113,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     tracker = None
     if ranks.is_main:
         shown = run_facts(config, plan, model, dataset, split, evaluation, ranks.device)
-        tracker = _start_tracker(config, shown, folder, engine, model, start)
+        shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
+        tracker = _start_tracker(config, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
         console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
@@ -125,7 +131,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
 
 
 def _start_tracker(
-    config: RunConfig, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int
+    config: RunConfig, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int, checkpoints: Checkpoints
 ) -> Tracker:
     settings = schema.to_dict(config)
     write_text(folder / "config.json", json.dumps(settings, indent=1))
@@ -133,7 +139,6 @@ def _start_tracker(
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
-    tracker = Tracker(config.track, Path(config.out), folder, facts, start)
-    for name in ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json"):
-        tracker.artifact(folder / name)
-    return tracker
+    return Tracker(
+        config.track, Path(config.out), folder, facts, start, find_models=partial(logged_models, checkpoints)
+    )

@@ -91,8 +91,7 @@ class TrainingRun:
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.tend()
-        if (file := self.trace.after(self.progress.step)) and self.tracker:
-            self.tracker.artifact(file)
+        if file := self.trace.after(self.progress.step):
             self.console.say(f"step {self.progress.step:,}: trace in {file}")
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:

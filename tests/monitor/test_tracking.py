@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.monitor import tracking
+from pipeline.monitor import mlflow_sender
 from pipeline.monitor.mlflow_sender import Timing
 from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.run_page import RunFacts, metric_name
@@ -57,7 +57,8 @@ def start(
     **parameters: object,
 ) -> Tracker:
     config = TrackConfig(uri=uri, enabled=enabled)
-    facts = RunFacts("run", "pretrain", {**PARAMETERS, **parameters}, {"data": "abc"})
+    artifacts = ("config.json", "scores.json")
+    facts = RunFacts("run", "pretrain", {**PARAMETERS, **parameters}, {"data": "abc"}, artifacts=artifacts)
     return Tracker(config, out, out / folder, facts, step, timing)
 
 
@@ -108,9 +109,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
     tracker = start(out)
     for step in range(1, 701):  # more than a batch
         tracker.log(step, {"loss": 1 / step, "lr": step * 1e-6})
-    (out / "run" / "config.json").write_text("{}")
-    tracker.artifact(out / "run" / "config.json")
-    tracker.artifact(out / "run" / "scores.json")  # There are none yet.
+    (out / "run" / "config.json").write_text("{}")  # There are no scores yet.
     tracker.finish("FAILED")
     (run,) = runs(out)
     assert run.info.status == "FAILED"
@@ -122,7 +121,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
     assert run.data.tags["kind"] == "pretrain"
     assert run.data.tags["mlflow.user"]
     # Beside the database, and not in whatever folder the command was started in.
-    assert [path.name for path in (out / "mlartifacts").rglob("*.json")] == ["config.json"]
+    assert sorted(path.name for path in (out / "mlartifacts").rglob("*.json")) == ["config.json", "facts.json"]
 
     # A later life may have other settings; MLflow keeps the first ones.
     tracker = start(out, added=1, **{"section.field7": 8})
@@ -356,7 +355,8 @@ def test_disabled_tracking_writes_the_file_only(out: Path) -> None:
     tracker.log(1, {"loss": 1.0})
     tracker.finish("FINISHED")
     assert [line["metrics"] for line in written(out)] == [{"loss": 1.0}]
-    assert [path.name for path in (out / "run").iterdir()] == ["metrics.jsonl"]
+    # The page is for launch/track_sync.py, which can send the run later.
+    assert {path.name for path in (out / "run").iterdir()} == {"metrics.jsonl", "page"}
     assert (out / "mlflow.db").read_bytes() == before
 
 
@@ -376,7 +376,8 @@ def test_a_report_made_twice_is_one_run(out: Path) -> None:
     (sent,) = client(out).search_runs([experiment.experiment_id])
     assert (sent.info.run_name, sent.info.status) == ("stats x", "FINISHED")
     assert (sent.data.metrics["train.samples"], sent.data.tags["tag"]) == (2.0, "value")
-    assert [file.path for file in client(out).list_artifacts(sent.info.run_id)] == ["stats.json"]
+    listed = [file.path for file in client(out).list_artifacts(sent.info.run_id)]
+    assert listed == ["facts.json", "starts.jsonl", "stats.json"]
 
 
 def test_a_locked_store_is_waited_for(out: Path) -> None:
@@ -583,7 +584,7 @@ def test_a_new_mlflow_run_begins_when_none_carries_the_tag(out: Path, capfd: pyt
 def test_a_fresh_folder_does_not_take_the_mlflow_run_of_a_removed_one(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "_folder_id", lambda folder: "the same path and inode")
+    monkeypatch.setattr(mlflow_sender, "folder_id", lambda folder: "the same path and inode")
     live(out, range(1, 11), 1.0, step=0)
     shutil.rmtree(out / "run")
     live(out, range(1, 6), 2.0, step=0)
