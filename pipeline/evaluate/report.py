@@ -18,6 +18,7 @@ from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_c
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe
+from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
@@ -31,6 +32,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     Raises UserError before anything is written, such as for weights of other classes than the data.
     """
     # ---------------------------------------------------------------------- the data and the weights
+    config = with_local_weights(config)
     dataset = open_dataset(config.data)
     split = dataset.split(config.split, config.exclude)
     if not len(split):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow_store import MlflowStore
@@ -101,17 +102,19 @@ class MlflowSender:
                 "does launch/track_sync.py."
             )
 
-    def send_all(self, end: End | None) -> None:
-        """Send everything that MLflow lacks, in this thread; end: how the run ended, None while it goes on. Raises what MLflow
-        raises.
-        """
-        store, state = self._connect(starts=False)
-        self._send()
+    def send_all(self, end: End) -> None:
+        """Send everything that MLflow lacks of a run that has ended, in this thread. Raises what MLflow raises."""
         self._end = end
-        if end:
-            self._close(store, state)
-        else:
-            self._mirror.look(store, state)
+        self._connect(starts=False)
+        if not self._close(*self._send()):
+            raise UserError("some files were refused, see above")
+
+    @property
+    def run_id(self) -> str:
+        """ID of the MLflow run. Raises KeyError before it is known."""
+        run_id = self._states[self.uri].run_id
+        assert run_id is not None
+        return run_id
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:

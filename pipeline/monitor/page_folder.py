@@ -5,7 +5,7 @@
     end.json           `End`: how the last start ended; missing while the run goes on, and after a kill
     environment.txt    versions of all installed packages
     predictions.npz    what the last evaluation predicted for each image
-    figures/*.png      drawn at evaluations (pipeline/review/draw.py)
+    figures/*.png      drawn at evaluations
 
 The run folder is the truth and MLflow its mirror: the sender uploads these files, and launch/track_sync.py can make the whole
 MLflow run from the folder, also in another store.

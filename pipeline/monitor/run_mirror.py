@@ -132,7 +132,7 @@ class RunMirror:
     def _register(
         self, store: MlflowStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]
     ) -> SentModel:
-        """Make the model a version; set `latest` if it is the last of its run, `best` if it has the highest score so far."""
+        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
         name = self.settings.register
         score = scores.get(f"eval/{self.facts.score}")
         evaluated = self._evaluation_data()
@@ -145,7 +145,7 @@ class RunMirror:
         assert sent.version is not None
         store.set_version_tags(name, sent.version, tags)
         if "last" in model.roles:
-            store.set_alias(name, "latest", sent.version)
+            store.set_alias(name, "last", sent.version)
         if score is None:
             return sent
         best = store.tags_of_alias(name, "best")

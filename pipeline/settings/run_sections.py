@@ -380,7 +380,7 @@ class TrackConfig:
     experiment: str = setting("vit", "MLflow experiment.")
     register: str = setting(
         "",
-        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and latest; "
+        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "
         "empty is none.",
     )
     upload_weights: bool = setting(

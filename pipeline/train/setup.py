@@ -25,6 +25,7 @@ from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
@@ -68,7 +69,12 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
-    model = resume.initial_model(config, dataset, resumed, console)
+    if resumed is None and config.init.weights:
+        weights = ranks.on_main(partial(weights_path, config.init.weights, config.track.uri, console.say))
+        located = replace(config, init=replace(config.init, weights=weights))
+    else:
+        located = config
+    model = resume.initial_model(located, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
@@ -112,7 +118,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = None
     if ranks.is_main:
-        shown = run_facts(config, plan, model, dataset, split, evaluation, ranks.device)
+        shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device)
         shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
         tracker = _start_tracker(config, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
