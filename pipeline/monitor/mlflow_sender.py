@@ -268,7 +268,8 @@ class MlflowSender:
     def _tags_of_starts(self) -> dict[str, str]:
         """The number of starts, and the description with a line for each restart."""
         starts = self.page.starts()
-        return {"starts": str(len(starts)), NOTE: describe(self.facts.description, starts)}
+        count = {"starts": str(len(starts))} if starts else {}
+        return {**count, NOTE: describe(self.facts.description, starts)}
 
     def _close(self, store: MlflowStore, state: SyncState) -> bool:
         """Say how the run ended, and send what has changed. Returns whether all was sent."""

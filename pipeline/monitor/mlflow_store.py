@@ -17,7 +17,9 @@ from pipeline.monitor.run_page import EXPERIMENT_TAGS, NOTE, DatasetFacts, datas
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
 _MAX_PARAMETERS = 100
-_REGISTERED = "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+_REGISTERED = (
+    "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+)
 _WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
 # Digest of the description that this project wrote: with another digest, someone has edited it.
 # MLflow does not show tags that begin with "mlflow."

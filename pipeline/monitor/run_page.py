@@ -34,7 +34,7 @@ _GROUPS = {
     "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
     "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
-    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable)",
+    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable|macro_\w+)",
 }
 # Of a URI: the password between the user and the host.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
@@ -94,7 +94,7 @@ class ModelFacts:
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, vtab, data or explain. parameters: settings that differ from their defaults, and what
+    kind: pretrain, finetune, grid, vtab, cell, evaluation, explain or data. parameters: settings that differ from their defaults, and what
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
@@ -161,6 +161,12 @@ def source_tags() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         pass  # Outside of git, or without it: a job's working folder, an installed package.
     return tags
+
+
+def installed_packages() -> list[str]:
+    """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes no time."""
+    folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
+    return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
 
 
 def git_revision() -> str:
