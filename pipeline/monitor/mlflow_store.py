@@ -34,6 +34,7 @@ class MlflowStore:
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         for name in ("alembic", "mlflow"):
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow.tracking import MlflowClient
