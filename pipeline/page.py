@@ -81,7 +81,9 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h1 { font-size: 1.5rem; }
   h2 { font-size: 1.2rem; }
   table { font-size: 14px; }
-  th, td { padding: .3rem .5rem; }
+  th, td { padding: .3rem .5rem; overflow-wrap: anywhere; min-width: 4.2rem; }
+  th:first-child, td:first-child { min-width: 6.5rem; }
+  td.text { min-width: 10rem; }
   .box img { max-width: none; width: max(100%, 46rem); }
   .wide.has-narrow { display: none; }
   .narrow { display: block; }

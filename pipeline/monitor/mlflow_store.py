@@ -223,9 +223,10 @@ class MlflowStore:
             facts = (used.dataset.name, used.dataset.digest, used.dataset.source, used.dataset.profile)
             datasets.append(stored_dataset(*facts, context))
         info = run.info
+        metrics = {name: restored_value(value) for name, value in run.data.metrics.items()}
         return StoredRun(
             info.run_id, info.run_name, info.experiment_id, info.status, (info.start_time or 0) / 1000,
-            (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), sorted(run.data.metrics), tuple(datasets),
+            (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), metrics, tuple(datasets),
         )  # fmt: skip
 
     def read_points(self, run: StoredRun) -> Iterator[tuple[str, Iterable[tuple[int, float, int]]]]:

@@ -121,7 +121,7 @@ class RunFacts:
 class StoredRun:
     """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... started, ended: seconds since 1970, or 0.
 
-    metrics: the names of its metrics.
+    metrics: the last value of each.
     """
 
     run_id: str
@@ -132,7 +132,7 @@ class StoredRun:
     ended: float
     tags: dict[str, str]
     parameters: dict[str, str]
-    metrics: list[str]
+    metrics: dict[str, float]
     datasets: tuple[DatasetFacts, ...]
 
 

@@ -141,11 +141,15 @@ class StoredFiles:
         return f"{name} of MLflow run {self.run_id}"
 
 
-def from_mlflow(store: Any, run_id: str) -> RunRecord:
-    """The record of an MLflow run. store: a `MlflowStore`. Raises UserError for a run that does not exist."""
+def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
+    """The record of an MLflow run. store: a `MlflowStore`. Raises UserError for a run that does not exist.
+
+    with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0.
+    """
     stored: StoredRun = store.read_run(run_id)
     points: dict[str, list[tuple[int, float, int]]] = {}
-    for name, found in store.read_points(stored):
+    last = [(name, [(0, value, 0)]) for name, value in stored.metrics.items()]
+    for name, found in store.read_points(stored) if with_points else last:
         grouped = plain_name(name)
         # A run that an earlier version began has points without a group too, which are the older ones.
         points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]
@@ -298,6 +302,10 @@ class RunReader:
     def store(self) -> Any:
         self._store = self._store or self._open()
         return self._store
+
+    def read_summary(self, address: str) -> RunRecord:
+        """The record of an MLflow run with the last value of each metric only, which is one request."""
+        return from_mlflow(self.store, run_id_in(address) or address, with_points=False)
 
     def read(self, address: str) -> RunRecord:
         """Raises UserError in one line for an address that is no run, and for a damaged run."""

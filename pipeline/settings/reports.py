@@ -56,6 +56,17 @@ class CompareConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunReportConfig:
+    """The report of one run."""
+
+    run: str = setting(REQUIRED, f"The run: {_RUN}")
+    out: str = setting(
+        "", "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.", output="folder"
+    )
+    mlflow: str = setting("", _STORE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GridConfig:
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 
