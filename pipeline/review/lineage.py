@@ -139,9 +139,9 @@ def _parent(record: RunRecord, reader: RunReader) -> RunRecord | str:
 
 def _folder_of(weights: str) -> Path | None:
     """The run folder around weights."""
-    path = Path(weights).expanduser()
-    if not weights or "://" in weights or not path.exists():
+    if not weights or "://" in weights:
         return None
+    path = Path(weights).expanduser()  # The checkpoint itself may have been removed since.
     return next((folder for folder in (path, *path.absolute().parents[:3]) if is_run(folder)), None)
 
 
