@@ -1,6 +1,8 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
 import getpass
+import json
+import math
 import os
 import re
 import shlex
@@ -46,6 +48,12 @@ def metric_name(name: str) -> str:
         if re.fullmatch(names, name):
             return f"{group}/{name}"
     return name
+
+
+def plain_name(name: str) -> str:
+    """The inverse of `metric_name`: "train/loss" is "loss". Names without a group stay as they are."""
+    group, slash, rest = name.partition("/")
+    return rest if slash and metric_name(rest) == f"{group}/{rest}" else name
 
 
 def hide_passwords(text: str) -> str:
@@ -140,6 +148,49 @@ class RunFacts:
         if not images:
             return {}
         return {"images_seen": images, "exaflops": images * self.flops_per_image / 1e18}
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... started, ended: seconds since 1970, or 0.
+
+    metrics: the last value of each.
+    """
+
+    run_id: str
+    name: str
+    experiment_id: str
+    status: str
+    started: float
+    ended: float
+    tags: dict[str, str]
+    parameters: dict[str, str]
+    metrics: dict[str, float]
+    datasets: tuple[DatasetFacts, ...]
+
+
+def stored_dataset(name: str, digest: str, source: str, profile: str | None, context: str) -> DatasetFacts:
+    """A data set as MLflow keeps it: the inverse of what `MlflowStore.log_datasets` does. source, profile: JSON."""
+    shown = _mapping(profile)
+    split = str(shown.get("split", name.rpartition(":")[2]))
+    counts = [shown.get(count) for count in ("num_samples", "num_classes")]
+    num_samples, num_classes = (count if isinstance(count, int) else 0 for count in counts)
+    uri = str(_mapping(source).get("uri", ""))
+    return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context)
+
+
+def restored_value(value: float) -> float:
+    """A metric's value as it was logged: MLflow stores infinity as the largest float."""
+    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
+
+
+def _mapping(text: str | None) -> dict[str, Any]:
+    """A JSON object that another program may have written; {} for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def source_tags() -> dict[str, str]:
