@@ -30,7 +30,8 @@ PAGE = "page"
 _FACTS, _STARTS, _END = "facts.json", "starts.jsonl", "end.json"
 _MAX_STARTS_SHOWN = 20
 # Files of the page that are not uploaded: they say the same as tags do, or are of this disk alone.
-_NOT_UPLOADED = {_END, "drawing.log"}
+LOG = "drawing.log"
+_NOT_UPLOADED = {_END, LOG}
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
+from pipeline.train.drawing import Drawing
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
@@ -129,13 +130,14 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+    drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
     shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
-    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver)]
+    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver, drawing)]
     if prepared.run_probe is not None:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
         config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
-        progress, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker,
+        progress, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
+from pipeline.train.drawing import Drawing
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.objective import Objective
@@ -55,7 +56,7 @@ class Progress:
 class TrainingRun:
     """Everything the training loop uses; made by `setup.set_up`.
 
-    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker: rank 0 only.
+    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker, drawing: rank 0 only.
     """
 
     config: RunConfig
@@ -84,6 +85,7 @@ class TrainingRun:
     meter: Meter
     trace: Trace
     tracker: Tracker | None
+    drawing: Drawing | None
     peak_lr: float
 
     # ------------------------------------------------------------------ around the step
@@ -227,6 +229,8 @@ class TrainingRun:
         self.console.close_bar()
         self.feed.loader.close()
         self.saver.close()
+        if self.drawing:
+            self.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
         if self.tracker:
             self.tracker.finish(status, in_a_hurry, outcome, self._result(outcome))
 
