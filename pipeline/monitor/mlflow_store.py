@@ -17,7 +17,9 @@ from pipeline.monitor.run_page import EXPERIMENT_TAGS, NOTE, DatasetFacts, datas
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
 _MAX_PARAMETERS = 100
-_REGISTERED = "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+_REGISTERED = (
+    "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+)
 _WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
 # Digest of the description that this project wrote: with another digest, someone has edited it.
 # MLflow does not show tags that begin with "mlflow."
@@ -41,7 +43,10 @@ class MlflowStore:
 
     # ---------------------------------------------------------------- runs
     def experiment_id(self, name: str, artifact_location: str | None) -> str:
-        """ID of an experiment, which is created if it is missing. Its page is marked as model training and described."""
+        """ID of an experiment, which is created if it is missing. Its page is marked as model training and described.
+
+        Raises UserError if it was deleted: MLflow keeps its name until `mlflow gc`.
+        """
         if (experiment := self.client.get_experiment_by_name(name)) is None:
             self._unless_another_run_did(
                 lambda: self.client.create_experiment(name, artifact_location, EXPERIMENT_TAGS),
@@ -49,6 +54,11 @@ class MlflowStore:
             )
             experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id
+        if experiment.lifecycle_stage != "active":
+            raise UserError(
+                f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {number}` restores it; or set "
+                "track.experiment=...)"
+            )
         for tag in EXPERIMENT_TAGS.keys() - experiment.tags.keys():  # A description that someone wrote stays.
             self._unless_another_run_did(
                 partial(self.client.set_experiment_tag, number, tag, EXPERIMENT_TAGS[tag]),

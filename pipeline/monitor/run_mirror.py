@@ -162,7 +162,7 @@ class RunMirror:
 
 def one_line(error: Exception) -> str:
     """What an exception says, on one line without passwords."""
-    return hide_passwords(" ".join(str(error).split())[:200])
+    return hide_passwords(" ".join(str(error).split()))[:200]
 
 
 def _version(path: Path) -> str:

@@ -36,8 +36,9 @@ _GROUPS = {
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
     "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable)",
 }
-# Of a URI: the password between the user and the host.
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+_PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
 def metric_name(name: str) -> str:
@@ -50,7 +51,7 @@ def metric_name(name: str) -> str:
 
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
 
 
 @dataclass(frozen=True)
