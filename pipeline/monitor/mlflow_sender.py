@@ -131,7 +131,7 @@ class MlflowSender:
                 self._stop.wait(self.timing.poll)
             except Exception as error:
                 # Whatever the server or its client raises, training continues; the file keeps the metrics.
-                if self._is_deleted():
+                if self._is_deleted(error):
                     self._store = None  # Connecting again creates a run.
                     continue
                 if not num_failures:
@@ -140,7 +140,9 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 if stopping:
-                    return
+                    if num_failures:
+                        return
+                    time.sleep(self.timing.retry[0])  # Once more: two runs on a fresh store can disturb each other.
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 
@@ -257,10 +259,12 @@ class MlflowSender:
             _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
 
-    def _is_deleted(self) -> bool:
+    def _is_deleted(self, error: Exception) -> bool:
         """Whether the MLflow run was deleted since connecting; False if the store cannot tell."""
+        if self._store is None or getattr(error, "error_code", "INTERNAL_ERROR") == "INTERNAL_ERROR":  # No answer.
+            return False
         try:
-            return self._store is not None and not self._store.is_active(self.run_id)
+            return not self._store.is_active(self.run_id)
         except Exception:  # Whatever the server or its client raises: the reason for the first failure is said.
             return False
 

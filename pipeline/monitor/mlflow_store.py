@@ -36,8 +36,10 @@ class MlflowStore:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         for name in ("alembic", "mlflow"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # One line for each retry, for hours.
         from mlflow.tracking import MlflowClient
 
+        _open_databases_in_one_try()
         self.uri = uri
         self.client: Any = MlflowClient(tracking_uri=uri)
 
@@ -364,6 +366,17 @@ def _with_children(note: str, tags: dict[str, str]) -> str:
     """The description, and links to the runs that were made from this one, which its tags name."""
     children = [text for name, text in sorted(tags.items()) if name.startswith(_CHILD)]
     return note + _CHILDREN + "\n".join(f"- {child}" for child in children) if children else note
+
+
+def _open_databases_in_one_try() -> None:
+    """MLflow tries to open a database ten times over 100 s, and logs three lines each time. The sender tries again by itself.
+
+    MLflow has no setting for it. Without this, a wrong password is reported after 100 s.
+    """
+    from mlflow.store.db import utils
+
+    utils.MAX_RETRY_COUNT = 1
+    logging.getLogger(utils.__name__).setLevel(logging.WARNING)  # The import has set it to INFO.
 
 
 def _digest(text: str) -> str:
