@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.run_page import EXPERIMENT_TAGS, NOTE, DatasetFacts, dataset_name, hide_passwords, metric_name
+from pipeline.monitor.shared_view import VIEW_KEY, VIEW_TAG
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
@@ -69,9 +70,11 @@ class MlflowStore:
         return number
 
     def page_of(self, experiment: str) -> str:
-        """Path of an experiment's page on a server of this store, with MLflow's view for model training."""
-        found = self.client.get_experiment_by_name(experiment)
-        return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning" if found else "/"
+        """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's view."""
+        if (found := self.client.get_experiment_by_name(experiment)) is None:
+            return "/"
+        view = f"&viewStateShareKey={VIEW_KEY}" if VIEW_TAG in found.tags else ""
+        return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning{view}"
 
     def _has_tag(self, experiment_id: str, tag: str) -> bool:
         return tag in self.client.get_experiment(experiment_id).tags

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.monitor.shared_view import VIEW_TAG, view_tag
+
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
+    VIEW_TAG: view_tag(),
     NOTE: """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
