@@ -1,4 +1,4 @@
-"""Command: compare two or more runs. See `pipeline/evaluate/compare.py`."""
+"""Command: compare any number of runs. See `pipeline/review/compare.py`."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeline.settings.reports import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:
-    from pipeline.evaluate.compare import run  # Late: --help needs no torch.
+    from pipeline.review.compare import run  # Late: --help needs no torch.
 
     run(config)
 
@@ -24,13 +24,14 @@ if __name__ == "__main__":
         CompareConfig,
         compare,
         """
-        Compare runs, such as a ViT and a ResNet with the same settings: accuracy; precision, recall and F1 of each class; loss
-        curves in one figure; and the settings that differ.
+        Compare any number of runs, also of different data, models and kinds: what can be compared and what not; curves against
+        steps, images seen and FLOPs; scores at equal budgets; which differences are more than noise; settings, data and code that
+        differ. Runs are read from their folders, or from MLflow alone.
 
-          deepspeed launch/pretrain.py --config mine.yaml name=vit model.name=ViT-S/16
-          deepspeed launch/pretrain.py --config mine.yaml name=resnet model.name=BiT-R50x1 model.representation=false
           python launch/compare.py runs=[runs/vit,runs/resnet]
+          python launch/compare.py runs=[runs/vit,mlflow:0f5c...] mlflow=http://mlflow:5000
+          python launch/compare.py runs=[runs/vit,runs/resnet] score=true        # precision, recall, F1 of each class
 
-        Writes report.md, report.html (self-contained), losses.png and per_class.csv.
+        Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
         """,
     )

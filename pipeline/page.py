@@ -36,17 +36,78 @@ class Picture:
     png: bytes
 
 
-Block = Heading | Paragraph | Table | Picture
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG that becomes part of the HTML. name: its file name beside the Markdown. about: alternative text.
 
+    narrow: another arrangement of the same content, shown instead on windows of less than 640 px; "" shows the first.
+    """
+
+    name: str
+    about: str
+    svg: str
+    narrow: str = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines to be copied as they are."""
+
+    text: str
+
+
+Block = Heading | Paragraph | Table | Picture | Drawing | Code
+
+# Wide tables and pictures scroll in their own box, so that the page itself never scrolls sideways. On paper nothing can scroll:
+# there, tables break their long words and pictures shrink.
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a;
+  background: #fff; overflow-wrap: anywhere; -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
+h1 { line-height: 1.25; }
+h2 { margin-top: 2rem; }
+.box { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
 th { border-bottom: 2px solid #888; }
+td.text { text-align: left; min-width: 14rem; overflow-wrap: anywhere; }
 tr.bold td { font-weight: 600; background: #f4f6f8; }
-img { max-width: 100%; }
+img { max-width: 100%; height: auto; }
+svg { display: block; height: auto; max-width: 100%; }
+.narrow { display: none; }
+pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size: 13px; }
+@media (max-width: 640px) {
+  body { font-size: 16px; margin: 1rem auto; }
+  h1 { font-size: 1.5rem; }
+  h2 { font-size: 1.2rem; }
+  table { font-size: 14px; }
+  th, td { padding: .3rem .5rem; overflow-wrap: anywhere; min-width: 4.2rem; }
+  th:first-child, td:first-child { min-width: 6.5rem; }
+  td.text { min-width: 10rem; }
+  .box img { max-width: none; width: max(100%, 46rem); }
+  .wide.has-narrow { display: none; }
+  .narrow { display: block; }
+}
+@media print {
+  @page { margin: 14mm; }
+  body { font-size: 10pt; color: #000; margin: 0; max-width: none; padding: 0; }
+  h1, h2 { break-after: avoid; }
+  h2 { margin-top: 1.2rem; }
+  p { orphans: 3; widows: 3; }
+  .box { overflow: visible; }
+  table { font-size: 8.5pt; width: 100%; overflow-wrap: anywhere; }
+  th, td { padding: .15rem .35rem; }
+  td.text { min-width: 0; }
+  thead { display: table-header-group; }
+  tr, img, svg, pre { break-inside: avoid; }
+  .box img { max-width: 100%; width: auto; max-height: 24cm; }
+  tr.bold td, pre { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .wide.has-narrow { display: block; }
+  .narrow { display: none; }
+}
 """
+# A text cell of more characters than this is left-aligned and may break its lines.
+_LONG_CELL = 40
 
 
 def png(figure: Any) -> bytes:
@@ -65,8 +126,10 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
                 parts.append(f"## {block.text}")
             case Paragraph():
                 parts.append(block.text)
-            case Picture():
+            case Picture() | Drawing():
                 parts.append(f"![{block.about}]({block.name})")
+            case Code():
+                parts.append(f"```\n{block.text}\n```")
             case Table():
                 rows = [
                     [f"**{cell}**" if number in block.bold and cell else cell for cell in row]
@@ -78,7 +141,7 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def single_file(title: str, blocks: Sequence[Block]) -> str:
-    """The report as one HTML file with embedded pictures."""
+    """The report as one HTML file with embedded pictures, for desktops, phones and paper."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:
@@ -88,19 +151,34 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
                 parts.append(f"<p>{html.escape(block.text)}</p>")
             case Picture():
                 data = base64.b64encode(block.png).decode()
-                parts.append(f'<img alt="{html.escape(block.about)}" src="data:image/png;base64,{data}">')
+                parts.append(
+                    f'<div class="box"><img alt="{html.escape(block.about)}" src="data:image/png;base64,{data}"></div>'
+                )
+            case Drawing():
+                parts.append(f'<div class="box wide{" has-narrow" if block.narrow else ""}">{block.svg}</div>')
+                if block.narrow:
+                    parts.append(f'<div class="box narrow">{block.narrow}</div>')
+            case Code():
+                parts.append(f"<pre>{html.escape(block.text)}</pre>")
             case Table():
                 header = "".join(f"<th>{html.escape(cell)}</th>" for cell in block.header)
                 rows = "".join(
-                    f"<tr{' class=bold' if number in block.bold else ''}>"
-                    + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-                    + "</tr>\n"
+                    f"<tr{' class=bold' if number in block.bold else ''}>" + "".join(map(_html_cell, row)) + "</tr>\n"
                     for number, row in enumerate(block.rows)
                 )
-                parts.append(f"<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>")
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+                table = f"<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>"
+                parts.append(f'<div class="box">{table}</div>')
+    # The empty icon keeps browsers from asking for favicon.ico, whose absence is an error in their console.
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _html_cell(text: str) -> str:
+    return f"<td{' class=text' if len(text) > _LONG_CELL else ''}>{html.escape(text)}</td>"

@@ -138,7 +138,7 @@ def last_end_in_words(path: Path) -> str:
     if status is None:
         return ""
     if status.status == "running":
-        return f"killed, or lost with its host, after the checkpoint of step {status.step:,}"
+        return f"killed, or lost with its host, at step {status.step:,} or later"
     why = f": {status.reason}" if status.reason else ""
     return f"{status.status} at step {status.step:,}{why}"
 

@@ -3,7 +3,8 @@
     facts.json         `RunFacts` and the experiment; written at each start
     starts.jsonl       one `Start` a line
     end.json           `End`: how the last start ended; missing while the run goes on, and after a kill
-    environment.txt    versions of all installed packages
+    environment.txt    versions of the system, of GPUs and of all installed packages
+    plan.txt           steps, batches and predicted memory
     predictions.npz    what the last evaluation predicted for each image
     figures/*.png      drawn at evaluations
 
@@ -65,12 +66,18 @@ class PageFolder:
         self.run_folder, self.path = run_folder, run_folder / PAGE
 
     def begin(self, experiment: str, facts: RunFacts, start: Start) -> None:
-        """Write the facts, and record a start."""
+        """Write the facts, and record the start of a run; a report has no starts."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / _END).unlink(missing_ok=True)
         write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
-        with open(self.path / _STARTS, "a") as file:
-            file.write(json.dumps(asdict(start)) + "\n")
+        if facts.steps:
+            with open(self.path / _STARTS, "a") as file:
+                file.write(json.dumps(asdict(start)) + "\n")
+
+    def write_text(self, name: str, lines: list[str]) -> None:
+        """Write a text file, such as plan.txt."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / name, "\n".join(lines) + "\n")
 
     def end(self, end: End) -> None:
         """Write how the start ended."""

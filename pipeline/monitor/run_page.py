@@ -1,6 +1,8 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
 import getpass
+import json
+import math
 import os
 import re
 import shlex
@@ -37,7 +39,7 @@ _GROUPS = {
     "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
     "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
-    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable)",
+    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable|macro_\w+)",
 }
 # Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
@@ -50,6 +52,12 @@ def metric_name(name: str) -> str:
         if re.fullmatch(names, name):
             return f"{group}/{name}"
     return name
+
+
+def plain_name(name: str) -> str:
+    """The inverse of `metric_name`: "train/loss" is "loss". Names without a group stay as they are."""
+    group, slash, rest = name.partition("/")
+    return rest if slash and metric_name(rest) == f"{group}/{rest}" else name
 
 
 def hide_passwords(text: str) -> str:
@@ -98,7 +106,7 @@ class ModelFacts:
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, vtab, data or explain. parameters: settings that differ from their defaults, and what
+    kind: pretrain, finetune, grid, vtab, cell, evaluation, explain or data. parameters: settings that differ from their defaults, and what
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
@@ -146,6 +154,49 @@ class RunFacts:
         return {"images_seen": images, "exaflops": images * self.flops_per_image / 1e18}
 
 
+@dataclass(frozen=True)
+class StoredRun:
+    """What MLflow keeps of a run. status: RUNNING, FINISHED, FAILED, ... started, ended: seconds since 1970, or 0.
+
+    metrics: the last value of each.
+    """
+
+    run_id: str
+    name: str
+    experiment_id: str
+    status: str
+    started: float
+    ended: float
+    tags: dict[str, str]
+    parameters: dict[str, str]
+    metrics: dict[str, float]
+    datasets: tuple[DatasetFacts, ...]
+
+
+def stored_dataset(name: str, digest: str, source: str, profile: str | None, context: str) -> DatasetFacts:
+    """A data set as MLflow keeps it: the inverse of what `MlflowStore.log_datasets` does. source, profile: JSON."""
+    shown = _mapping(profile)
+    split = str(shown.get("split", name.rpartition(":")[2]))
+    counts = [shown.get(count) for count in ("num_samples", "num_classes")]
+    num_samples, num_classes = (count if isinstance(count, int) else 0 for count in counts)
+    uri = str(_mapping(source).get("uri", ""))
+    return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context)
+
+
+def restored_value(value: float) -> float:
+    """A metric's value as it was logged: MLflow stores infinity as the largest float."""
+    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
+
+
+def _mapping(text: str | None) -> dict[str, Any]:
+    """A JSON object that another program may have written; {} for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
     program = _relative(sys.argv[0])
@@ -165,6 +216,12 @@ def source_tags() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         pass  # Outside of git, or without it: a job's working folder, an installed package.
     return tags
+
+
+def installed_packages() -> list[str]:
+    """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes no time."""
+    folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
+    return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
 
 
 def git_revision() -> str:

@@ -63,6 +63,13 @@ def write_states(path: Path, states: dict[str, SyncState]) -> None:
     write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
 
 
+def run_of_weights(weights: str) -> str | None:
+    """ID of the MLflow run in whose folder weights lie; None for other weights, and for a run that was not tracked."""
+    path = Path(weights)
+    folders = (folder for folder in (path, *path.parents[:3]) if (folder / STATE_FILE).is_file())
+    return next(filter(None, map(run_id_of, folders)), None)
+
+
 def run_id_of(folder: Path) -> str | None:
     """ID of a folder's MLflow run at the tracking URI that was used last; None if it was never sent."""
     try:

@@ -85,7 +85,7 @@ class Tracker:
 
 
 def send_report(
-    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "data"
+    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "vit"
 ) -> None:
     """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run."""
     names = [str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve()) for path in files]

@@ -1,4 +1,4 @@
-"""What people look at after and during runs: comparisons, reports, figures, and the copy of run folders to MLflow.
+"""Reads finished and running runs, compares them and reports on them; from their folders, or from MLflow alone.
 
-Reads run folders, or MLflow alone. May import every other room of the library; called by the commands in launch/.
+Imports every room below; called by launch/ only. Start with record.py: what is known of one run.
 """

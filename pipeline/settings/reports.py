@@ -30,17 +30,40 @@ class VtabReportConfig:
             raise UserError(f"names has {len(self.names)} names for {len(self.sweeps)} sweeps: give as many, or none.")
 
 
+_RUN = "a folder (of a run, a grid, a sweep), or an MLflow run as mlflow:ID"
+_STORE = (
+    "MLflow tracking URI for runs that are given as mlflow:ID; empty is MLFLOW_TRACKING_URI, or else "
+    "sqlite:///runs/mlflow.db."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """A comparison of two or more runs."""
 
     runs: list[str] = setting(
-        REQUIRED, "Run folders, as [runs/vit,runs/resnet]; of the same data and settings", min_items=2, distinct=True
+        REQUIRED, f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data", min_items=2, distinct=True
     )
-    split: str = setting("", "Split that they are scored on; empty is data.eval_split of the first run.")
     out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.", output="folder")
-    batch: int = setting(64, "Images per forward pass.", min=1, max=MAX_BATCH)
-    threads: int = setting(2, "Decoding threads.", min=1, max=MAX_THREADS)
+    mlflow: str = setting("", _STORE)
+    score: bool = setting(
+        False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
+    )
+    split: str = setting("", "Split for score=true, which it implies; empty is data.eval_split of the first run.")
+    data: str = setting("", "Data set for score=true; empty is that of the runs, if they have the same.")
+    batch: int = setting(64, "score=true: images per forward pass.", min=1, max=MAX_BATCH)
+    threads: int = setting(2, "score=true: decoding threads.", min=1, max=MAX_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportConfig:
+    """The report of one run."""
+
+    run: str = setting(REQUIRED, f"The run: {_RUN}")
+    out: str = setting(
+        "", "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.", output="folder"
+    )
+    mlflow: str = setting("", _STORE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Set-up before the first step: ranks, data, plan, lock, checkpoint or weights to start from, engine, dry run."""
 
+import contextlib
 import json
 import socket
 from dataclasses import replace
@@ -14,16 +15,19 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.console import Console
 from pipeline.distributed import from_environment
+from pipeline.errors import UserError
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import new_model_config
+from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.evaluate import architecture
 from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings import schema
@@ -35,7 +39,7 @@ from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
 from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
-from pipeline.train.run_facts import run_facts
+from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
@@ -120,7 +124,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     if ranks.is_main:
         shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device)
         shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
-        tracker = _start_tracker(config, shown, folder, engine, model, start, checkpoints)
+        tracker = _start_tracker(config, plan, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
         console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
@@ -131,20 +135,29 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
         config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
-        progress, checkpoints, damaged, saver, spikes, slow_ranks, watchdog, clock, meter, trace, tracker,
+        progress, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
 
 
 def _start_tracker(
-    config: RunConfig, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int, checkpoints: Checkpoints
-) -> Tracker:
+    config: RunConfig, plan: Plan, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int,
+    checkpoints: Checkpoints,
+) -> Tracker:  # fmt: skip
     settings = schema.to_dict(config)
     settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
     write_text(folder / "config.json", json.dumps(settings, indent=1))
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
+    page = PageFolder(folder)
+    if (
+        not facts.parents
+    ):  # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+        with contextlib.suppress(UserError):
+            facts = replace(facts, parents=page.read_facts().facts.parents)
+    page.write_text("environment.txt", environment(engine.ranks.device))
+    page.write_text("plan.txt", plan_lines(config, plan, model))
     return Tracker(
         config.track, Path(config.out), folder, facts, start, find_models=partial(logged_models, checkpoints)
     )

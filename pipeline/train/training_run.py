@@ -24,6 +24,7 @@ from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace
+from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -77,6 +78,7 @@ class TrainingRun:
     saver: Saver
     spikes: SpikePolicy
     slow_ranks: SlowRanks
+    host_meter: HostMeter
     watchdog: Watchdog
     clock: StepClock
     meter: Meter
@@ -142,6 +144,7 @@ class TrainingRun:
             "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
             "bad_samples": ranks.sum(len(loader.bad))[0],
             "storage_retries": ranks.sum(self.dataset.storage.retry.retries)[0], **self.saver.read(),
+            **self.host_meter.read_on_all_ranks(),
         }  # fmt: skip
         self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
         for line in self.slow_ranks.changed(self.meter.own_seconds):
@@ -229,9 +232,19 @@ class TrainingRun:
 
     def _result(self, outcome: str) -> str:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
-        lines = [
-            f"**Result**: {outcome}. {self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training."
+        plan, step = self.plan, self.progress.step
+        exaflops = plan.global_batch * models.training_flops_per_image(self.model.config) / 1e18
+        rows = [
+            ("steps", f"{plan.steps:,}", f"{step:,}"),
+            ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
+            ("exaFLOPs", f"{plan.steps * exaflops:.4g}", f"{step * exaflops:.4g}"),
         ]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
+        lines = [f"**Result**: {outcome}.", table]
+        if self.meter.total_seconds:
+            lines.append(
+                f"{self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training since the last start."
+            )
         scores = self.folder / "scores.json"
         if scores.exists():
             lines.append(f"Last scores: `{scores.read_text().strip()}`")

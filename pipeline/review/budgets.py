@@ -1,0 +1,151 @@
+"""Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from pipeline.evaluate.render import shorten
+from pipeline.page import png
+from pipeline.review.record import RunRecord, Score, Series
+
+# Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":", "-.")
+_MAX_NAME = 36
+# Window of the running mean of training losses, as a share of the run; shorter series are drawn as they are.
+_SMOOTH, _SMOOTH_FROM = 0.02, 100
+# With more runs, only the running means of training losses are drawn.
+_MAX_RAW = 8
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What runs can be compared against. per_step: its amount in one step of a run, 0 if unknown."""
+
+    name: str
+    unit: str
+    per_step: Callable[[RunRecord], float]
+
+    def amounts(self, record: RunRecord, steps: np.ndarray) -> np.ndarray:
+        """float64, as steps: the amount after each step."""
+        return steps * self.per_step(record)
+
+
+STEPS = Axis("step", "", lambda record: 1.0)
+IMAGES = Axis("images seen", "", lambda record: float(record.images_per_step))
+FLOPS = Axis("training FLOPs", "FLOP", lambda record: record.images_per_step * record.flops_per_image)
+AXES = (STEPS, IMAGES, FLOPS)
+
+
+@dataclass(frozen=True)
+class AtBudget:
+    """The newest evaluation within a budget. score: None if the run has none within it. used: the amount at it."""
+
+    score: Score | None
+    used: float
+
+
+def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, AtBudget]]:
+    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest evaluation within that).
+
+    (0, {}) when a run has no evaluation, or its amounts are unknown.
+    """
+    evaluations = {name: evaluated(record) for name, record in records.items()}
+    if not records or any(not len(series) for series in evaluations.values()):
+        return 0.0, {}
+    amounts = {name: axis.amounts(record, evaluations[name].steps) for name, record in records.items()}
+    budget = float(min(of_run[-1] for of_run in amounts.values()))
+    if not budget:
+        return 0.0, {}
+    found = {}
+    for name, record in records.items():
+        # Rounding must not exclude the evaluation that defines the budget.
+        within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
+        last = int(within[-1]) if len(within) else None
+        found[name] = (
+            AtBudget(None, 0.0) if last is None else AtBudget(record.score_at(last), float(amounts[name][last]))
+        )
+    return budget, found
+
+
+def evaluated(record: RunRecord) -> Series:
+    """The series that `record.score_at` counts in; empty if the run was never evaluated."""
+    series = record.accuracy if record.accuracy is not None else record.held_out_loss
+    return series if series is not None else Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+
+def in_units(amount: float, axis: Axis) -> str:
+    """An amount in words, such as "1,200 steps", "50,688 images" or "1.936 TFLOP"."""
+    if axis is FLOPS:
+        return EngFormatter(axis.unit, places=3)(amount)
+    return f"{amount:,.0f} {'steps' if axis is STEPS else 'images'}"
+
+
+# ---------------------------------------------------------------------- figures
+def draw_curves(
+    records: Mapping[str, RunRecord], title: str, choose: Callable[[RunRecord], Series | None], percent: bool = False,
+    smooth: bool = False, width: float = 15.0,
+) -> bytes | None:  # fmt: skip
+    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it.
+
+    choose: the metric of a run. percent: its values are shares. smooth: draw running means of long series.
+    """
+    chosen = {
+        name: series for name, record in records.items() if (series := choose(record)) is not None and len(series)
+    }
+    if not chosen:
+        return None
+    axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
+    legend_rows = -(-len(chosen) // 4) if len(chosen) > 1 else 0
+    figure = Figure(figsize=(width, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
+    for number, axis in enumerate(axes_used, 1):
+        axes = figure.add_subplot(1, len(axes_used), number)
+        for name, values in chosen.items():
+            if axis.per_step(records[name]):
+                place = list(records).index(name)
+                amounts = axis.amounts(records[name], values.steps)
+                _draw_line(axes, amounts, values.values * (100 if percent else 1), place, name, smooth, len(chosen))
+        axes.set_xlabel(axis.name)
+        axes.xaxis.set_major_formatter(EngFormatter(axis.unit))
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+        if number == 1:
+            axes.set_ylabel("%" if percent else "")
+            lines = axes.get_legend_handles_labels()
+    figure.suptitle(title)
+    if legend_rows:
+        legend = figure.legend(*lines, loc="outside lower center", ncols=min(4, len(chosen)), frameon=False, fontsize=9)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return png(figure)
+
+
+def _draw_line(
+    axes: Axes, amounts: np.ndarray, values: np.ndarray, place: int, name: str, smooth: bool, num_runs: int
+) -> None:
+    values = np.where(np.isfinite(values), values, np.nan)
+    colour, style = COLOURS[place % len(COLOURS)], _STYLES[place // len(COLOURS) % len(_STYLES)]
+    label = shorten(name, _MAX_NAME)
+    if smooth and len(values) >= _SMOOTH_FROM:
+        if num_runs <= _MAX_RAW:
+            axes.plot(amounts, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(amounts, running_mean(values), color=colour, linestyle=style, linewidth=1.4, label=label)
+    else:
+        marker = "o" if len(values) <= 40 else None
+        axes.plot(
+            amounts, values, color=colour, linestyle=style, marker=marker, markersize=3.5, linewidth=1.4, label=label
+        )
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Centred running mean; the window is cut at the ends, and non-finite values are ignored."""
+    window = max(1, round(_SMOOTH * len(values))) | 1
+    ones, there = np.ones(window), np.isfinite(values)
+    sums = np.convolve(np.where(there, values, 0), ones, "same")
+    return sums / np.maximum(np.convolve(there, ones, "same"), 1e-9)

@@ -1,0 +1,393 @@
+"""Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more than noise."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.storage.whole import write_files
+from pipeline.evaluate import render
+from pipeline.monitor.run_page import DatasetFacts
+from pipeline.outputs import try_output
+from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.review import rescore
+from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, draw_curves, in_units
+from pipeline.review.reader import RunReader, open_store
+from pipeline.review.record import RunRecord, Series
+from pipeline.review.statistics import (
+    LEVEL,
+    MAX_NAMED,
+    MCNEMAR,
+    PROPORTIONS,
+    STUDENT,
+    Pair,
+    Records,
+    by_evaluation,
+    comparable,
+    contenders,
+    in_words,
+    listed,
+    pairs_of,
+    scored_on,
+)
+from pipeline.settings.reports import CompareConfig
+
+# With more runs, a table has no column for each: it lists the runs of each value.
+_MAX_COLUMNS = 6
+_MAX_PAIRS = 30
+# The longest name of a comparison's folder; file systems allow 255 bytes.
+_MAX_FOLDER_NAME = 120
+# With fewer log lines the median says little, because the first ones are slow.
+_MIN_SPEEDS = 5
+# Settings that are names and places, not differences.
+_PLACES = ("name", "out", "track.uri", "launch.env")
+_METHODS = {
+    PROPORTIONS: "Two proportions: p is of the pooled z-test, the interval Newcombe's. Scores on the same images vary together, which "
+    "this test ignores: it finds too few differences rather than too many.",
+    MCNEMAR: "McNemar's test counts the images on which only one of the two is right; the interval is Bonett and Price's.",
+    STUDENT: "Student's t compares the means over seeds, with a common variance.",
+}
+
+
+def run(config: CompareConfig) -> dict[str, RunRecord]:
+    """Write the comparison of `config.runs` and print its table; returns the runs by their names in it.
+
+    Raises UserError for an address that is no run, and for damaged files, before anything is written.
+    """
+    reader = RunReader(lambda: open_store(config.mlflow))
+    records = named([reader.read(address) for address in config.runs])
+    folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
+    try_output("out", folder)
+    scores = rescore.rescore(records, config) if config.score or config.split else {}
+    for record in records.values():
+        if record.num_damaged:
+            print(f"{record.address}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored")
+    pictures = curves(records)
+    groups = groups_of(records)
+    title = f"Comparison of {listed(list(records), 4)}"
+    blocks = [*page(records, groups, pictures), *(rescore.page(scores) if scores else [])]
+    pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
+    files = {
+        **{picture.name: picture.png for picture in pictures},
+        "report.md": markdown(title, blocks).encode(),
+        "report.html": single_file(title, blocks).encode(),
+        "table.csv": render.table_csv([table_row(name, record) for name, record in records.items()]),
+        "pairs.csv": render.table_csv(pairs) if pairs else None,
+        "per_class.csv": render.table_csv(rescore.class_rows(scores)) if scores else None,
+    }
+    write_files(folder, files)
+    for line in summary(records):
+        print(line)
+    print(f"comparison: {folder / 'report.html'}")
+    return records
+
+
+def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
+    """Runs by name. Runs of the same name also get the name of the folder around theirs, or their ID, or a number."""
+    names = [record.name for record in records]
+    found: dict[str, RunRecord] = {}
+    for record in records:
+        name = record.name
+        if names.count(name) > 1:
+            place = record.folder.resolve().parent.name if record.folder else (record.run_id or "")[:8]
+            name = f"{name} ({place})"
+        number = 2
+        while name in found:
+            name, number = f"{record.name} ({number})", number + 1
+        found[name] = record
+    return found
+
+
+def summary(records: Records) -> Iterator[str]:
+    """Lines for the terminal: each run with its last score."""
+    for name, record in records.items():
+        yield f"{render.shorten(name, 40):<40} {record.status:<9} {record.last_score or 'no score'}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that were scored by the same measure on the same images, and the test of each pair."""
+
+    records: Records
+    pairs: list[Pair]
+
+
+def groups_of(records: Records) -> list[Group]:
+    """The groups of runs whose scores can be compared."""
+    groups = [{name: records[name] for name in names} for names in by_evaluation(records).values()]
+    return [Group(group, pairs_of(contenders(group))) for group in groups]
+
+
+def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture]) -> Iterator[Block]:
+    """The blocks of the comparison."""
+    yield Heading("What can be compared")
+    for line in comparable(records, [list(group.records) for group in groups]):
+        yield Paragraph(line)
+    yield Heading("Runs")
+    rows = [table_row(name, record) for name, record in records.items()]
+    shown = ("run", "kind", "model", "data", "status", "steps", "images seen", "FLOPs", "images/s", "compute", "last score",
+             "best score", "ended")  # fmt: skip
+    yield Table(shown, [_shown(row, record) for row, record in zip(rows, records.values(), strict=True)])
+    yield Paragraph(
+        "Brackets are 95 % intervals: Wilson's over the images of one run, Student's t over seeds. Compute is the time of training "
+        "steps times the number of ranks."
+    )
+    for group in groups:
+        if len(group.records) > 1:
+            yield from _ranking(group.records)
+            yield from _noise(group.pairs)
+            yield from _budgets(group.records)
+    if pictures:
+        yield Heading("Curves")
+        yield from pictures
+    yield Heading("Differing settings")
+    yield from _settings(records)
+    yield Heading("Data")
+    yield from _data(records)
+    yield Heading("Code")
+    yield from _code(records)
+
+
+# ---------------------------------------------------------------------- tables
+def table_row(name: str, record: RunRecord) -> dict[str, Any]:
+    """One run's row of table.csv; unknown values are empty."""
+    last, best = record.last_score, record.best_score
+    train, held_out = record.dataset("training"), record.dataset("evaluation")
+    row: dict[str, Any] = {
+        "run": name, "address": record.address, "mlflow_run_id": record.run_id or "", "kind": record.kind, "model": record.model,
+        "data": train.name if train else Path(str(record.results.get("data", ""))).name,
+        "fingerprint": train.digest if train else "", "evaluation_split": record.split,
+        "evaluation_fingerprint": held_out.digest if held_out else "", "status": record.status, "outcome": record.outcome,
+        "steps": record.last_step or "", "planned_steps": record.steps or "", "images_seen": record.images_seen or "",
+        "exaflops": record.exaflops or "", "images_per_second": median_speed(record)[0] or "",
+        "training_seconds": record.training_seconds or "", "ranks": record.ranks or "", "device": record.tags.get("device", ""),
+        "revision": record.revision, "ended": record.period[1] or "",
+    }  # fmt: skip
+    for kind, score in (("last", last), ("best", best)):
+        interval = score.interval if score else None
+        row |= {
+            f"{kind}_score": "" if score is None else score.value,
+            f"{kind}_low": interval.low if interval else "",
+            f"{kind}_high": interval.high if interval else "",
+            f"{kind}_step": "" if score is None or score.step is None else score.step,
+        }
+    return {**row, "score": last.name if last else "", "score_images": last.num_samples if last else ""}
+
+
+def _shown(row: Mapping[str, Any], record: RunRecord) -> tuple[str, ...]:
+    last, best = record.last_score, record.best_score
+    steps = f"{row['steps']:,}" if row["steps"] else "–"
+    compute = f"{record.training_seconds * max(1, record.ranks):,.0f} s" if record.training_seconds else "–"
+    devices = f" ({record.ranks} × {row['device'] or 'rank'})" if record.ranks else ""
+    at_best = f", step {best.step:,}" if best and best.step is not None else ""
+    return (
+        row["run"], row["kind"], row["model"] or "–", row["data"] or "–", record.status or "–",
+        f"{steps} of {record.steps:,}" if record.steps else steps,
+        f"{record.images_seen:,}" if record.images_seen else "–",
+        in_units(record.exaflops * 1e18, FLOPS) if record.exaflops else "–",
+        speed(record), compute + (devices if compute != "–" else ""), str(last or "–"), f"{best}{at_best}" if best else "–",
+        when(record.period[1]),
+    )  # fmt: skip
+
+
+def when(seconds: float) -> str:
+    """A time in words, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) if seconds else "–"
+
+
+def median_speed(record: RunRecord) -> tuple[float, int]:
+    """Returns (median training speed in images/s, number of log lines); (0, n) for fewer than five lines."""
+    speeds = record.metrics.get("images_per_second")
+    count = len(speeds) if speeds else 0
+    return (float(np.median(speeds.values)) if speeds and count >= _MIN_SPEEDS else 0.0), count
+
+
+def speed(record: RunRecord) -> str:
+    """The median training speed; no number for fewer than five log lines."""
+    median, count = median_speed(record)
+    if not median:
+        return f"{count} log lines, too few" if count else "not logged"
+    return f"{median:,.1f}"
+
+
+def _ranking(records: Records) -> Iterator[Block]:
+    scored = {name: score for name, record in records.items() if (score := record.last_score) is not None}
+    is_loss = next(iter(scored.values())).is_loss
+    names = sorted(scored, key=lambda name: scored[name].value if is_loss else -scored[name].value)
+    yield Heading(f"Ranking on {scored_on(records[names[0]])}")
+    yield Table(("run", "last score", "step", "model"), [
+        (name, str(scored[name]), "–" if (step := scored[name].step) is None else f"{step:,}", records[name].model or "–")
+        for name in names
+    ])  # fmt: skip
+
+
+def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
+    if not tested:
+        return
+    yield Heading("Is the difference more than noise?")
+    shown = tested
+    if len(tested) > _MAX_PAIRS:
+        shown = [pair for pair in tested if pair.first is tested[0].first]
+    clear = sum(pair.corrected < LEVEL for pair in tested)
+    yield Paragraph(
+        f"{clear:,} of {len(tested):,} pairs differ by more than noise."
+        + (" Shown is the best run against others; all pairs are in pairs.csv." if len(shown) < len(tested) else "")
+    )
+    rows = [
+        (
+            f"{pair.first.title} − {pair.second.title}", f"{100 * d.value:+.2f}", f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
+            _p(d.p), _p(pair.corrected), in_words(d, pair.corrected), d.method,
+        )
+        for pair in shown
+        for d in [pair.difference]
+    ]  # fmt: skip
+    yield Table(("pair", "difference, points", "95 % interval", "p", "p, corrected", "verdict", "test"), rows)
+    used = [text for method, text in _METHODS.items() if any(pair.difference.method == method for pair in tested)]
+    seeds = "" if any(p.difference.method == STUDENT for p in tested) else (
+        " None of these tests knows how much another seed would change a score: train several seeds to know."
+    )  # fmt: skip
+    yield Paragraph(
+        f"p, corrected: by Holm's method for {len(tested):,} pair{'s' if len(tested) > 1 else ''}; of pairs below 0.05, even one is "
+        f"wrong with a probability of at most 5 %. The intervals are of each pair alone. {' '.join(used)}{seeds}"
+    )
+
+
+def _p(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
+def _pair_row(pair: Pair) -> dict[str, Any]:
+    d = pair.difference
+    return {"first": pair.first.title, "second": pair.second.title, "difference": d.value, "low": d.low, "high": d.high,
+            "p": d.p, "p_corrected": pair.corrected, "verdict": in_words(d, pair.corrected), "test": d.method}  # fmt: skip
+
+
+def _budgets(records: Records) -> Iterator[Block]:
+    for axis in (IMAGES, FLOPS):
+        budget, found = at_equal_budget(records, axis)
+        if not found:
+            continue
+        yield Heading(f"Scores at equal {axis.name}, on {scored_on(next(iter(records.values())))}")
+        yield Paragraph(
+            f"The largest budget that all runs reached is {in_units(budget, axis)}; of each run, the newest evaluation within it. "
+            "A run that was planned longer still has a higher learning rate there."
+        )
+        rows = []
+        for name, at in found.items():
+            if at.score is None:
+                rows.append((name, "no evaluation within it", "–", "–", "–"))
+            else:
+                step = 0 if at.score.step is None else at.score.step
+                share = f"{100 * at.used / budget:.0f} %"
+                rows.append((name, str(at.score), f"{step:,}", in_units(at.used, axis), share))
+        yield Table(("run", "score", "step", axis.name, "share of the budget"), rows)
+
+
+def curves(records: Records) -> list[Picture]:
+    """The figures of held-out accuracy, held-out loss and training loss."""
+    wanted: tuple[tuple[str, str, Callable[[RunRecord], Series | None], dict[str, bool]], ...] = (
+        ("accuracy.png", "Top-1 accuracy on held-out images", lambda r: r.accuracy, {"percent": True}),
+        ("held_out_loss.png", "Loss on held-out images", lambda r: r.held_out_loss, {}),
+        ("training_loss.png", "Training loss", lambda r: r.metrics.get("loss"), {"smooth": True}),
+    )
+    drawn = ((name, about, draw_curves(records, about, choose, **how)) for name, about, choose, how in wanted)
+    return [
+        Picture(name, f"{about} of each run against steps, images seen and training FLOPs", content)
+        for name, about, content in drawn
+        if content
+    ]
+
+
+# ---------------------------------------------------------------------- what differs
+def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows (name, value in each run) of the values that differ. values: run -> name -> value."""
+    keys = dict.fromkeys(key for of_run in values.values() for key in of_run)
+    rows = [(key, *(str(of_run.get(key, "-")) for of_run in values.values())) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def settings_of(records: Records) -> dict[str, dict[str, Any]]:
+    """The settings of each run other than names and places."""
+    return {n: {k: v for k, v in r.settings.items() if k not in _PLACES} for n, r in records.items()}
+
+
+def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """A column for each run; of many runs, a row for each value with its runs."""
+    if len(names) <= _MAX_COLUMNS:
+        return Table((what, *names), rows)
+    by_run = []
+    for key, *values in rows:
+        by_value: dict[str, list[str]] = {}
+        for name, value in zip(names, values, strict=True):
+            by_value.setdefault(value, []).append(name)
+        for number, (value, of_value) in enumerate(by_value.items()):
+            by_run.append(("" if number else key, value, f"{len(of_value)}", listed(of_value, MAX_NAMED)))
+    return Table((what, "value", "runs", "which"), by_run)
+
+
+def _settings(records: Records) -> Iterator[Block]:
+    with_settings = {name: record for name, record in records.items() if record.settings}
+    rows = differences(settings_of(with_settings)) if len(with_settings) > 1 else []
+    yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
+    partly = [name for name, record in with_settings.items() if not record.has_all_settings]
+    if partly:
+        yield Paragraph(f"Of {listed(partly, MAX_NAMED)} only the settings that differ from the defaults are known.")
+    if without := [name for name in records if name not in with_settings]:
+        yield Paragraph(f"No settings are known of {listed(without, MAX_NAMED)}.")
+
+
+def _data(records: Records) -> Iterator[Block]:
+    facts = {name: data_facts(record) for name, record in records.items()}
+    rows = differences(facts)
+    same = [
+        f"{key} {value}"
+        for key, value in next(iter(facts.values())).items()
+        if value != "–" and key not in {r[0] for r in rows}
+    ]
+    if same:
+        yield Paragraph(f"The same for all: {'; '.join(same)}.")
+    if rows:
+        yield _difference_table("data", list(records), rows)
+
+
+def data_facts(record: RunRecord) -> dict[str, str]:
+    """What is known of a run's data."""
+
+    def shown(facts: DatasetFacts | None, name: str) -> dict[str, str]:
+        count = f"{facts.num_samples:,}" if facts and facts.num_samples else "–"
+        return {
+            f"{name} data": facts.name if facts else "–", f"{name} split": facts.split if facts else "–",
+            f"{name} fingerprint": (facts.digest if facts else "") or "–", f"{name} images": count,
+        }  # fmt: skip
+
+    return {
+        **shown(record.dataset("training"), "training"),
+        "excluded samples": record.parameters.get("excluded", "–"),
+        **shown(record.dataset("evaluation"), "evaluation"),
+    }
+
+
+def code_facts(record: RunRecord) -> dict[str, str]:
+    """What is known of the code and the machine that ran it."""
+    names = {"git branch": "mlflow.source.git.branch", "command": "mlflow.source.name", "PyTorch": "torch", "device": "device",
+             "user": "mlflow.user"}  # fmt: skip
+    known = {shown: record.tags.get(tag) or "–" for shown, tag in names.items()}
+    return {"git revision": record.revision or "–", **known, "ranks": f"{record.ranks}" if record.ranks else "–"}
+
+
+def _code(records: Records) -> Iterator[Block]:
+    rows = differences({name: code_facts(record) for name, record in records.items()})
+    if rows:
+        yield _difference_table("code", list(records), rows)
+    else:
+        facts = code_facts(next(iter(records.values())))
+        known = [f"{key} {value}" for key, value in facts.items() if value != "–"]
+        yield Paragraph(f"The same for all: {'; '.join(known)}." if known else "Not recorded by any of these runs.")
+
+
+def _folder_name(names: Sequence[str]) -> str:
+    whole = "-".join(names).replace("/", "_")
+    return whole if len(whole) <= _MAX_FOLDER_NAME else f"{names[0][:80].replace('/', '_')}-and-{len(names) - 1}-others"

@@ -1,0 +1,347 @@
+"""Reads the record of a run: from its folder, or from MLflow alone.
+
+The files of a run (config, model, scores, page/) are the same in its folder and among its MLflow artifacts, so one function
+makes the record from either, and both give the same record.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import json_record
+from pipeline import model as models
+from pipeline.checkpoint.store import Checkpoints, read_state
+from pipeline.errors import UserError
+from pipeline.evaluate import architecture
+from pipeline.lifecycle.run_folder import holder, read_status
+from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, StoredRun, hide_passwords, plain_name
+from pipeline.monitor.sync_state import run_id_of
+from pipeline.monitor.tracking import default_uri
+from pipeline.review.record import Files, RunRecord, Series
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.settings.yaml_reader import parse_yaml
+from pipeline.transfer.score_table import read_results
+
+# MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
+_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
+
+
+# ---------------------------------------------------------------------- from a folder
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a run folder, and of `page/` in it."""
+
+    path: Path
+
+    def read(self, name: str) -> bytes | None:
+        for file in (self.path / name, self.path / "page" / name):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return file.read_bytes()
+        return None
+
+    def figures(self) -> list[str]:
+        return [f"figures/{file.name}" for file in sorted((self.path / "page" / "figures").glob("*.png"))]
+
+    def where(self, name: str) -> str:
+        in_page = self.path / "page" / name
+        return str(in_page if in_page.exists() else self.path / name)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder looks like that of a run, a grid, a sweep or a report."""
+    return any((folder / name).is_file() for name in ("config.json", "results.json", "page/facts.json"))
+
+
+def from_folder(folder: Path) -> RunRecord:
+    """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one line."""
+    if not is_run(folder):
+        raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
+    files = FolderFiles(folder)
+    metrics, num_damaged = _metrics_of(folder)
+    facts = _facts(files)
+    status = read_status(folder)
+    word, outcome = (status.status, status.reason or status.status) if status else ("", "")
+    if word == "running" and holder(folder) is None:
+        word, outcome = "killed", "ended without a word: killed, or its host was lost"
+    end = _mapping(files, "end.json")
+    tags = json_record.convert(end.get("tags", {}), dict[str, str], files.where("end.json"), "tags")
+    if not word:
+        word = _STATUS.get(str(end.get("status")), "finished" if not (folder / "config.json").exists() else "unknown")
+    if facts is not None:
+        parents = {f"{relation}_run_id": parent for relation, parent in facts.parents.items()}
+        tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **tags}
+    record = _assemble(files, folder.resolve().name, str(folder), facts, tags, {}, metrics)
+    parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
+    return _complete(
+        record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
+        parameters=parameters, num_damaged=num_damaged,
+    )  # fmt: skip
+
+
+def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
+    try:
+        records, num_damaged = read_metrics(folder / METRICS_FILE)
+    except FileNotFoundError:
+        return {}, 0
+    points: dict[str, list[tuple[int, float, int]]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            points.setdefault(name, []).append((record.step, value, record.time))
+    return {name: series(found) for name, found in points.items()}, num_damaged
+
+
+def series(points: list[tuple[int, float, int]]) -> Series:
+    """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
+    steps = np.fromiter((point[0] for point in points), np.int64, len(points))
+    last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+    values = np.fromiter((point[1] for point in points), np.float64, len(points))
+    times = np.fromiter((point[2] for point in points), np.float64, len(points))
+    return Series(steps[last], values[last], times[last] / 1000)
+
+
+def _from_checkpoint(folder: Path, parameters: dict[str, str]) -> dict[str, str]:
+    """Adds what the newest checkpoint of an earlier version's run says: fingerprint, classes, ranks, exclusions."""
+    with contextlib.suppress(UserError):
+        for path in Checkpoints(folder / "checkpoints").candidates()[:1]:
+            identity = read_state(path).identity
+            names = [name for name in ("fingerprint", "classes", "ranks", "excluded") if name in identity]
+            return {**parameters, **{name: str(identity[name]) for name in names}}
+    return parameters
+
+
+# ---------------------------------------------------------------------- from MLflow
+@dataclass(frozen=True)
+class StoredFiles:
+    """The artifacts of an MLflow run. store: a `MlflowStore`."""
+
+    store: Any
+    run_id: str
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.store.list_files(self.run_id))
+
+    def read(self, name: str) -> bytes | None:
+        there = name in self._names or "/" in name
+        return self.store.read_file(self.run_id, name) if there else None
+
+    def figures(self) -> list[str]:
+        return [name for name in sorted(self.store.list_files(self.run_id, "figures")) if name.endswith(".png")]
+
+    def where(self, name: str) -> str:
+        return f"{name} of MLflow run {self.run_id}"
+
+
+def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
+    """The record of an MLflow run. store: a `MlflowStore`. Raises UserError for a run that does not exist.
+
+    with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0.
+    """
+    stored: StoredRun = store.read_run(run_id)
+    points: dict[str, list[tuple[int, float, int]]] = {}
+    last = [(name, [(0, value, 0)]) for name, value in stored.metrics.items()]
+    for name, found in store.read_points(stored) if with_points else last:
+        grouped = plain_name(name)
+        # A run that an earlier version began has points without a group too, which are the older ones.
+        points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]
+    files = StoredFiles(store, stored.run_id)
+    metrics = {name: series(sorted(found, key=lambda point: point[2])) for name, found in points.items()}
+    tags = {
+        name: text for name, text in stored.tags.items() if name not in ("mlflow.runName", "run_folder", "progress")
+    }
+    record = _assemble(files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics)
+    word = _STATUS.get(stored.status, stored.status.lower())
+    outcome = tags.get("outcome", word)
+    parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
+    return _complete(
+        record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
+        status="diverged" if outcome.startswith("diverged") else word,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- from both
+def _assemble(
+    files: Files, name: str, address: str, facts: RunFacts | None, tags: Mapping[str, str],
+    parameters: Mapping[str, Any], metrics: dict[str, Series],
+) -> RunRecord:  # fmt: skip
+    """The part of a record that follows from files, tags and parameters."""
+    parameters = {key: str(value) for key, value in (facts.parameters if facts else parameters).items()}
+    results = _results(files)
+    config = _config(files)
+    if config is not None:
+        settings = schema.flatten(schema.to_dict(config))
+    else:
+        settings = {key: value for key, value in parameters.items() if "." in key}
+    built, flops = _model(files)
+    if built:
+        settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built
+    settings = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in settings.items()}
+    kind = "vtab" if "protocol" in results else "grid" if "trials" in results else "pretrain"
+    if kind == "pretrain" and settings.get("init.weights"):
+        kind = "finetune"
+    batch = str(settings.get("train.global_batch", ""))
+    planned = facts.steps if facts and facts.steps else parameters.get("steps", "0")
+    if config is not None and planned == "0" and str(config.train.length).endswith("steps"):
+        planned = config.train.length.steps(1, config.train.global_batch)
+    return RunRecord(
+        facts.name if facts else config.name if config else str(results.get("name") or name),
+        tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
+        parameters=parameters, metrics=metrics, tags=dict(tags), datasets=facts.datasets if facts else (),
+        parents=facts.parents if facts else {}, steps=int(planned) if str(planned).isdigit() else 0,
+        images_per_step=int(batch) if batch.isdigit() else 0,
+        flops_per_image=flops or _as_number(parameters.get("gflops_per_image", "")) * 1e9,
+        starts=_starts(files, tags), results=results,
+    )  # fmt: skip
+
+
+def _complete(record: RunRecord, **known: Any) -> RunRecord:
+    """The record with more fields, and with data sets made from settings and parameters if none are known."""
+    values = {**vars(record), **known}
+    settings, parameters = record.settings, values["parameters"]
+    if not values["datasets"] and settings.get("data.path"):
+        path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
+        classes, samples = (int(_as_number(parameters.get(name, ""))) for name in ("classes", "samples"))
+        train = DatasetFacts(Path(path).name, path, digest, str(settings.get("data.train_split", "train")), samples, classes,
+                             "training")  # fmt: skip
+        held_out = DatasetFacts(Path(path).name, path, digest, record.split, 0, classes, "evaluation")
+        values["datasets"] = (train, held_out)
+    return RunRecord(**{name: values[name] for name in RunRecord.__dataclass_fields__})
+
+
+def _config(files: Files) -> RunConfig | None:
+    """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
+    if (content := files.read("config.json")) is not None:
+        tree: Any = json_record.parse(content, dict[str, Any], files.where("config.json"))
+        return schema.build(RunConfig, tree, files.where("config.json"))
+    if (content := files.read("config.yaml")) is not None:
+        try:
+            tree = parse_yaml(content.decode())
+        except ValueError as error:
+            raise UserError(f"{files.where('config.yaml')} is damaged: {' '.join(str(error).split())[:200]}") from None
+        return schema.build(RunConfig, tree, files.where("config.yaml"))
+    return None
+
+
+def _model(files: Files) -> tuple[dict[str, Any], float]:
+    """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
+    content = files.read(architecture.FILE)
+    where = files.where(architecture.FILE)
+    if content is not None:
+        values = json_record.parse(content, dict[str, Any], where)
+    elif isinstance(files, FolderFiles) and (found := Checkpoints(files.path / "checkpoints").candidates()):
+        values, where = read_state(found[0]).model, f"{found[0]}/state.json"
+    else:
+        return {}, 0.0
+    try:
+        config = models.config_from_dict(values)
+        return architecture.as_settings(config), float(models.training_flops_per_image(config))
+    except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
+
+
+def _results(files: Files) -> dict[str, Any]:
+    content = files.read("results.json")
+    if content is None:
+        return {}
+    if isinstance(files, FolderFiles) and b'"protocol"' in content:
+        return read_results(files.path)
+    return json_record.parse(content, dict[str, Any], files.where("results.json"))
+
+
+def _facts(files: Files) -> RunFacts | None:
+    """Content of page/facts.json; None if it is missing."""
+    tree = _mapping(files, "facts.json")
+    if not tree:
+        return None
+    return json_record.convert(tree.get("facts", tree), RunFacts, files.where("facts.json"))
+
+
+def _mapping(files: Files, name: str) -> dict[str, Any]:
+    content = files.read(name)
+    return {} if content is None else json_record.parse(content, dict[str, Any], files.where(name))
+
+
+def _starts(files: Files, tags: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+    """The starts of a run by starts.jsonl; lines that a kill cut short are left out."""
+    found = []
+    for line in (files.read("starts.jsonl") or b"").splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(start := json.loads(line), dict):
+                found.append(start)
+    return tuple(found) or ({},) * int(_as_number(tags.get("starts", "")))
+
+
+def _as_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+# ---------------------------------------------------------------------- from an address
+class RunReader:
+    """Reads runs by their address: a folder, `mlflow:ID`, or the plain ID of an MLflow run.
+
+    open_store: opens the MLflow store; called once, and only if it is needed, because the import takes seconds.
+    """
+
+    def __init__(self, open_store: Callable[[], Any]) -> None:
+        self._open, self._store = open_store, None
+
+    @property
+    def store(self) -> Any:
+        self._store = self._store or self._open()
+        return self._store
+
+    def read_summary(self, address: str) -> RunRecord:
+        """The record of an MLflow run with the last value of each metric only, which is one request."""
+        return from_mlflow(self.store, run_id_in(address) or address, with_points=False)
+
+    def read(self, address: str) -> RunRecord:
+        """Raises UserError in one line for an address that is no run, and for a damaged run."""
+        run_id = run_id_in(address)
+        if run_id is not None and not Path(address).exists():
+            return from_mlflow(self.store, run_id)
+        path = Path(address).expanduser()
+        path = path.parent if path.suffix == ".json" else path
+        if not path.exists():
+            raise UserError(f"{address} does not exist. Name a run folder, or an MLflow run as mlflow:ID.")
+        return from_folder(path)
+
+
+def run_id_in(address: str) -> str | None:
+    """The MLflow run ID in an address; None for a path."""
+    for prefix in ("mlflow:", "runs:/"):
+        if address.startswith(prefix):
+            return address.removeprefix(prefix).strip("/")
+    return address if len(address) == 32 and set(address) <= set("0123456789abcdef") else None
+
+
+def open_store(uri: str) -> Any:
+    """The MLflow store at `uri`, else at MLFLOW_TRACKING_URI, else the default database.
+
+    Raises UserError for a database that does not exist, which MLflow would otherwise create, and one that cannot be opened.
+    """
+    from pipeline.monitor.mlflow_store import MlflowStore  # Late: the import takes seconds, and folders need none.
+
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(Path("runs"))
+    database = uri.removeprefix("sqlite:///")
+    if database != uri and not Path(database).is_file():
+        raise UserError(
+            f"{database} is not an MLflow database. Set mlflow=... or MLFLOW_TRACKING_URI to the runs' store."
+        )
+    try:
+        return MlflowStore(uri)
+    except Exception as error:  # Whatever MLflow and its database drivers raise.
+        reason = hide_passwords(" ".join(str(error).split())[:200])
+        raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {reason}") from None

@@ -1,0 +1,215 @@
+"""What is known of one run. See reader.py for where it comes from.
+
+Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.monitor.run_page import DatasetFacts
+from pipeline.transfer.score_table import OVERALL, Column, column_of
+
+PREDICTIONS = "predictions.npz"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric. steps: int64 (n,), ascending. values: float64 (n,). times: float64 (n,), seconds since 1970."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    times: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score on held-out images. value: a share, or a loss. step: None if it has none. num_samples: 0 if unknown.
+
+    interval: at 95 %; None for a loss, and where the number of images is unknown.
+    """
+
+    name: str
+    value: float
+    step: int | None = None
+    num_samples: int = 0
+    interval: Interval | None = None
+    is_loss: bool = False
+
+    def __str__(self) -> str:
+        if self.is_loss:
+            return f"{self.value:.4f}"
+        spread = f" [{100 * self.interval.low:.2f}, {100 * self.interval.high:.2f}]" if self.interval else ""
+        return f"{100 * self.value:.2f} %{spread}"
+
+
+class Files(Protocol):
+    """The files of a run, wherever they are."""
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a file by its name; None if there is none."""
+
+    def figures(self) -> list[str]:
+        """Names of the figures, as `read` takes them."""
+
+    def where(self, name: str) -> str:
+        """What errors call a file."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of one run.
+
+    kind: pretrain, finetune, grid, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
+    the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
+    built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. steps: planned ones, 0 if
+    unknown. images_per_step, flops_per_image: 0 if unknown. starts: one mapping for each known start. results: of a grid or a
+    sweep. num_damaged: lines of metrics.jsonl that could not be read.
+    """
+
+    name: str
+    kind: str
+    address: str
+    files: Files
+    folder: Path | None = None
+    run_id: str | None = None
+    status: str = ""
+    outcome: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    has_all_settings: bool = False
+    parameters: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    datasets: tuple[DatasetFacts, ...] = ()
+    parents: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    images_per_step: int = 0
+    flops_per_image: float = 0.0
+    starts: tuple[dict[str, Any], ...] = ()
+    results: dict[str, Any] = field(default_factory=dict)
+    num_damaged: int = 0
+
+    # ------------------------------------------------------------------ data and model
+    def dataset(self, context: str) -> DatasetFacts | None:
+        """The data of a context, "training" or "evaluation"."""
+        return next((facts for facts in self.datasets if facts.context == context), None)
+
+    @property
+    def model(self) -> str:
+        return str(self.settings.get("model.name") or self.tags.get("model") or "")
+
+    @property
+    def revision(self) -> str:
+        """Commit of the code, with '+changes' if files differed from it."""
+        changes = "+changes" if self.tags.get("mlflow.source.git.dirty") == "true" else ""
+        return self.tags.get("mlflow.source.git.commit", "")[:12] + changes
+
+    # ------------------------------------------------------------------ progress
+    @cached_property
+    def last_step(self) -> int:
+        return max((int(series.steps[-1]) for series in self.metrics.values() if len(series)), default=0)
+
+    @property
+    def images_seen(self) -> int:
+        return self.last_step * self.images_per_step
+
+    @property
+    def exaflops(self) -> float:
+        return self.images_seen * self.flops_per_image / 1e18
+
+    @cached_property
+    def training_seconds(self) -> float:
+        """Seconds of training steps: without start-up, evaluation and saving. From the speed of each log line."""
+        speed = self.metrics.get("images_per_second")
+        if not speed or not self.images_per_step:
+            return 0.0
+        images = np.diff(speed.steps, prepend=0) * self.images_per_step
+        return float(np.sum(np.divide(images, speed.values, out=np.zeros(len(speed)), where=speed.values > 0)))
+
+    @property
+    def ranks(self) -> int:
+        return int(self.parameters["ranks"]) if self.parameters.get("ranks", "").isdigit() else 0
+
+    @cached_property
+    def period(self) -> tuple[float, float]:
+        """Times of the first and the last record, seconds since 1970; (0, 0) without metrics."""
+        ends = [(series.times.min(), series.times.max()) for series in self.metrics.values() if len(series)]
+        return (float(min(a for a, _ in ends)), float(max(b for _, b in ends))) if ends else (0.0, 0.0)
+
+    # ------------------------------------------------------------------ scores
+    @cached_property
+    def split(self) -> str:
+        """Name of the split that the run is evaluated on."""
+        if "data.eval_split" in self.settings:
+            held_out = float(self.settings.get("data.dev_share") or 0)
+            return "dev" if held_out else str(self.settings["data.eval_split"])
+        evaluated = self.dataset("evaluation")
+        named = (name.removesuffix("_top1") for name in self.metrics if name.endswith("_top1"))
+        return evaluated.split if evaluated else next(named, "")
+
+    @property
+    def accuracy(self) -> Series | None:
+        """Top-1 on the held-out split at each evaluation."""
+        return self.metrics.get(f"{self.split}_top1")
+
+    @property
+    def held_out_loss(self) -> Series | None:
+        return self.metrics.get(f"{self.split}_loss")
+
+    def score_at(self, number: int) -> Score:
+        """The held-out score of evaluation `number`: accuracy, or the loss of a model without classes."""
+        series, is_loss = (self.accuracy, False) if self.accuracy is not None else (self.held_out_loss, True)
+        assert series is not None
+        step, value = int(series.steps[number]), float(series.values[number])
+        counts = self.metrics.get(f"{self.split}_num_samples")
+        found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
+        evaluated = self.dataset("evaluation")
+        num = int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
+        interval = of_samples(value, num) if num and not is_loss and 0 <= value <= 1 else None
+        return Score(f"{self.split} {'loss' if is_loss else 'top-1'}", value, step, num, interval, is_loss)
+
+    @cached_property
+    def last_score(self) -> Score | None:
+        """The last score: of the held-out split, over a grid's seeds, or over a sweep's tasks. None without one."""
+        series = self.accuracy if self.accuracy is not None else self.held_out_loss
+        if series is not None and len(series):
+            return self.score_at(-1)
+        if self.kind == "vtab":
+            return self._vtab_score()
+        if "top1" in self.results or "top1" in self.metrics:
+            return self._grid_score()
+        return None
+
+    @cached_property
+    def best_score(self) -> Score | None:
+        """The best score of all evaluations."""
+        series, is_loss = (self.accuracy, False) if self.accuracy is not None else (self.held_out_loss, True)
+        if series is None or not len(series) or not np.isfinite(series.values).any():
+            return self.last_score
+        return self.score_at(int(np.nanargmin(series.values) if is_loss else np.nanargmax(series.values)))
+
+    @cached_property
+    def sweep(self) -> Column | None:
+        """A sweep's scores by task; None for other runs, and where results.json is missing."""
+        return column_of(self.name, self.results) if self.kind == "vtab" and self.results else None
+
+    def _grid_score(self) -> Score:
+        runs = [run["top1"] for run in self.results.get("runs", [])]
+        if not runs:
+            return Score("top-1", float(self.metrics["top1"].values[-1]))
+        num = self.results["runs"][0].get("num_samples", 0)
+        interval = of_seeds(runs) if len(runs) > 1 else of_samples(runs[0], num) if num else None
+        return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
+
+    def _vtab_score(self) -> Score | None:
+        if self.sweep and (mean := self.sweep.means.get(OVERALL)):
+            return Score(OVERALL, mean.accuracy, None, mean.num_test, mean.interval)
+        mean_metric = self.metrics.get("vtab_mean")
+        return Score(OVERALL, float(mean_metric.values[-1])) if mean_metric else None

@@ -1,0 +1,421 @@
+"""One run on one page: lineage, plan and measurement, scores, curves, warnings, settings, data, code, weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pipeline.checkpoint.store import MODEL, Checkpoints, step_of
+from pipeline.committed import read_checksums
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.whole import write_files
+from pipeline.errors import UserError
+from pipeline.evaluate.intervals import of_samples
+from pipeline.outputs import try_output
+from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, png, single_file
+from pipeline.review import lineage
+from pipeline.review.budgets import COLOURS, FLOPS, in_units, running_mean
+from pipeline.review.compare import code_facts, median_speed, when
+from pipeline.review.reader import RunReader, open_store
+from pipeline.review.record import RunRecord, Score, Series
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.reports import RunReportConfig
+from pipeline.train.resume import default_settings
+from pipeline.transfer import grid
+from pipeline.transfer.report import absences, origin, score_table
+
+_KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
+          "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
+# Not shown among the settings: the page names them elsewhere, or they are of one machine.
+_HIDDEN = ("name", "out", "track.uri", "launch.env")
+_COUNTS = {
+    "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
+    "loss_spikes": "loss spikes",
+    "bad_samples": "training images that could not be read",
+    "storage_retries": "storage requests that were tried again",
+}
+_MAX_EVALUATIONS = 12
+_SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors; "" if it is not at hand."""
+
+    step: int
+    roles: str
+    path: str
+    sha256: str
+
+
+def run(config: RunReportConfig) -> Path:
+    """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
+    reader = RunReader(lambda: open_store(config.mlflow))
+    record = reader.read(config.run)
+    folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / record.name)
+    folder = folder if config.out or record.folder is None else folder / "review"
+    try_output("out", folder)
+    score = record.last_score
+    title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
+    blocks = list(page(record, reader))
+    files = {block.name: block.png for block in blocks if isinstance(block, Picture)}
+    files |= {block.name: block.svg.encode() for block in blocks if isinstance(block, lineage.Drawing)}
+    files |= {"report.md": markdown(title, blocks).encode(), "report.html": single_file(title, blocks).encode()}
+    write_files(folder, files)
+    print(title)
+    print(f"report: {folder / 'report.html'}")
+    return folder / "report.html"
+
+
+def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
+    """The blocks of the report."""
+    yield lineage.drawing(lineage.lineage_of(record, reader))
+    yield from _what_it_is(record)
+    if record.steps or record.last_step:
+        yield Heading("Plan and measurement")
+        yield _measured(record)
+        yield Paragraph(
+            f"Planned speed and time are those of an MFU of {PlanConfig.mfu:.0%}, which launch/plan.py assumes."
+        )
+        if plan := record.files.read("plan.txt"):
+            yield Code(plan.decode(errors="replace").strip())
+    yield from _scores(record)
+    yield from _curves(record)
+    yield Heading("Health")
+    yield from _health(record)
+    yield from _settings(record)
+    yield from _data(record)
+    yield Heading("Code and environment")
+    yield from _code(record)
+    if record.kind in ("pretrain", "finetune"):
+        yield Heading("Weights")
+        yield from _weights(record, reader)
+    yield from _figures(record)
+
+
+# ---------------------------------------------------------------------- what it is
+def _what_it_is(record: RunRecord) -> Iterator[Block]:
+    train = record.dataset("training")
+    size = f" at {size} px" if (size := record.settings.get("model.image_size")) else ""
+    of_model = f" of {record.model}{size}" if record.model else ""
+    on = f" on {train.name}" if train else ""
+    parts = [f"{train.num_samples:,} images"] if train and train.num_samples else []
+    parts += [f"{train.num_classes:,} classes"] if train and train.num_classes else []
+    parts += [f"fingerprint {train.digest}"] if train and train.digest else []
+    described = f" ({', '.join(parts)})" if parts else ""
+    weights = lineage.origin_of(record)
+    origin = f", from the weights in {weights}" if weights else ""
+    yield Paragraph(f"{_KINDS.get(record.kind, record.kind)}{of_model}{on}{described}{origin}.")
+    begin, end = record.period
+    period = f", recorded from {when(begin)} to {when(end)} UTC" if end else ""
+    folder = str(record.folder.resolve()) if record.folder else record.tags.get("run_folder_path", "")
+    places = [f"run folder {folder}" if folder else "", f"MLflow run {record.run_id}" if record.run_id else ""]
+    yield Paragraph(
+        f"{_sentence(record.outcome or record.status)}{period}. {_sentence('; '.join(filter(None, places)))}."
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _measured(record: RunRecord) -> Table:
+    batch, flops = record.images_per_step, record.flops_per_image
+    train = record.dataset("training")
+    speed, _ = median_speed(record)
+    mfu = _median(record.metrics.get("mfu"))
+    planned_mfu = PlanConfig.mfu
+    seconds = record.training_seconds
+    planned_speed = speed * planned_mfu / mfu if mfu else 0.0
+    steps, done = record.steps, record.last_step
+    rows: list[tuple[str, ...]] = [
+        ("steps", f"{steps:,}" if steps else "–", f"{done:,}"),
+        ("images", f"{steps * batch:,}" if steps else "–", f"{done * batch:,}"),
+    ]
+    if train and train.num_samples:
+        epochs = [f"{count * batch / train.num_samples:.1f}" if count else "–" for count in (steps, done)]
+        rows.append(("epochs", *epochs))
+    if flops:
+        planned, used = (in_units(count * batch * flops, FLOPS) if count else "–" for count in (steps, done))
+        rows.append(("training FLOPs", planned, used))
+    of_plan = f"{planned_speed:,.1f}" if planned_speed else "–"
+    rows.append(("images/s, median", of_plan, f"{speed:,.1f}" if speed else "–"))
+    rows.append(("MFU, median", f"{100 * planned_mfu:.0f} %" if mfu else "–", f"{100 * mfu:.1f} %" if mfu else "–"))
+    planned_time = _duration(steps * batch / planned_speed) if planned_speed and steps else "–"
+    rows.append(("time of training steps", planned_time, _duration(seconds) if seconds else "–"))
+    if record.ranks:
+        device = record.tags.get("device", "")
+        rows.append(("ranks", f"{record.ranks}", f"{record.ranks}{f' ({device})' if device else ''}"))
+    if memory := record.metrics.get("peak_memory_gib"):
+        rows.append(("peak memory of a rank", "–", f"{np.nanmax(memory.values):.2f} GiB"))
+    if waits := _median(record.metrics.get("data_wait")):
+        rows.append(("share of time that waits for data, median", "–", f"{100 * waits:.1f} %"))
+    return Table(("", "planned", "measured"), rows)
+
+
+def _median(series: Series | None) -> float:
+    finite = series.values[np.isfinite(series.values)] if series else np.empty(0)
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+# ---------------------------------------------------------------------- scores
+def _scores(record: RunRecord) -> Iterator[Block]:
+    if record.kind == "grid" and record.results:
+        yield Heading("Scores")
+        yield from grid.page(record.results)
+        return
+    if record.sweep:
+        yield Heading("Scores")
+        for line in absences(record.sweep):
+            yield Paragraph(line)
+        yield score_table([record.sweep])
+        yield Paragraph("Top-1 accuracy in per cent. Brackets are 95 % intervals.")
+        yield from origin(record.sweep)
+        return
+    rows = [*_score_rows(record), *_probe_rows(record)]
+    if rows:
+        yield Heading("Scores")
+        yield Table(("score", "last", "at step", "best", "at step", "images"), rows)
+        yield Paragraph(
+            "Brackets are 95 % intervals (Wilson's): the noise of these test images, not that of another seed. The best of several "
+            "evaluations is chosen on the images that score it, so it is a little too good."
+        )
+    elif not record.images_per_step and record.metrics:
+        yield Heading("Numbers")
+        yield Table(
+            ("", "value"), [(name, f"{series.values[-1]:,.6g}") for name, series in sorted(record.metrics.items())]
+        )
+
+
+def _score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    names = {
+        "top1": "top-1 accuracy",
+        "top5": "top-5 accuracy",
+        "color_accuracy": "accuracy of patch colours",
+        "loss": "loss",
+    }
+    for suffix, shown in names.items():
+        series = record.metrics.get(f"{record.split}_{suffix}")
+        if not series:
+            continue
+        is_loss = suffix == "loss"
+        count = record.score_at(-1).num_samples
+        best = _best(series, is_loss)
+        has_interval = suffix in ("top1", "top5")
+        cells = []
+        for number in (len(series) - 1, best):
+            value = float(series.values[number])
+            interval = of_samples(value, count) if has_interval and count and 0 <= value <= 1 else None
+            cells += [str(Score(shown, value, None, count, interval, is_loss)), f"{series.steps[number]:,}"]
+        yield (f"{shown}, split {record.split}", *cells, f"{count:,}" if count else "–")
+
+
+def _probe_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    for name, series in sorted(record.metrics.items()):
+        if name.endswith(("shot", "nn")) and name.rpartition("_")[2].rstrip("shotn").isdigit():
+            best = _best(series, is_loss=False)
+            cells = [(f"{100 * series.values[i]:.2f} %", f"{series.steps[i]:,}") for i in (len(series) - 1, best)]
+            yield (f"probe {name}", *cells[0], *cells[1], "–")
+
+
+def _best(series: Series, is_loss: bool) -> int:
+    if not np.isfinite(series.values).any():
+        return len(series) - 1
+    return int(np.nanargmin(series.values) if is_loss else np.nanargmax(series.values))
+
+
+# ---------------------------------------------------------------------- curves and figures
+def _curves(record: RunRecord) -> Iterator[Block]:
+    if content := draw_run(record):
+        yield Heading("Curves")
+        yield Picture("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
+
+
+def draw_run(record: RunRecord) -> bytes | None:
+    """PNG of losses, accuracy, learning rate and speed of one run over its steps; None if it has none of these."""
+    panels: list[tuple[str, dict[str, Series], float]] = [
+        ("loss", _present({"training": record.metrics.get("loss"), f"split {record.split}": record.held_out_loss}), 1),
+        ("top-1 accuracy, %", _present({f"split {record.split}": record.accuracy}), 100),
+        ("learning rate", _present({"": record.metrics.get("lr")}), 1),
+        ("images/s", _present({"": record.metrics.get("images_per_second")}), 1),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return None
+    figure = Figure(figsize=(11, 3.3 * ((len(panels) + 1) // 2)), dpi=110, layout="constrained")
+    for number, (title, lines, scale) in enumerate(panels, 1):
+        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number)
+        for place, (label, series) in enumerate(lines.items()):
+            values = scale * np.where(np.isfinite(series.values), series.values, np.nan)
+            is_long = len(series) >= 100 and label == "training"
+            axes.plot(series.steps, values, color=COLOURS[place], alpha=0.3 if is_long else 1, linewidth=1 if is_long else 1.4,
+                      marker="o" if len(series) <= 40 else None, markersize=3.5, label=None if is_long else label)  # fmt: skip
+            if is_long:
+                axes.plot(series.steps, running_mean(values), color=COLOURS[place], linewidth=1.4, label=label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1:
+            axes.legend(frameon=False)
+    return png(figure)
+
+
+def _present(lines: dict[str, Series | None]) -> dict[str, Series]:
+    return {name: series for name, series in lines.items() if series is not None and len(series)}
+
+
+def _figures(record: RunRecord) -> Iterator[Block]:
+    if not (names := record.files.figures()):
+        return
+    yield Heading("Figures")
+    for name in names:
+        content = record.files.read(name)
+        if content is not None:
+            title = Path(name).stem.replace("_", " ")
+            yield Paragraph(_sentence(title) + ":")
+            yield Picture(f"figure_{Path(name).name}", title, content)
+
+
+# ---------------------------------------------------------------------- health
+def _health(record: RunRecord) -> Iterator[Block]:
+    problems = [
+        f"{int(count):,} {what}"
+        for name, what in _COUNTS.items()
+        if (series := record.metrics.get(name)) and (count := np.nanmax(series.values)) > 0
+    ]
+    unreadable = record.metrics.get(f"{record.split}_num_unreadable")
+    if unreadable and unreadable.values[-1] > 0:
+        problems.append(f"{int(unreadable.values[-1]):,} held-out images that could not be read, counted as wrong")
+    losses = record.metrics.get("loss")
+    if losses and (broken := int(np.count_nonzero(~np.isfinite(losses.values)))):
+        problems.append(f"{broken:,} log lines with a loss that is not finite")
+    if record.num_damaged:
+        problems.append(f"{record.num_damaged:,} damaged lines of metrics.jsonl, which are ignored")
+    if record.status not in ("finished", ""):
+        problems.append(f"the run is not finished: {record.outcome or record.status}")
+    if record.steps and record.status == "finished" and record.last_step < record.steps:
+        problems.append(f"only {record.last_step:,} of {record.steps:,} planned steps are recorded")
+    if record.revision.endswith("+changes"):
+        problems.append("the code had changes that are in no commit")
+    if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):
+        problems.append(f"samples were excluded from training on purpose: {excluded}")
+    if problems:
+        yield Table(("to know before trusting the scores",), [(_sentence(problem),) for problem in problems])
+    else:
+        yield Paragraph("No step was skipped, no image was unreadable, and the run ended as planned.")
+    if len(record.starts) > 1:
+        known = [start for start in record.starts if start]
+        yield Paragraph(f"Started {len(record.starts)} times{':' if known else '; the reasons are not recorded.'}")
+        if known:
+            yield Table(
+                ("start", "from step", "hosts", "how the start before ended"), [_start_row(start) for start in known]
+            )
+
+
+def _start_row(start: dict[str, Any]) -> tuple[str, ...]:
+    hosts = start.get("hosts") if isinstance(start.get("hosts"), list) else []
+    seconds, step = start.get("time"), start.get("step")
+    return (
+        when(float(seconds)) if isinstance(seconds, (int, float)) else "–", f"{step:,}" if isinstance(step, int) else "–",
+        f"{len(set(map(str, hosts or [])))}: {', '.join(sorted(set(map(str, hosts or []))))}"[:200] if hosts else "–",
+        str(start.get("before") or "–")[:500],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- settings, data, code
+def _settings(record: RunRecord) -> Iterator[Block]:
+    if not record.settings:
+        return
+    # Placeholders of settings that have no default.
+    defaults = {name: value for name, value in default_settings().items() if name not in ("data.path", "train.length")}
+    rows = [
+        (name, str(value), str(defaults[name]) if defaults.get(name) not in ("", None) else "–")
+        for name, value in record.settings.items()
+        if name not in _HIDDEN and str(value) != str(defaults.get(name))
+    ]
+    yield Heading("Settings that differ from the defaults")
+    yield Table(("setting", "value", "default"), rows)
+    kept = "All settings are in config.yaml, which --config accepts." if record.has_all_settings else ""
+    yield Paragraph(f"model.* is the architecture as built. {kept}".strip())
+
+
+def _data(record: RunRecord) -> Iterator[Block]:
+    if not record.datasets:
+        return
+    yield Heading("Data")
+    rows = [
+        (facts.context, facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
+         f"{facts.num_classes:,}" if facts.num_classes else "–", facts.digest or "–", facts.source or "–")
+        for facts in record.datasets
+    ]  # fmt: skip
+    yield Table(("used for", "data set", "split", "images", "classes", "fingerprint", "where"), rows)
+
+
+def _code(record: RunRecord) -> Iterator[Block]:
+    facts = code_facts(record)
+    packages = (record.files.read("environment.txt") or b"").decode(errors="replace").splitlines()
+    shown = [line for line in packages if line.partition("==")[0].lower() in _SHOWN_PACKAGES]
+    rows = [(name, value) for name, value in facts.items() if value != "–" and name != "command"]
+    if shown:
+        rows.append((f"packages, of {len(packages):,} in environment.txt", ", ".join(shown)))
+    yield Table(("", "value"), rows) if rows else Paragraph("Not recorded by this run.")
+    if command := record.tags.get("command"):
+        yield Code(command)
+
+
+# ---------------------------------------------------------------------- weights
+def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
+    found, problem = weights_of(record, reader)
+    if problem:
+        yield Paragraph(problem)
+    if not found:
+        return
+    rows = [(weights.roles or "–", f"{weights.step:,}", weights.sha256 or "–", weights.path) for weights in found]
+    yield Table(("role", "step", "SHA-256 of model.safetensors", "where"), rows)
+    chosen = next((weights for weights in found if "best" in weights.roles), found[-1])
+    held_out = record.dataset("evaluation")
+    data = f" data={held_out.source} split={held_out.split}" if held_out else ""
+    yield Code(
+        f"python launch/evaluate.py weights={chosen.path}{data}\n\n"
+        f'from pipeline.model import load\nmodel = load("{chosen.path}")'
+    )
+
+
+def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str]:
+    """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none or not all)."""
+    if record.folder is None:
+        found = [
+            Weights(int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""))
+            for model in reader.store.models_of(reader.store.read_run(record.run_id))
+        ]
+        where = record.tags.get("run_folder_path", "the run folder")
+        missing = f"MLflow has no logged model of this run. Its checkpoints are in {where}/checkpoints, if they were not removed."
+        return sorted(found, key=lambda weights: weights.step), "" if found else missing
+    try:
+        elsewhere = record.settings.get("checkpoint.folder")
+        folder: AnyPath = (
+            to_path(str(elsewhere)) / record.name if elsewhere else record.folder.absolute() / "checkpoints"
+        )
+        checkpoints = Checkpoints(folder)
+        candidates, kept = checkpoints.candidates(), checkpoints.kept()
+        found = []
+        for number, path in enumerate(candidates):
+            roles = {"best": path.name == kept.best, "last": number == 0, "kept": path.name in kept.always}
+            if any(roles.values()):
+                checksum = (read_checksums(path) or {}).get(MODEL)
+                named = ", ".join(role for role, has in roles.items() if has)
+                found.append(Weights(step_of(path), named, str(path), checksum.sha256 if checksum else ""))
+    except (UserError, OSError) as error:
+        return [], f"The checkpoints cannot be read: {' '.join(str(error).split())[:300]}"
+    return found[::-1], "" if found else f"There is no checkpoint in {folder}."

@@ -1,0 +1,82 @@
+"""Scores the weights of several runs again on one split, with precision, recall and F1 of each class."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.data.storage.bucket import to_path
+from pipeline.errors import UserError
+from pipeline.evaluate import render, report
+from pipeline.page import Block, Heading, Paragraph, Table
+from pipeline.review.record import RunRecord
+from pipeline.settings import schema
+from pipeline.settings.reports import CompareConfig
+from pipeline.settings.weights import ScoreConfig
+
+_OF_CLASS = ("precision", "recall", "f1")
+_MAX_LISTED = 30
+
+Scores = dict[str, dict[str, Any]]
+
+
+def rescore(records: Mapping[str, RunRecord], config: CompareConfig) -> Scores:
+    """Score each run on `config.split` of `config.data`, by default those of the first run. Returns run -> scores.json.
+
+    Raises UserError for a run without a folder, and for weights of other classes than the data.
+    """
+    for name, record in records.items():
+        if record.folder is None or not (record.folder / "config.json").exists():
+            raise UserError(f"{name} ({record.address}) has no folder with weights here: leave out score and split.")
+    first = next(iter(records.values()))
+    data = config.data or str(first.settings["data.path"])
+    paths = {str(to_path(str(record.settings["data.path"]))) for record in records.values()}
+    if not config.data and len(paths) > 1:
+        raise UserError(
+            f"these runs differ in data.path: {', '.join(sorted(paths))}. Say which one to score on: data=..."
+        )
+    split = config.split or str(first.settings["data.eval_split"])
+    scores = {}
+    for name, record in records.items():
+        print(f"{name}:")
+        settings = [f"weights={record.folder}", f"data={data}", f"split={split}", "shots=0", f"batch={config.batch}",
+                    f"threads={config.threads}"]  # fmt: skip
+        scores[name] = report.run(schema.load(ScoreConfig, None, settings))
+    return scores
+
+
+def class_rows(scores: Scores) -> list[dict[str, Any]]:
+    """One row per class: name, support, and precision, recall and F1 of each run."""
+    rows = []
+    for of_class in zip(*(of_run["per_class"] for of_run in scores.values()), strict=True):
+        row = {"class": of_class[0]["class"], "support": of_class[0]["support"]}
+        for name, values in zip(scores, of_class, strict=True):
+            row |= {f"{name} {key}": values[key] for key in _OF_CLASS}
+        rows.append(row)
+    return rows
+
+
+def page(scores: Scores) -> list[Block]:
+    """The blocks of the scores and of the classes."""
+    names = list(scores)
+    of_first = scores[names[0]]
+    sums = [(text, *(f"{100 * scores[name][key]:.2f}" for name in names)) for key, text in render.SCORES.items()]
+    sums.append(("loss", *(f"{scores[name]['loss']:.4f}" for name in names)))
+    first, second = names[:2]
+    rows = sorted(class_rows(scores), key=lambda row: row[f"{first} f1"] - row[f"{second} f1"])
+    shown = rows if len(rows) <= _MAX_LISTED else [*rows[: _MAX_LISTED // 2], *rows[-_MAX_LISTED // 2 :]]
+    classes = [
+        (
+            row["class"],
+            *(f"{100 * row[f'{name} {key}']:.1f}" for key in _OF_CLASS for name in names),
+            f"{row['support']:,}",
+        )
+        for row in shown
+    ]
+    header = ("class", *(f"{'F1' if key == 'f1' else key}, {name}" for key in _OF_CLASS for name in names), "images")
+    left = f"; {len(shown)} of {len(rows)} classes, all are in per_class.csv" if len(shown) < len(rows) else ""
+    return [
+        Heading(f"Scored again on {of_first['data']}, split {of_first['split']}"),
+        Table(("score, %", *names), sums),
+        Heading("Classes"),
+        Paragraph(f"Sorted by F1 of {first} minus F1 of {second}{left}. In per cent."),
+        Table(header, classes),
+    ]

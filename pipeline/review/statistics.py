@@ -1,0 +1,331 @@
+"""Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many pairs.
+
+Three kinds of noise: which images are in the test set (two proportions), the same for the same images (McNemar), and
+the seed of training (Student's t over seeds). The first two say nothing about the seed.
+"""
+
+import io
+import math
+import zipfile
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.evaluate.intervals import of_samples
+from pipeline.review.record import PREDICTIONS, RunRecord
+
+PROPORTIONS = "two proportions, over test images"
+MCNEMAR = "McNemar, over the same test images"
+STUDENT = "Student's t, over seeds"
+LEVEL = 0.05
+MAX_NAMED = 12
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
+# Up to so many images on which only one of two models is right, McNemar's test is computed exactly.
+_EXACT_UP_TO = 1000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First score minus second. value, low, high: shares, low to high the 95 % interval. p: of the test named by `method`."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    method: str
+
+
+def of_proportions(first: float, num_first: int, second: float, num_second: int) -> Difference:
+    """Two accuracies, each on its own number of images.
+
+    The interval is Newcombe's, from the two Wilson intervals; p is of the pooled z-test. On the same images both err on the side
+    of "noise", because accuracies on the same images vary together.
+    """
+    a, b = of_samples(first, num_first), of_samples(second, num_second)
+    value = first - second
+    low = value - math.hypot(first - a.low, b.high - second)
+    high = value + math.hypot(a.high - first, second - b.low)
+    pooled = (first * num_first + second * num_second) / (num_first + num_second)
+    spread = math.sqrt(pooled * (1 - pooled) * (1 / num_first + 1 / num_second))
+    p = math.erfc(abs(value) / spread / math.sqrt(2)) if spread else 1.0
+    return Difference(value, max(-1.0, low), min(1.0, high), p, PROPORTIONS)
+
+
+def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> Difference:
+    """Two models on the same images. first_right, second_right: bool (n,), whether each was right on each image.
+
+    p is McNemar's: exact binomial on the images where one of the two is right, by the normal approximation with continuity
+    correction for over 1,000 of them. The interval is Bonett and Price's (adjusted Wald).
+    """
+    num = len(first_right)
+    only_first = int(np.count_nonzero(first_right & ~second_right))
+    only_second = int(np.count_nonzero(~first_right & second_right))
+    discordant = only_first + only_second
+    if discordant == 0:
+        p = 1.0
+    elif discordant <= _EXACT_UP_TO:
+        tail = sum(math.comb(discordant, k) for k in range(min(only_first, only_second) + 1))
+        p = min(1.0, 2 * tail / 2**discordant)
+    else:
+        p = math.erfc(max(0, abs(only_first - only_second) - 1) / math.sqrt(2 * discordant))
+    a, b = (only_first + 1) / (num + 2), (only_second + 1) / (num + 2)
+    half = _Z * math.sqrt((a + b - (a - b) ** 2) / (num + 2))
+    value = (only_first - only_second) / num
+    return Difference(value, max(-1.0, a - b - half), min(1.0, a - b + half), p, MCNEMAR)
+
+
+def of_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance.
+
+    One of the two may have a single seed; its variance is then taken to be the other's. Raises ValueError for one each.
+    """
+    from scipy.stats import t  # Imported here because it takes a second.
+
+    n, m = len(first), len(second)
+    if n + m < 3:
+        raise ValueError("a t-test needs at least three runs")
+    squares = sum(float(np.var(values)) * len(values) for values in (first, second))
+    freedom = n + m - 2
+    error = math.sqrt(squares / freedom * (1 / n + 1 / m))
+    value = float(np.mean(first) - np.mean(second))
+    half = float(t.ppf(0.975, freedom)) * error
+    p = float(2 * t.sf(abs(value) / error, freedom)) if error else float(value == 0)
+    return Difference(value, max(-1.0, value - half), min(1.0, value + half), p, STUDENT)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for the number of comparisons by Holm's method, in the same order.
+
+    With these, the probability of calling even one of all pairs different although it is not is at most the level.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected, highest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = highest
+    return corrected
+
+
+def in_words(difference: Difference, corrected: float) -> str:
+    """Whether a difference is more than noise. corrected: its p-value by `holm`."""
+    if corrected < LEVEL:
+        return f"{'better' if difference.value > 0 else 'worse'}: more than noise"
+    if difference.p < LEVEL:
+        return "may be noise: not sure with so many pairs"
+    return "may be noise"
+
+
+# ---------------------------------------------------------------------- runs
+Records = Mapping[str, RunRecord]
+# Settings that do not change what is trained, beside the seed.
+_NOT_OF_THE_RESULT = (
+    "name",
+    "out",
+    "seed",
+    "track.",
+    "launch.",
+    "profile.",
+    "data.threads",
+    "data.prefetch",
+    "data.cache",
+)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One run, or several that differ in their seed only. values: their scores, shares."""
+
+    names: tuple[str, ...]
+    records: tuple[RunRecord, ...]
+    values: tuple[float, ...]
+    num_samples: int
+
+    @property
+    def title(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} other seeds"
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two contenders, the better one first. corrected: the p-value by `holm` over all pairs of the group."""
+
+    first: Contender
+    second: Contender
+    difference: Difference
+    corrected: float
+
+
+def contenders(records: Records) -> list[Contender]:
+    """Runs scored on the same images, those of the same settings and different seeds as one; the best first.
+
+    A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
+    """
+    same: dict[Hashable, list[str]] = {}
+    for name, record in records.items():
+        score = record.last_score
+        if score is not None and not score.is_loss and math.isfinite(score.value):
+            same.setdefault(_but_the_seed(record) or name, []).append(name)
+    found = []
+    for names in same.values():
+        if len({records[name].settings.get("seed") for name in names}) < len(names):
+            groups: list[tuple[str, ...]] = [
+                (name,) for name in names
+            ]  # The same seed twice is no other sample of the noise.
+        else:
+            groups = [tuple(names)]
+        for group in groups:
+            of_group = tuple(records[name] for name in group)
+            scores = [record.last_score for record in of_group]
+            values = tuple(score.value for score in scores if score)
+            if len(group) == 1 and (runs := of_group[0].results.get("runs")):
+                values = tuple(run["top1"] for run in runs)
+            found.append(Contender(group, of_group, values, scores[0].num_samples if scores[0] else 0))
+    return sorted(found, key=lambda contender: -contender.mean)
+
+
+def pairs_of(found: Sequence[Contender]) -> list[Pair]:
+    """All pairs that can be tested: with a number of images, or several seeds."""
+    predictions = {contender.names: _right(contender) for contender in found}
+    tested = []
+    for i, first in enumerate(found):
+        for second in found[i + 1 :]:
+            ours, theirs = predictions[first.names], predictions[second.names]
+            if len(first.values) + len(second.values) > 2:
+                difference = of_seeds(first.values, second.values)
+            elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
+                difference = of_same_images(ours[1], theirs[1])
+            elif first.num_samples and second.num_samples:
+                difference = of_proportions(first.mean, first.num_samples, second.mean, second.num_samples)
+            else:
+                continue
+            tested.append((first, second, difference))
+    corrected = holm([difference.p for _, _, difference in tested])
+    return [Pair(*pair, p) for pair, p in zip(tested, corrected, strict=True)]
+
+
+def _but_the_seed(record: RunRecord) -> Hashable:
+    """What runs of different seeds have in common; None for a run whose settings are unknown."""
+    if not record.has_all_settings:
+        return None
+    settings = {k: str(v) for k, v in record.settings.items() if not k.startswith(_NOT_OF_THE_RESULT)}
+    data = tuple(facts.digest for facts in record.datasets)
+    return (tuple(sorted(settings.items())), data, record.revision)
+
+
+def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns (rows with their labels, whether each was right) of a single run's last evaluation; None if it is not at hand.
+
+    Predictions that do not give the last score are of another evaluation, and are not used.
+    """
+    record, score = contender.records[0], contender.records[0].last_score
+    if len(contender.records) > 1 or score is None or (content := record.files.read(PREDICTIONS)) is None:
+        return None
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            rows, true, predicted = (np.asarray(file[name]) for name in ("rows", "true", "predicted"))
+        right = predicted == true
+        is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
+        return (np.stack([rows, true]), right) if is_of_score else None
+    except (OSError, ValueError, KeyError, ZeroDivisionError, zipfile.BadZipFile):
+        return None  # Damaged, or of another version: the scores alone are compared.
+
+
+# ---------------------------------------------------------------------- what can be compared
+def by_evaluation(records: Records) -> dict[Hashable, list[str]]:
+    """The names of the runs that were scored by the same measure on the same images; runs without a score are left out."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, record in records.items():
+        if record.last_score is not None:
+            groups.setdefault(_measure(record), []).append(name)
+    return groups
+
+
+def _measure(record: RunRecord) -> Hashable:
+    score = record.last_score
+    assert score is not None
+    if record.kind == "vtab":
+        protocol = record.results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
+        return ("VTAB-1k", score.name, protocol)
+    facts = record.dataset("evaluation")
+    data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
+    kind = f"loss {record.settings.get('train.loss')}" if score.is_loss else "accuracy"
+    split = record.split or str(record.results.get("split", ""))
+    return (data, split, score.num_samples, kind)
+
+
+def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
+    if len(groups) == 1 and len(groups[0]) == len(records):
+        yield (
+            f"All {len(records)} runs were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
+            "compared."
+        )
+    elif groups:
+        yield (
+            f"The runs were scored on {len(groups)} different sets of images, or by different measures. Scores of different sets "
+            "are not put in one ranking:"
+            if len(groups) > 1
+            else "Not all runs have a score."
+        )
+        for number, group in enumerate(groups, 1):
+            yield f"Set {number}: {scored_on(records[group[0]])}. {listed(group, MAX_NAMED)}."
+    scored = {name for group in groups for name in group}
+    if absent := [name for name in records if name not in scored]:
+        yield f"Without a score: {listed(absent, MAX_NAMED)}."
+    unknown = [n for n, r in records.items() if (facts := r.dataset("evaluation")) and not facts.digest]
+    if unknown:
+        yield f"The fingerprint of the data is unknown for {listed(unknown, MAX_NAMED)}: those are taken to be on the same images if the path is the same."
+    losses = _by_value(records, lambda r: _loss_of(r) if r.settings else "")
+    losses.pop("", None)
+    if len(losses) > 1:
+        named = "; ".join(f"{loss}: {listed(names, MAX_NAMED)}" for loss, names in losses.items())
+        yield f"The losses measure different things and cannot be compared ({named})."
+    seen = sorted({record.images_seen for record in records.values() if record.images_seen})
+    if len(seen) > 1:
+        yield (
+            f"The runs saw different numbers of images, {seen[0]:,} to {seen[-1]:,}: last scores compare whole runs; the tables of "
+            "equal budgets compare what the same amount of training gave."
+        )
+    sizes = _by_value(records, lambda r: str(r.settings.get("model.image_size", "")))
+    sizes.pop("", None)
+    if len(sizes) > 1:
+        yield f"They read images at different sizes ({', '.join(f'{size} px' for size in sizes)}); the score is of each model at its own."
+    if unfinished := [f"{n} ({r.outcome})" for n, r in records.items() if r.status not in ("finished", "")]:
+        yield f"Not finished: {listed(unfinished, MAX_NAMED)}."
+
+
+def _loss_of(record: RunRecord) -> str:
+    smoothing = float(record.settings.get("train.label_smoothing") or 0)
+    return f"{record.settings.get('train.loss', 'unknown')}{f', label smoothing {smoothing:g}' if smoothing else ''}"
+
+
+def scored_on(record: RunRecord) -> str:
+    score, facts = record.last_score, record.dataset("evaluation")
+    assert score is not None
+    if record.kind == "vtab":
+        return f"VTAB-1k, {score.name}"
+    name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
+    split = record.split or record.results.get("split", "unknown")
+    count = f", {score.num_samples:,} images" if score.num_samples else ""
+    fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
+    return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if score.is_loss else ''}"
+
+
+def _by_value(records: Records, value: Callable[[RunRecord], str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, record in records.items():
+        found.setdefault(value(record), []).append(name)
+    return found
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names in one phrase; of many, the first and the number of the others."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"

@@ -1,0 +1,82 @@
+"""Run folders as training leaves them, and the same runs in an MLflow store."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import model as models
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, source_tags
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig, TrackConfig
+
+MODEL = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
+TEST = DatasetFacts("digits", "datasets/digits", "863e11667db2eff9", "test", 400, 10, "evaluation")
+
+
+def write_run(
+    folder: Path,
+    *settings: str,
+    evaluations: dict[int, float] | None = None,
+    steps: int = 20,
+    every: int = 1,
+    num_samples: int = 400,
+    digest: str = TEST.digest,
+    model: models.Config = MODEL,
+    tracked: bool = False,
+) -> Path:
+    """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db."""
+    overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
+                 f"train.length={steps} steps", "train.global_batch=16"]  # fmt: skip
+    names = "model.name=ViT-Ti/16" if not any(s.startswith(("init.", "model.name")) for s in settings) else None
+    config = schema.load(RunConfig, None, [*overrides, *([names] if names else []), *settings])
+    tree = schema.to_dict(config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(tree))
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "model.json").write_text(json.dumps(model.to_dict()))
+    (folder / "status.json").write_text(json.dumps({"status": "finished", "step": steps, "code": 0, "reason": ""}))
+    facts = RunFacts(
+        folder.name,
+        "finetune" if config.init.weights else "pretrain",
+        {"ranks": 2, "steps": steps, "samples": 1000, "excluded": "none", "seed": config.seed},
+        {"model": "ViT/16, width 32, depth 2", "device": "cpu", "torch": "2.13.0", **source_tags()},
+        tuple(
+            dataclasses.replace(TEST, digest=digest, split=split, num_samples=count, context=context)
+            for split, count, context in (("train", 1000, "training"), ("test", num_samples, "evaluation"))
+        ),
+        "A run.",
+        {},
+        steps,
+        config.train.global_batch,
+        float(models.training_flops_per_image(model)),
+    )
+    track = TrackConfig(enabled=tracked)
+    tracker = Tracker(track, folder.parent, folder, facts, None, Timing(poll=0.05, retry=(0.05,)))
+    for step in range(every, steps + 1, every):
+        tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
+        if top1 := (evaluations or {}).get(step):
+            tracker.log(step, {"test_top1": top1, "test_loss": 1 - top1, "test_num_samples": num_samples})
+    tracker.finish("FINISHED", outcome="finished")
+    page = folder / "page"
+    page.mkdir(exist_ok=True)
+    if not (page / "facts.json").exists():
+        (page / "facts.json").write_text(json.dumps({"experiment": "vit", "facts": dataclasses.asdict(facts)}))
+    if tracked:
+        upload(folder, "config.yaml", "model.json")
+    return folder
+
+
+def upload(folder: Path, *names: str, to: str = "") -> None:
+    """Add files of a run folder to the artifacts of its MLflow run."""
+    from mlflow.tracking import MlflowClient
+
+    from pipeline.monitor.sync_state import run_id_of
+
+    client: Any = MlflowClient(tracking_uri=default_uri(folder.parent))
+    for name in names:
+        client.log_artifact(run_id_of(folder), str(folder / name), to or None)

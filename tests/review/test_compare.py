@@ -1,0 +1,198 @@
+"""Comparison of runs: differences are of resolved settings, and damaged files are reported in one line."""
+
+import csv
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from review_runs import write_run
+
+from pipeline import model as models
+from pipeline.checkpoint.store import FORMAT
+from pipeline.errors import UserError
+from pipeline.evaluate import architecture
+from pipeline.page import markdown
+from pipeline.review import budgets, compare
+from pipeline.review.reader import from_folder
+from pipeline.review.statistics import by_evaluation
+from pipeline.settings import schema
+from pipeline.settings.reports import CompareConfig
+from pipeline.settings.run import RunConfig
+
+WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
+
+
+def older_run(
+    folder: Path, config: models.Config, *settings: str, steps: int = 20, in_checkpoint: bool = False
+) -> Path:
+    """A run folder of an earlier version, without weights and without page/."""
+    overrides = ["data.path=x", "train.length=9 steps", "train.global_batch=16", f"name={folder.name}", *settings]
+    folder.mkdir(parents=True)
+    run = schema.to_dict(schema.load(RunConfig, None, overrides))
+    (folder / "config.json").write_text(json.dumps(run))
+    lines = [{"step": s, "time": s, "metrics": {"loss": 1 / s, "images_per_second": s}} for s in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if in_checkpoint:
+        checkpoint = folder / "checkpoints" / "step-00000009"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 9, "model": config.to_dict()}))
+    else:
+        (folder / architecture.FILE).write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+def differences(*folders: Path) -> list[tuple[str, ...]]:
+    return compare.differences(compare.settings_of(compare.named([from_folder(folder) for folder in folders])))
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_a_model_that_came_with_weights_is_no_difference(tmp_path: Path, in_checkpoint: bool) -> None:
+    named = ["model.name=ViT-Ti/16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
+             "model.image_size=32"]  # fmt: skip
+    a = older_run(tmp_path / "a", WIDE, *named, in_checkpoint=in_checkpoint)
+    b = older_run(tmp_path / "b", WIDE, "init.weights=a", "model.image_size=32", "seed=3", in_checkpoint=in_checkpoint)
+    assert differences(a, b) == [("seed", "0", "3"), ("init.weights", "None", "a")]
+
+
+def test_models_that_differ_are_named_and_their_fields_listed(tmp_path: Path) -> None:
+    a = older_run(tmp_path / "a", models.configure("ViT-B/16", 32, 4), "init.weights=x")
+    b = older_run(tmp_path / "b", models.configure("BiT-R50x1", 32, 4), "init.weights=x")
+    found = {key: values for key, *values in differences(a, b)}
+    assert found["model.name"] == ["ViT-B/16", "BiT-R50x1"]
+    assert found["model.depth"] == ["12", "-"]
+    assert found["model.units"] == ["-", "[3, 4, 6, 3]"]
+    assert "model.image_size" not in found
+
+
+@pytest.mark.parametrize(
+    "name", ["ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R+Ti/16", "BiT-R101x3", "Axial-ViT-B/32", "ViT-mu/8"]
+)
+def test_a_name_is_found_again(name: str) -> None:
+    assert architecture.name_of(models.configure(name, 224, 10, covered=False)) == name
+
+
+def test_a_size_without_a_name_is_described() -> None:
+    assert architecture.name_of(WIDE) == "ViT/16, width 32, depth 2"
+
+
+def test_the_median_speed_needs_five_log_lines(tmp_path: Path) -> None:
+    said = {steps: compare.speed(from_folder(older_run(tmp_path / f"{steps}", WIDE, "init.weights=x", steps=steps)))
+            for steps in (0, 3, 5, 20)}  # fmt: skip
+    assert said == {0: "not logged", 3: "3 log lines, too few", 5: "3.0", 20: "10.5"}
+
+
+def test_damaged_lines_are_counted_and_repeats_count_as_the_last(tmp_path: Path) -> None:
+    folder = older_run(tmp_path / "a", WIDE, "init.weights=x", steps=5)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "time": 1, "metrics": {"loss": "nan"}}\n7\n{"step": "x", "metrics": {}}\n{"st')
+    record = from_folder(folder)
+    losses = record.metrics["loss"]
+    assert (list(losses.steps), list(losses.values[:4])) == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4])
+    assert losses.values[4] != losses.values[4]
+    assert record.num_damaged == 3
+
+
+@pytest.mark.slow
+def test_mutated_files_are_read_or_refused_in_one_line(
+    tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
+    folder, rng = write_run(tmp_path / "a", evaluations={20: 0.5}), random.Random(0)
+    names = ("config.json", "metrics.jsonl", architecture.FILE, "page/facts.json")
+    originals = {name: (folder / name).read_bytes() for name in names}
+    refused: list[tuple[str, str]] = []
+    for number in range(200):
+        name = names[number % len(names)]
+        (folder / name).write_bytes(mutate(originals[name], rng))
+        try:
+            records = compare.named([from_folder(folder)] * 2)
+            list(compare.page(records, compare.groups_of(records), []))
+        except UserError as error:
+            refused.append((name, str(error)))
+        (folder / name).write_bytes(originals[name])
+    assert len(refused) > 60
+    assert [said for name, said in refused if "\n" in said or str(folder / name) not in said] == []
+
+
+def test_equal_budgets_by_hand(tmp_path: Path) -> None:
+    """Batch 16 against 32: at equal images, the run of twice the batch is read at half the steps."""
+    small = write_run(tmp_path / "small", steps=40, evaluations={10: 0.1, 20: 0.2, 30: 0.3, 40: 0.4})
+    large = write_run(
+        tmp_path / "large", "train.global_batch=32", steps=40, evaluations={8: 0.5, 16: 0.6, 24: 0.7, 40: 0.8}
+    )
+    records = compare.named([from_folder(small), from_folder(large)])
+    budget, found = budgets.at_equal_budget(records, budgets.IMAGES)
+    assert budget == 40 * 16
+    assert {name: (at.score and at.score.step, at.used) for name, at in found.items()} == {
+        "small": (40, 640.0), "large": (16, 512.0),
+    }  # fmt: skip
+    per_image = records["small"].flops_per_image
+    flops, found = budgets.at_equal_budget(records, budgets.FLOPS)
+    assert flops == pytest.approx(640 * per_image)
+    assert found["large"].score is not None
+    assert found["large"].score.value == 0.6
+    # A model of twice the FLOPs reaches only its step 10 with what the small one had at 40: no evaluation at 10, so 8.
+    double = dataclasses.replace(records["large"], flops_per_image=2 * per_image)
+    _, found = budgets.at_equal_budget({"small": records["small"], "large": double}, budgets.FLOPS)
+    assert found["large"].score is not None
+    assert found["large"].score.step == 8
+    assert found["large"].used == pytest.approx(8 * 32 * 2 * per_image)
+
+
+def test_a_run_without_an_evaluation_within_the_budget(tmp_path: Path) -> None:
+    early = write_run(tmp_path / "early", steps=10, evaluations={10: 0.1})
+    late = write_run(tmp_path / "late", steps=20, evaluations={20: 0.2})
+    _, found = budgets.at_equal_budget(compare.named([from_folder(early), from_folder(late)]), budgets.IMAGES)
+    assert found["late"].score is None
+
+
+def test_scores_of_different_images_are_not_ranked_together(tmp_path: Path) -> None:
+    same = [
+        write_run(tmp_path / f"same{i}", f"seed={i}", f"optimizer.lr=0.{i}", evaluations={20: 0.5 + i / 10})
+        for i in (1, 2)
+    ]
+    other = write_run(tmp_path / "other", evaluations={20: 0.9}, digest="of other images")
+    fewer = write_run(tmp_path / "fewer", evaluations={20: 0.8}, num_samples=100)
+    unscored = write_run(tmp_path / "unscored")
+    records = compare.named([from_folder(folder) for folder in (*same, other, fewer, unscored)])
+    assert list(by_evaluation(records).values()) == [["same1", "same2"], ["other"], ["fewer"]]
+    page = markdown("x", list(compare.page(records, compare.groups_of(records), [])))
+    assert "3 different sets of images" in page
+    assert "Without a score: unscored." in page
+    ranking = page.partition("## Ranking")[2].partition("## Is")[0]
+    assert ranking.index("same2") < ranking.index("same1")
+    assert "other" not in ranking
+    assert "+10.00" in page
+
+
+@pytest.mark.slow
+def test_thirty_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [
+        write_run(tmp_path / f"run{i}", f"optimizer.lr={0.001 * (i + 1)}", evaluations={10: 0.3, 20: 0.4 + i / 100})
+        for i in range(30)
+    ]
+    config = schema.load(CompareConfig, None, [f"runs=[{','.join(map(str, folders))}]", f"out={tmp_path / 'out'}"])
+    compare.run(config)
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "435 pairs" in page  # 30 * 29 / 2
+    assert page.count("run29 −") == 29
+    assert "| optimizer.lr | 0.001 | 1 | run0 |" in page
+    with open(tmp_path / "out" / "table.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["last_score"]) for row in table] == pytest.approx([0.4 + i / 100 for i in range(30)])
+    with open(tmp_path / "out" / "pairs.csv") as file:
+        assert len(list(csv.DictReader(file))) == 435
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
+        "accuracy.png",
+        "held_out_loss.png",
+        "training_loss.png",
+    }
+    assert "run29" in capsys.readouterr().out
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "run", evaluations={20: 0.5}) for parent in ("a", "b")]
+    records = [from_folder(folder) for folder in (*folders, folders[0])]
+    assert list(compare.named(records)) == ["run (a)", "run (b)", "run (2)"]

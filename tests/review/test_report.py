@@ -1,0 +1,185 @@
+"""The report of a run: the same from its folder and from MLflow alone, with its lineage."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from review_runs import MODEL, upload, write_run
+
+from pipeline import model as models
+from pipeline.checkpoint.store import FORMAT
+from pipeline.errors import UserError
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import plain_name
+from pipeline.monitor.sync_state import run_id_of
+from pipeline.monitor.tracking import default_uri
+from pipeline.page import markdown
+from pipeline.review import lineage, report
+from pipeline.review.reader import RunReader, from_folder, from_mlflow, open_store
+from pipeline.settings import schema
+from pipeline.settings.reports import RunReportConfig
+
+
+def reader(out: Path) -> RunReader:
+    return RunReader(lambda: MlflowStore(default_uri(out)))
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint with checksums, as far as a report reads it."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, "model": MODEL.to_dict()}))
+    (folder / "checksums.json").write_text(json.dumps({"model.safetensors": {"bytes": 1, "sha256": f"{step:064x}"}}))
+    return folder
+
+
+@pytest.mark.slow
+def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
+    parent = write_run(out / "parent", evaluations={10: 0.6, 20: 0.7}, tracked=True, digest="aaaa")
+    child = write_run(out / "child", f"init.weights={parent}", evaluations={5: 0.8, 20: 0.9}, tracked=True)
+    store = MlflowStore(default_uri(out))
+    for tag, value in (("parent_run_id", run_id_of(parent)), ("run_folder_path", str(child.resolve()))):
+        store.set_tags(str(run_id_of(child)), {tag: str(value)})
+    facts = json.loads((child / "page" / "facts.json").read_text())
+    facts["facts"]["parents"] = {"parent": run_id_of(parent)}
+    (child / "page" / "facts.json").write_text(json.dumps(facts))
+    figures = child / "page" / "figures"
+    figures.mkdir()
+    (figures / "confusion.png").write_bytes(report.draw_run(from_folder(child)) or b"")
+    starts = [{"time": 1.7e9, "step": 0, "hosts": ["a", "b"], "before": ""},
+              {"time": 1.71e9, "step": 8, "hosts": ["a"], "before": "host b was lost"}]  # fmt: skip
+    (child / "page" / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    upload(child, "page/starts.jsonl")
+    upload(child, "page/figures/confusion.png", to="figures")
+
+    pages = []
+    for record in (from_folder(child), from_mlflow(store, str(run_id_of(child)))):
+        blocks = [block for block in report.page(record, reader(out)) if block != report.Heading("Weights")]
+        pages.append(
+            markdown(record.name, blocks).partition("MLflow has no logged model")[0].partition("There is no")[0]
+        )
+    assert pages[0] == pages[1]
+    for shown in ("90.00 % [86.67, 92.57]", "host b was lost", "parent -> child", "| optimizer.lr |"):
+        assert (shown in pages[0]) == (shown != "| optimizer.lr |"), shown
+    # From the parent's side.
+    for record in (from_folder(parent), from_mlflow(store, str(run_id_of(parent)))):
+        assert "parent -> child" in lineage.lineage_of(record, reader(out)).lines()
+
+
+@pytest.mark.slow
+def test_points_come_back_as_they_were_logged(out: Path) -> None:
+    folder = write_run(out / "a", steps=30, tracked=True, evaluations={30: 0.5})
+    with open(folder / "metrics.jsonl") as file:
+        written = [json.loads(line) for line in file]
+    store = MlflowStore(default_uri(out))
+    run_id = str(run_id_of(folder))
+    from mlflow.entities import Metric
+
+    odd = [
+        Metric("train/loss", float(text), 1_000 * step, step) for step, text in ((40, "nan"), (41, "inf"), (42, "-inf"))
+    ]
+    store.client.log_batch(run_id, metrics=odd)
+    stored = store.read_run(run_id)
+    read: dict[str, dict[int, float]] = {}
+    for name, points in store.read_points(stored):
+        read.setdefault(plain_name(name), {}).update({step: value for step, value, _ in points})
+    for line in written:
+        for name, value in line["metrics"].items():
+            assert read[name].pop(line["step"]) == value
+    left = read.pop("loss")
+    assert np.isnan(left.pop(40))
+    assert left == {41: float("inf"), 42: -float("inf")}
+    assert not any(read.values())
+
+
+def test_lineage_through_folders(tmp_path: Path) -> None:
+    """data -> pre-training -> fine-tuning -> sweep and grid; siblings that began elsewhere are left out."""
+    base = write_run(tmp_path / "base", evaluations={20: 0.6}, digest="aaaa")
+    weights = checkpoint(base, 20)
+    tuned = write_run(tmp_path / "tuned", f"init.weights={weights}", evaluations={20: 0.9}, digest="bbbb")
+    write_run(tmp_path / "other", "init.weights=elsewhere.npz", evaluations={20: 0.9})
+    sweep = tuned / "vtab" / "paper"
+    sweep.mkdir(parents=True)
+    origin = {"path": str(tuned / "checkpoints"), "sha256": "c", "run_id": None}
+    scores = [{"task": "caltech101", "seed": 0, "accuracy": 0.5, "num_test": 100}]
+    (sweep / "results.json").write_text(json.dumps({
+        "protocol": {"name": "paper", "sha256": "d"}, "method": "finetune", "checkpoint": origin, "data": {},
+        "contamination": None, "scores": scores, "failed": [], "missing": [],
+    }))  # fmt: skip
+    for folder in (base, tuned, sweep):
+        found = lineage.lineage_of(from_folder(folder), reader(tmp_path))
+        assert set(found.lines()) >= {"digits -> base", "base -> tuned", "tuned -> paper"}, folder
+        assert "other" not in {box.lines[0] for box in found.boxes.values()}
+        (subject,) = (box for box in found.boxes.values() if box.is_subject)
+        assert subject.lines[0] == folder.name
+        depths = {box.lines[0]: box.depth for box in found.boxes.values() if box.kind == "run"}
+        assert (depths["base"], depths["tuned"], depths["paper"]) == (1, 2, 3)
+    other = lineage.lineage_of(from_folder(tmp_path / "other"), reader(tmp_path))
+    assert "elsewhere.npz -> other" in other.lines()
+    page = markdown("sweep", list(report.page(from_folder(sweep), reader(tmp_path))))
+    assert "paper is not complete: 1 of 19 tasks have a score" in page
+
+
+def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", steps=20, evaluations={10: 0.6, 20: 0.5})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "time": 1, "metrics": {"skipped_steps": 3, "loss": "nan"}}\n{"cut')
+    (folder / "status.json").write_text(
+        json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN"})
+    )
+    (folder / "page" / "end.json").unlink(missing_ok=True)
+    checkpoint(folder, 10)
+    checkpoint(folder, 20)
+    (folder / "checkpoints" / "kept.json").write_text(
+        json.dumps({"always": [], "best": "step-00000010", "metric": "test_top1", "value": 0.6})
+    )
+    page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
+    for shown in (
+        "3 steps skipped", "1 log lines with a loss that is not finite", "1 damaged lines", "loss is NaN",
+        f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |", "weights=" + str(folder / "checkpoints" / "step-00000010"),
+        "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
+    ):  # fmt: skip
+        assert re.search(re.escape(shown), page, re.IGNORECASE), shown
+
+
+def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "optimizer.lr=0.5", model=replace(MODEL, dropout=0.25))
+    page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
+    assert "| optimizer.lr | 0.5 | 0.001 |" in page
+    assert "| model.dropout | 0.25 | 0.0 |" in page
+    assert "optimizer.beta1" not in page
+
+
+@pytest.mark.slow
+def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a", evaluations={20: 0.5})
+    file = report.run(schema.load(RunReportConfig, None, [f"run={folder}"]))
+    assert file == folder / "review" / "report.html"
+    html = file.read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)[^"#]', html)
+    assert 'name="viewport"' in html
+    assert "@media print" in html
+    text = (file.parent / "report.md").read_text()
+    assert all((file.parent / name).is_file() for name in re.findall(r"\]\((\S+)\)", text))
+    assert "50.00 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", ["nowhere", "mlflow:0123", "0" * 32])
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, address: str) -> None:
+    with pytest.raises(UserError) as refused:
+        RunReader(lambda: open_store(f"sqlite:///{tmp_path / 'none.db'}")).read(address)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        from_folder(tmp_path)
+
+
+def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
+    record = from_folder(write_run(tmp_path / "a", steps=10))
+    assert record.exaflops == pytest.approx(10 * 16 * models.training_flops_per_image(MODEL) / 1e18)

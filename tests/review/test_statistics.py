@@ -1,0 +1,95 @@
+"""Tests of differences against scipy and values computed by hand."""
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from review_runs import write_run
+from scipy import stats
+
+from pipeline.review import statistics
+from pipeline.review.reader import from_folder
+
+
+def test_two_proportions_by_hand() -> None:
+    found = statistics.of_proportions(56 / 70, 70, 48 / 80, 80)
+    # Newcombe 1998, table II, row (a), method 10: 0.0524 to 0.3339.
+    assert (found.low, found.high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
+    # The z-test of two proportions is the chi-squared test of their table.
+    table = [[56, 14], [48, 32]]
+    assert found.p == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue)
+
+
+def test_two_equal_scores_are_noise() -> None:
+    for score in (0.0, 0.5, 1.0):
+        found = statistics.of_proportions(score, 100, score, 100)
+        assert found.p == 1
+        assert found.low < 0 < found.high
+        assert statistics.in_words(found, found.p) == "may be noise"
+
+
+@pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 1), (10, 30), (700, 600)])
+def test_mcnemar_is_the_binomial_test_of_the_images_that_differ(only_first: int, only_second: int) -> None:
+    first = np.array([True] * only_first + [False] * only_second + [True] * 1000)
+    second = np.array([False] * only_first + [True] * only_second + [True] * 1000)
+    found = statistics.of_same_images(first, second)
+    assert found.value == pytest.approx(first.mean() - second.mean())
+    if only_first + only_second == 0:
+        assert found.p == 1
+    else:
+        exact = stats.binomtest(only_first, only_first + only_second).pvalue
+        assert found.p == pytest.approx(exact, rel=0.01 if only_first == 700 else 1e-9)
+    a, b, n = (only_first + 1) / (len(first) + 2), (only_second + 1) / (len(first) + 2), len(first) + 2
+    half = 1.959964 * math.sqrt((a + b - (a - b) ** 2) / n)
+    assert (found.low, found.high) == (pytest.approx(a - b - half), pytest.approx(a - b + half))
+
+
+def test_students_t_is_that_of_scipy() -> None:
+    first, second = [0.71, 0.73, 0.72], [0.69, 0.70, 0.68, 0.70]
+    found, expected = statistics.of_seeds(first, second), stats.ttest_ind(first, second)
+    interval = expected.confidence_interval(0.95)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    with pytest.raises(ValueError, match="three runs"):
+        statistics.of_seeds([0.7], [0.6])
+
+
+def test_holm_by_hand() -> None:
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert statistics.holm([]) == []
+
+
+def predictions(folder: Path, right: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    true = np.arange(len(right)) % 10
+    np.savez(buffer, rows=np.arange(len(right)), true=true, predicted=np.where(right, true, (true + 1) % 10))
+    (folder / "page" / "predictions.npz").write_bytes(buffer.getvalue())
+
+
+def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
+    """Seeds of one setting are one contender; the same images are paired; predictions of another evaluation are not used."""
+    rng = np.random.default_rng(0)
+    right = {"a": rng.random(400) < 0.9, "b": rng.random(400) < 0.8, "c": rng.random(400) < 0.7}
+    folders = [
+        write_run(tmp_path / name, f"optimizer.lr=0.00{i}", evaluations={20: float(of.mean())})
+        for i, (name, of) in enumerate(right.items(), 1)
+    ]
+    for folder in folders[:2]:
+        predictions(folder, right[folder.name])
+    predictions(folders[2], right["a"])
+    folders += [
+        write_run(tmp_path / f"seed{seed}", "optimizer.lr=0.009", f"seed={seed}", evaluations={20: top1})
+        for seed, top1 in enumerate((0.5, 0.52, 0.54))
+    ]
+    found = statistics.contenders({folder.name: from_folder(folder) for folder in folders})
+    assert [contender.title for contender in found] == ["a", "b", "c", "seed0 and 2 other seeds"]
+    pairs = {(p.first.names[0], p.second.names[0]): p.difference for p in statistics.pairs_of(found)}
+    assert {names: d.method for names, d in pairs.items()} == {
+        ("a", "b"): statistics.MCNEMAR, ("a", "c"): statistics.PROPORTIONS, ("b", "c"): statistics.PROPORTIONS,
+        ("a", "seed0"): statistics.STUDENT, ("b", "seed0"): statistics.STUDENT, ("c", "seed0"): statistics.STUDENT,
+    }  # fmt: skip
+    only = [int((right[x] & ~right[y]).sum()) for x, y in ("ab", "ba")]
+    assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
