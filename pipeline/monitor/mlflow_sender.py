@@ -115,7 +115,7 @@ class MlflowSender:
     @property
     def run_id(self) -> str:
         """ID of the MLflow run. Raises KeyError before it is known."""
-        run_id = self._states[self.uri].run_id
+        run_id = self._states[self.shown_uri].run_id
         assert run_id is not None
         return run_id
 
@@ -134,11 +134,18 @@ class MlflowSender:
                 self._stop.wait(self.timing.poll)
             except Exception as error:
                 # Whatever the server or its client raises, training continues; the file keeps the metrics.
+                if self._is_deleted(error):
+                    self._store = None  # Connecting again creates a run.
+                    continue
                 if not num_failures:
-                    reason = f"MLflow at {self.shown_uri} cannot be reached ({one_line(error)})"
-                    _warn(f"{reason}: training continues, metrics are kept in metrics.jsonl.")
+                    trouble = str(error) if isinstance(error, UserError) else f"cannot be reached ({one_line(error)})"
+                    _warn(
+                        f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
+                    )
                 if stopping:
-                    return
+                    if num_failures:
+                        return
+                    time.sleep(self.timing.retry[0])  # Once more: two runs on a fresh store can disturb each other.
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 
@@ -200,12 +207,15 @@ class MlflowSender:
     def _connect(self, starts: bool = True) -> tuple[MlflowStore, SyncState]:
         """Open the store, and find or create the MLflow run, once. starts: mark it as running."""
         if self._store is not None:
-            return self._store, self._states[self.uri]
+            return self._store, self._states[self.shown_uri]
         store = MlflowStore(self.uri)
         with self._lock:
-            state = self._states.setdefault(self.uri, SyncState())
+            state = self._states.setdefault(self.shown_uri, SyncState())
         if not state.run_id or not store.is_active(state.run_id):
+            deleted = state.run_id
             self._find_or_create_run(store, state)
+            if deleted:
+                _warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         assert state.run_id is not None
         if not state.has_parameters:
             store.log_parameters(state.run_id, self.facts.parameters)
@@ -252,6 +262,15 @@ class MlflowSender:
             _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
 
+    def _is_deleted(self, error: Exception) -> bool:
+        """Whether the MLflow run was deleted since connecting; False if the store cannot tell."""
+        if self._store is None or getattr(error, "error_code", "INTERNAL_ERROR") == "INTERNAL_ERROR":  # No answer.
+            return False
+        try:
+            return not self._store.is_active(self.run_id)
+        except Exception:  # Whatever the server or its client raises: the reason for the first failure is said.
+            return False
+
     def _delete_points_after(self, store: MlflowStore, state: SyncState, step: int) -> None:
         """Delete the points of later steps: in a database these alone; on a server by a new run that replaces the old one."""
         assert state.run_id is not None
@@ -291,8 +310,8 @@ class MlflowSender:
 
     def _save(self) -> None:
         """Write mlflow.json, the state in use last. The lock is held."""
-        if self.uri in self._states:
-            self._states[self.uri] = self._states.pop(self.uri)
+        if self.shown_uri in self._states:
+            self._states[self.shown_uri] = self._states.pop(self.shown_uri)
         write_states(self.state_path, self._states)
 
 

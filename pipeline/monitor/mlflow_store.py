@@ -26,6 +26,7 @@ from pipeline.monitor.run_page import (
     restored_value,
     stored_dataset,
 )
+from pipeline.monitor.shared_view import VIEW_KEY, VIEW_TAG
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
@@ -52,14 +53,19 @@ class MlflowStore:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         for name in ("alembic", "mlflow"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # One line for each retry, for hours.
         from mlflow.tracking import MlflowClient
 
+        _open_databases_in_one_try()
         self.uri = uri
         self.client: Any = MlflowClient(tracking_uri=uri)
 
     # ---------------------------------------------------------------- runs
     def experiment_id(self, name: str, artifact_location: str | None) -> str:
-        """ID of an experiment, which is created if it is missing. Its page is marked as model training and described."""
+        """ID of an experiment, which is created if it is missing. Its page is marked as model training and described.
+
+        Raises UserError if it was deleted: MLflow keeps its name until `mlflow gc`.
+        """
         if (experiment := self.client.get_experiment_by_name(name)) is None:
             self._unless_another_run_did(
                 lambda: self.client.create_experiment(name, artifact_location, EXPERIMENT_TAGS),
@@ -67,6 +73,11 @@ class MlflowStore:
             )
             experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id
+        if experiment.lifecycle_stage != "active":
+            raise UserError(
+                f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {number}` restores it; or set "
+                "track.experiment=...)"
+            )
         for tag in EXPERIMENT_TAGS.keys() - experiment.tags.keys():  # A description that someone wrote stays.
             self._unless_another_run_did(
                 partial(self.client.set_experiment_tag, number, tag, EXPERIMENT_TAGS[tag]),
@@ -75,9 +86,11 @@ class MlflowStore:
         return number
 
     def page_of(self, experiment: str) -> str:
-        """Path of an experiment's page on a server of this store, with MLflow's view for model training."""
-        found = self.client.get_experiment_by_name(experiment)
-        return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning" if found else "/"
+        """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's view."""
+        if (found := self.client.get_experiment_by_name(experiment)) is None:
+            return "/"
+        view = f"&viewStateShareKey={VIEW_KEY}" if VIEW_TAG in found.tags else ""
+        return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning{view}"
 
     def _has_tag(self, experiment_id: str, tag: str) -> bool:
         return tag in self.client.get_experiment(experiment_id).tags
@@ -438,6 +451,17 @@ def _with_children(note: str, tags: dict[str, str]) -> str:
     """The description, and links to the runs that were made from this one, which its tags name."""
     children = [text for name, text in sorted(tags.items()) if name.startswith(_CHILD)]
     return note + _CHILDREN + "\n".join(f"- {child}" for child in children) if children else note
+
+
+def _open_databases_in_one_try() -> None:
+    """MLflow tries to open a database ten times over 100 s, and logs three lines each time. The sender tries again by itself.
+
+    MLflow has no setting for it. Without this, a wrong password is reported after 100 s.
+    """
+    from mlflow.store.db import utils
+
+    utils.MAX_RETRY_COUNT = 1
+    logging.getLogger(utils.__name__).setLevel(logging.WARNING)  # The import has set it to INFO.
 
 
 def _digest(text: str) -> str:

@@ -54,11 +54,11 @@ class RunMirror:
         now = time.monotonic()
         complete = True
         if final or now >= self._next_look:
-            self._next_look = now + self.settings.look
             complete = self._upload(store, state, final)
+            self._next_look = now + self.settings.look  # Unless the server is down: then at once, when it is back.
         if final or self.has_new_scores or now >= self._next_models:
-            self._next_models = now + self.settings.models
             self._show_models(store, state, final)
+            self._next_models = now + self.settings.models
             self.has_new_scores = False
         return complete
 
@@ -75,6 +75,7 @@ class RunMirror:
                 version = _version(path)
                 store.log_artifact(state.run_id, path, folder)
             except Exception as error:  # Whatever the server or the file system raises.
+                store.is_active(state.run_id)  # Raises if the server is down, which the sender says, once.
                 if name not in self._warned:
                     self._warned.add(name)
                     self.warn(f"MLflow refused {path} ({one_line(error)}); it is tried again.")
@@ -162,7 +163,7 @@ class RunMirror:
 
 def one_line(error: Exception) -> str:
     """What an exception says, on one line without passwords."""
-    return hide_passwords(" ".join(str(error).split())[:200])
+    return hide_passwords(" ".join(str(error).split()))[:300]
 
 
 def _version(path: Path) -> str:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.monitor.shared_view import VIEW_TAG, view_tag
+
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
+    VIEW_TAG: view_tag(),
     NOTE: """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
@@ -38,8 +41,9 @@ _GROUPS = {
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
     "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable|macro_\w+)",
 }
-# Of a URI: the password between the user and the host.
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+_PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
 def metric_name(name: str) -> str:
@@ -58,7 +62,7 @@ def plain_name(name: str) -> str:
 
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
 
 
 @dataclass(frozen=True)

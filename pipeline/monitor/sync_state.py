@@ -8,6 +8,7 @@ from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import MAX_INTEGER
+from pipeline.monitor.run_page import hide_passwords
 
 STATE_FILE = "mlflow.json"
 
@@ -42,13 +43,14 @@ class SyncState:
 
 
 def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
-    """Returns (tracking URI -> state, reason why the file is damaged); both are empty when there is no file."""
+    """Returns (tracking URI without its password -> state, reason why the file is damaged); both are empty without a file."""
     try:
         states = json_record.read(path, dict[str, SyncState])
         for state in states.values():
             if not (0 <= state.sent_bytes < MAX_INTEGER and -1 <= (state.back_to or 0) < MAX_INTEGER):
                 raise UserError(f"{path}: sent_bytes or back_to is out of range.")
-        return states, ""
+        # Earlier versions wrote the password.
+        return {hide_passwords(uri): state for uri, state in states.items()}, ""
     except FileNotFoundError:
         return {}, ""
     except UserError as error:

@@ -147,8 +147,8 @@ def _start_tracker(
     checkpoints: Checkpoints,
 ) -> Tracker:  # fmt: skip
     settings = schema.to_dict(config)
-    write_text(folder / "config.json", json.dumps(settings, indent=1))
     settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
+    write_text(folder / "config.json", json.dumps(settings, indent=1))
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))

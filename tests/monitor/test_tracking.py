@@ -272,6 +272,65 @@ def test_a_run_that_was_deleted_is_made_again_with_everything(out: Path) -> None
     assert runs(out)[0].data.params["section.field7"] == "7"
 
 
+@pytest.mark.slow
+def test_a_run_that_is_deleted_under_us_is_made_again(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = start(out)
+    tracker.log(1, {"loss": 1.0})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
+        time.sleep(0.05)
+    first = runs(out)[0].info.run_id
+    client(out).delete_run(first)
+    tracker.log(2, {"loss": 2.0})
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
+    (run,) = runs(out)
+    assert (run.info.status, run.data.params["section.field7"]) == ("FINISHED", "7")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert (
+        line
+        == f"warning: MLflow at {default_uri(out)} has no run {first} (deleted?): all is sent to {run.info.run_id}."
+    )
+
+
+@pytest.mark.slow
+def test_a_deleted_experiment_is_named_and_continued_when_it_is_restored(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = start(out)
+    tracker.log(1, {"loss": 1.0})
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (runs(out) and runs(out)[0].data.metrics):
+        time.sleep(0.05)
+    (run,) = runs(out)
+    client(out).delete_experiment(run.info.experiment_id)
+    tracker.log(2, {"loss": 2.0})
+    time.sleep(0.5)
+    client(out).restore_experiment(run.info.experiment_id)
+    tracker.finish("FINISHED")
+    assert history(out, "loss") == [(1, 1.0), (2, 2.0)]
+    assert runs(out)[0].info.run_id == run.info.run_id
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert (
+        f"has deleted experiment 'vit' (`mlflow experiments restore --experiment-id {run.info.experiment_id}`" in line
+    )
+
+
+@pytest.mark.slow
+def test_the_password_of_a_tracking_uri_is_not_written_and_may_change(out: Path) -> None:
+    """Through SQLite, which ignores the parameter; tests/monitor/test_servers.py uses PostgreSQL."""
+    for step, password in enumerate(("first", "second")):
+        uri = f"{default_uri(out)}?password={password}"
+        tracker = start(out, uri=uri)
+        tracker.log(step, {"loss": float(step)})
+        tracker.finish("FINISHED")
+        text = (out / "run" / "mlflow.json").read_text()
+        assert password not in text
+        if not step:  # As an earlier version wrote it.
+            (out / "run" / "mlflow.json").write_text(text.replace("***", password))
+    assert history(out, "loss") == [(0, 0.0), (1, 1.0)]
+
+
 def test_a_store_that_was_lost_gets_everything(out: Path, database: Path) -> None:
     tracker = start(out)
     for step in (1, 2):
