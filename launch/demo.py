@@ -108,8 +108,7 @@ def demo(config: DemoConfig) -> None:
 
 def command(config: DemoConfig, name: str, overrides: list[str]) -> list[str]:
     """Returns the command line of launch/NAME.py on `config.ranks` local ranks."""
-    # Not `deepspeed`, whose two processes each import all of DeepSpeed and MLflow before they start the ranks: 6 s of CPU.
-    launcher = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", str(config.ranks)]
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(config.ranks), "--log_level", "error"]
     settings = ["--config", str(ROOT / "configs" / "demo" / f"{name}.yaml"), f"out={config.out}", *overrides]
     return [*launcher, str(ROOT / "launch" / f"{name}.py"), *settings]
 
