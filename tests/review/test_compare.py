@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from review_runs import write_run
 
@@ -196,3 +197,9 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "run", evaluations={20: 0.5}) for parent in ("a", "b")]
     records = [from_folder(folder) for folder in (*folders, folders[0])]
     assert list(compare.named(records)) == ["run (a)", "run (b)", "run (2)"]
+
+
+def test_running_means_leave_out_what_is_no_number() -> None:
+    smooth = budgets.running_mean(np.array([1.0, np.nan, 3.0] * 50))
+    assert np.isfinite(smooth).all()
+    assert smooth[75] == pytest.approx(2, abs=0.5)
