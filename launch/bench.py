@@ -12,7 +12,7 @@ guard(__name__)
 
 from pipeline.command import main
 from pipeline.settings.data import BenchConfig
-from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
 
 
@@ -38,6 +38,13 @@ def bench_train(config: TrainBenchConfig) -> None:
     run(config)
 
 
+def bench_tracking(config: TrackingBenchConfig) -> None:
+    from data_tools.bench.tracking import run  # Late: imports torch.
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(config, Path(folder))
+
+
 if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
     del sys.argv[1]
     main(
@@ -54,13 +61,27 @@ if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
         reliable median than a few long ones.
         """,
     )
+elif __name__ == "__main__" and sys.argv[1:2] == ["tracking"]:
+    del sys.argv[1]
+    main(
+        TrackingBenchConfig,
+        bench_tracking,
+        """
+        Measure what tracking costs a run: how long training waits for a log record, and the processor time of the thread that
+        sends it, with a database, an MLflow server, and a server that answers late.
+
+          python launch/bench.py tracking
+          python launch/bench.py tracking step_seconds=0.06 log_every=50 records=50
+        """,
+    )
 elif __name__ == "__main__":
     main(
         BenchConfig,
         bench,
         """
         Measure the data loader (data) or sharding (shard) and those of other projects, alternately, on the same images; or
-        the cost of augmentation (augment). For the training step, see `bench.py train --help`.
+        the cost of augmentation (augment). For the training step, see `bench.py train --help`, for MLflow
+        `bench.py tracking --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5

@@ -15,15 +15,20 @@ from pipeline.settings.weights import ExplainConfig
 
 def explain(config: ExplainConfig) -> None:
     from pipeline.explain import explain  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.monitor.weights_uri import with_local_weights
 
+    config = with_local_weights(config)
     numbers, files = explain.run(config)
     if config.mlflow:
         from pipeline.monitor.run_page import RunFacts
+        from pipeline.monitor.sync_state import run_of_weights
         from pipeline.monitor.tracking import send_report
 
         folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
-        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags)
-        send_report(config.mlflow, folder, facts, explain.metrics(numbers), files, "explain")
+        parent = run_of_weights(config.weights)
+        parents = {"parent": parent} if parent else {}
+        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents)
+        send_report(config.mlflow, folder, facts, explain.metrics(numbers), files, config.experiment)
 
 
 if __name__ == "__main__":

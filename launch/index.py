@@ -9,7 +9,6 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools.sharding.index import run
 from pipeline.command import main
 from pipeline.settings.data import IndexConfig
 
@@ -30,5 +29,12 @@ finished manifest, it checks that no tar has changed. To shuffle, resize, merge 
 launch/shard.py layout=webdataset.
 """
 
+
+def index(config: IndexConfig) -> None:
+    from data_tools.sharding.index import run  # Late: --help and mistakes in the settings need no pyarrow.
+
+    run(config)
+
+
 if __name__ == "__main__":
-    main(IndexConfig, run, ABOUT)
+    main(IndexConfig, index, ABOUT)

@@ -18,14 +18,19 @@ def stats(config: StatsConfig) -> None:
 
     found = stats.run(config)
     if config.mlflow:
-        from pipeline.monitor.run_page import RunFacts
+        from pipeline.monitor.run_page import DatasetFacts, RunFacts
         from pipeline.monitor.tracking import send_report
 
-        folder, tags = stats.folder(config), {"data_fingerprint": found["fingerprint"]}
+        folder, name, digest = stats.folder(config), found["name"], found["fingerprint"]
         assert isinstance(folder, Path), "run() refuses others"
         files = [folder / name for name in stats.files(config)]
-        facts = RunFacts(f"stats {found['name']}", "data", tags=tags)
-        send_report(config.mlflow, folder, facts, stats.metrics(found), files)
+        tags = {"data": digest, "data_fingerprint": digest, "dataset": name}
+        datasets = tuple(
+            DatasetFacts(name, found["data"], digest, split, of["samples"], found["num_classes"], "statistics")
+            for split, of in found["splits"].items()
+        )
+        facts = RunFacts(f"stats {name}", "data", tags=tags, datasets=datasets)
+        send_report(config.mlflow, folder, facts, stats.metrics(found), files, config.experiment)
 
 
 ABOUT = """

@@ -42,9 +42,11 @@ The result folder holds results.json, with protocol, weights and data and their 
 
 def vtab(config: VtabConfig) -> None:
     from data_tools.driver import only_driver
+    from pipeline.monitor.weights_uri import with_local_weights
     from pipeline.ray_tasks import shared_path  # Late: --help and mistakes in the settings need no torch.
     from pipeline.transfer.vtab import output, run
 
+    config = with_local_weights(config)
     for name in ("weights", "data", "pretrained_on"):
         if getattr(config, name):
             shared_path(name, getattr(config, name))

@@ -9,7 +9,6 @@ from pipeline.process import guard
 
 guard(__name__)
 
-from data_tools.vtab.prepare import run
 from pipeline.command import main
 from pipeline.settings.data import VtabPrepareConfig
 
@@ -35,5 +34,12 @@ docs/vtab.md lists the files; missing files are reported with their URL.
 After an interruption, run the same command again.
 """
 
+
+def prepare(config: VtabPrepareConfig) -> None:
+    from data_tools.vtab.prepare import run  # Late: --help and mistakes in the settings need no pyarrow.
+
+    run(config)
+
+
 if __name__ == "__main__":
-    main(VtabPrepareConfig, run, ABOUT, flag="prove")
+    main(VtabPrepareConfig, prepare, ABOUT, flag="prove")

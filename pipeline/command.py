@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import gc
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +41,15 @@ def main(cls: type[T], function: Callable[[T], object], about: str, subject: str
         prove=true.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
     """
-    with mistakes_in_one_line():
-        settings = read_settings(cls, sys.argv[1:], about, subject, flag)
-        if rank() == 0:
-            try_outputs(settings)
-        function(settings)
-        sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
+    try:
+        with mistakes_in_one_line():
+            settings = read_settings(cls, sys.argv[1:], about, subject, flag)
+            if rank() == 0:
+                try_outputs(settings)
+            function(settings)
+            sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
+    finally:
+        gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "", flag: str = "") -> T:

@@ -22,6 +22,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
 from pipeline.model import Config, ViTConfig
+from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -193,7 +194,7 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         named = replace(config.model, name=config.variant, representation=False)
         return new_model_config(named, num_classes, covered=False)
     try:
-        found = models.read_weights(config.init.weights)[0]
+        found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
     except UserError as error:
         raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
     changes: dict[str, Any] = {"image_size": config.model.image_size}

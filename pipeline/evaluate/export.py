@@ -22,6 +22,7 @@ from pipeline import model as models
 from pipeline.errors import UserError
 from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
+from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.settings.weights import ExportConfig
 
 NUM_IMAGES = 4
@@ -42,6 +43,7 @@ def run(config: ExportConfig) -> Difference:
     or the program that the weights come from; then no output is left.
     """
     # ------------------------------------------------------------------ the input, compared with the program it comes from
+    config = with_local_weights(config)
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     trained, _, extra = models.read_weights(path, say=print)
     print(_describe(trained))

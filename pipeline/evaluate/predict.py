@@ -14,6 +14,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
@@ -36,6 +37,7 @@ def run(config: PredictConfig) -> pa.Table:
 
     Raises UserError before anything is written.
     """
+    config = with_local_weights(config)
     out = Path(config.out) if config.out else None
     loaded = load_model(config)
     if not loaded.model.config.num_classes:

@@ -13,14 +13,20 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
-from pipeline.evaluate import render
+from pipeline.evaluate import architecture, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.evaluate.probes.probe import choose_samples, probe
+from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
+from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.sync_state import run_of_weights
+from pipeline.monitor.tracking import send_report
+from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10
+# Keys of the scores that MLflow shows as parameters.
+_PARAMETERS = ("weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "precision", "excluded")
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
@@ -31,6 +37,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     Raises UserError before anything is written, such as for weights of other classes than the data.
     """
     # ---------------------------------------------------------------------- the data and the weights
+    config = with_local_weights(config)
     dataset = open_dataset(config.data)
     split = dataset.split(config.split, config.exclude)
     if not len(split):
@@ -79,7 +86,33 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")
+    if config.mlflow:
+        _send(config, dataset, split, loaded, scores, [folder / name for name, content in files.items() if content])
     return scores
+
+
+def _send(
+    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, scores: dict[str, Any], files: list[Path]
+) -> None:
+    """Send the scores to MLflow, as a run that names the run of the weights."""
+    data = dataset.path.name
+    known = ("top1", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1")
+    metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
+    if "fewshot" in scores:
+        metrics |= probe_metrics(scores, data)
+    name = f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split.name}"
+    step = loaded.extra.get("step")
+    description = (
+        f"**Scores** of `{config.weights}`" + (f", step {step:,}," if step else "") + f" on {data}, {split.name}."
+    )
+    parent = run_of_weights(config.weights)
+    facts = RunFacts(
+        name, "evaluation", {key: value for key, value in scores.items() if key in _PARAMETERS},
+        {"model": architecture.as_settings(loaded.model.config)["model.name"], "data": dataset.fingerprint, "dataset": data},
+        (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation"),),
+        description, {"parent": parent} if parent else {},
+    )  # fmt: skip
+    send_report(config.mlflow, files[0].parent, facts, metrics, files, config.experiment)
 
 
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:

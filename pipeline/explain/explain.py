@@ -28,6 +28,7 @@ from pipeline.explain.attention import compute_attention, concatenate, patch_dis
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
 from pipeline.settings.weights import DRAWINGS, ExplainConfig
@@ -53,6 +54,7 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
 
     Raises UserError for a user's mistake, before anything is written.
     """
+    config = with_local_weights(config)
     loaded = load_model(config)
     drawings = _choose_drawings(config, loaded)
     folder = output_folder(config.out, config.weights, "explain")

@@ -2,6 +2,7 @@
 
 lock             locked by rank 0 while it lives; contains its host and process id
 status.json      how the last start ended; "running" also if it was killed
+previous_status.json   the same of the start before, while a supervisor runs the next one
 failures/*       error and traceback of each rank that failed by itself; a killed rank leaves none
 stop             created by a person or a supervisor: the run commits a checkpoint, removes this file and exits
 """
@@ -24,6 +25,7 @@ from pipeline.locks import FileLock
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
 _UNKNOWN_HOLDER = "an unidentified run"
+_PREVIOUS = "previous_status.json"
 
 Ending = Literal["running", "finished", "stopped", "failed", "refused", "diverged"]
 
@@ -122,12 +124,23 @@ def holder(path: Path) -> str | None:
     return None
 
 
-def read_status(path: Path) -> Status | None:
+def read_status(path: Path, name: str = "status.json") -> Status | None:
     """Read status.json; None if it is missing or unreadable."""
     try:
-        return json_record.read(path / "status.json", Status)
+        return json_record.read(path / name, Status)
     except (OSError, UserError):
         return None
+
+
+def last_end_in_words(path: Path) -> str:
+    """How the last start of a run ended; empty if there was none. Only true while no start holds the folder's lock."""
+    status = read_status(path) or read_status(path, _PREVIOUS)
+    if status is None:
+        return ""
+    if status.status == "running":
+        return f"killed, or lost with its host, at step {status.step:,} or later"
+    why = f": {status.reason}" if status.reason else ""
+    return f"{status.status} at step {status.step:,}{why}"
 
 
 def read_failures(path: Path) -> dict[int, Failure]:
@@ -141,8 +154,9 @@ def read_failures(path: Path) -> dict[int, Failure]:
 
 
 def forget_last_start(path: Path) -> None:
-    """Remove status and failure records, so that they are not mistaken for the next start's."""
-    (path / "status.json").unlink(missing_ok=True)
+    """Set the status aside and remove the failure records, so that they are not mistaken for the next start's."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / "status.json").replace(path / _PREVIOUS)
     shutil.rmtree(path / "failures", ignore_errors=True)
 
 

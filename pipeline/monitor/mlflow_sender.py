@@ -1,5 +1,6 @@
 """Sends metrics.jsonl to an MLflow run from a background thread, and retries while the server is unreachable."""
 
+import hashlib
 import sys
 import threading
 import time
@@ -8,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow_store import MlflowStore
-from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.page_folder import End, PageFolder, describe
+from pipeline.monitor.run_mirror import FindModels, MirrorSettings, RunMirror, one_line
+from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, metric_name
 from pipeline.monitor.sync_state import STATE_FILE, SyncState, read_states, write_states
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
@@ -21,9 +25,12 @@ _METRICS_PER_REQUEST = 500
 
 @dataclass(frozen=True)
 class Timing:
-    """Waits of the thread, and how long the end of a run waits for it at most, in seconds."""
+    """Waits of the thread, and how long the end of a run waits for it at most, in seconds.
 
-    poll: float = 1.0
+    poll: a request to a database takes 9 ms of processor time, and each record in it 3 ms, so several records share one.
+    """
+
+    poll: float = 15.0
     retry: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
     finish: float = 30.0
     finish_in_a_hurry: float = 5.0
@@ -46,10 +53,12 @@ class MlflowSender:
     """
 
     def __init__(
-        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, tags: dict[str, str], start: int | None,
-        timing: Timing,
+        self, folder: Path, uri: str, experiment: Experiment, facts: RunFacts, start: int | None, timing: Timing,
+        find_models: FindModels, settings: MirrorSettings,
     ) -> None:  # fmt: skip
-        self.experiment, self.tags = experiment, tags
+        self.experiment = experiment
+        self.page = PageFolder(folder)
+        self.tags = {**facts.all_tags(), FOLDER_TAG: folder_id(folder)}
         self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
         self.path, self.state_path = folder / METRICS_FILE, folder / STATE_FILE
         self.uri, self.shown_uri, self.facts, self.start, self.timing = uri, hide_passwords(uri), facts, start, timing
@@ -57,8 +66,8 @@ class MlflowSender:
         self._states, self._damage = read_states(self.state_path)
         self._num_rewrites = 0
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
-        self._artifacts: list[Path] = []
-        self._status, self._last_tags = "", dict[str, str]()
+        self._mirror = RunMirror(folder, facts, find_models, settings, self._update, _warn)
+        self._end: End | None = None
         self._all_sent = False
         self._stop = threading.Event()
         self._store: MlflowStore | None = None
@@ -85,16 +94,30 @@ class MlflowSender:
             if repair.changed:
                 write_text(self.path, b"".join(repair.lines).decode())
 
-    def end(self, status: str, tags: dict[str, str], artifacts: list[Path], in_a_hurry: bool) -> None:
-        """Send the rest, upload the artifacts that exist, and end the MLflow run, all within the time limit.
-
-        status: FINISHED, FAILED or KILLED. tags: the last ones.
-        """
-        self._status, self._last_tags, self._artifacts = status, tags, artifacts
+    def end(self, end: End, in_a_hurry: bool) -> None:
+        """Send the rest, and end the MLflow run, all within the time limit."""
+        self._end = end
         self._stop.set()
         self._thread.join(self.timing.finish_in_a_hurry if in_a_hurry else self.timing.finish)
         if not self._all_sent:
-            _warn(f"MLflow at {self.shown_uri} has not received all of {self.path}: the next start sends the rest.")
+            _warn(
+                f"MLflow at {self.shown_uri} has not received all of {self.path.parent}: the next start sends the rest, and so "
+                "does launch/track_sync.py."
+            )
+
+    def send_all(self, end: End) -> None:
+        """Send everything that MLflow lacks of a run that has ended, in this thread. Raises what MLflow raises."""
+        self._end = end
+        self._connect(starts=False)
+        if not self._close(*self._send()):
+            raise UserError("some files were refused, see above")
+
+    @property
+    def run_id(self) -> str:
+        """ID of the MLflow run. Raises KeyError before it is known."""
+        run_id = self._states[self.shown_uri].run_id
+        assert run_id is not None
+        return run_id
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
@@ -102,24 +125,31 @@ class MlflowSender:
         while True:
             stopping = self._stop.is_set()
             try:
-                self._send()
-                num_failures = 0
+                store, state = self._send()
                 if stopping:
-                    self._all_sent = True
-                    self._close()
+                    self._all_sent = self._close(store, state)
                     return
+                self._mirror.look(store, state)
+                num_failures = 0
                 self._stop.wait(self.timing.poll)
             except Exception as error:
                 # Whatever the server or its client raises, training continues; the file keeps the metrics.
+                if self._is_deleted(error):
+                    self._store = None  # Connecting again creates a run.
+                    continue
                 if not num_failures:
-                    reason = f"MLflow at {self.shown_uri} cannot be reached ({_one_line(error)})"
-                    _warn(f"{reason}: training continues, metrics are kept in metrics.jsonl.")
+                    trouble = str(error) if isinstance(error, UserError) else f"cannot be reached ({one_line(error)})"
+                    _warn(
+                        f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
+                    )
                 if stopping:
-                    return
+                    if num_failures:
+                        return
+                    time.sleep(self.timing.retry[0])  # Once more: two runs on a fresh store can disturb each other.
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 
-    def _send(self) -> None:
+    def _send(self) -> tuple[MlflowStore, SyncState]:
         """Send all unsent lines in batches, and save after each how much was sent."""
         store, state = self._connect()
         assert state.run_id is not None
@@ -130,7 +160,7 @@ class MlflowSender:
         with self._lock:
             if state.back_to is not None:
                 if rewrites != self._num_rewrites:
-                    return  # The run has gone back again meanwhile: delete those points first.
+                    return store, state  # The run has gone back again meanwhile: delete those points first.
                 state.back_to = None
                 self._save()
             rewrites = self._num_rewrites
@@ -147,11 +177,14 @@ class MlflowSender:
                 elif line.strip():
                     _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
             store.log_metrics(state.run_id, records, self._progress(records))
+            if any(metric_name(name).startswith(("eval/", "probe/")) for record in records for name in record.metrics):
+                self._mirror.has_new_scores = True
             with self._lock:
                 if rewrites != self._num_rewrites:
-                    return  # The run has gone back meanwhile, which has changed sent_bytes.
+                    return store, state  # The run has gone back meanwhile, which has changed sent_bytes.
                 state.sent_bytes += num_bytes
                 self._save()
+        return store, state
 
     def _progress(self, records: list[Record]) -> dict[str, str]:
         """The tag that shows in the list of runs how far this one is."""
@@ -171,15 +204,18 @@ class MlflowSender:
             # A line without its end is still being written.
             return deque(line for line in file if line.endswith(b"\n"))
 
-    def _connect(self) -> tuple[MlflowStore, SyncState]:
-        """Open the store, and find or create the MLflow run, once."""
+    def _connect(self, starts: bool = True) -> tuple[MlflowStore, SyncState]:
+        """Open the store, and find or create the MLflow run, once. starts: mark it as running."""
         if self._store is not None:
-            return self._store, self._states[self.uri]
+            return self._store, self._states[self.shown_uri]
         store = MlflowStore(self.uri)
         with self._lock:
-            state = self._states.setdefault(self.uri, SyncState())
+            state = self._states.setdefault(self.shown_uri, SyncState())
         if not state.run_id or not store.is_active(state.run_id):
+            deleted = state.run_id
             self._find_or_create_run(store, state)
+            if deleted:
+                _warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         assert state.run_id is not None
         if not state.has_parameters:
             store.log_parameters(state.run_id, self.facts.parameters)
@@ -188,7 +224,13 @@ class MlflowSender:
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        store.start_run(state.run_id, self.tags)
+        tags = {**self.tags, **self._tags_of_starts()}
+        if starts:
+            store.start_run(state.run_id, tags)
+        else:
+            store.set_tags(state.run_id, tags)
+        for parent in self.facts.parents.values():
+            store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent)
         self._store = store
         return store, state
 
@@ -200,15 +242,34 @@ class MlflowSender:
         if found and self._had_metrics:
             run_id, has_parameters = found
             # What it has received is not known: send all again, a database keeps equal points once.
-            self._update(state, run_id=run_id, sent_bytes=0, has_parameters=has_parameters, back_to=self.start)
+            self._update(
+                state,
+                run_id=run_id,
+                sent_bytes=0,
+                has_parameters=has_parameters,
+                back_to=self.start,
+                artifacts={},
+                models={},
+            )
             outcome = f"continuing run {run_id}, which has this folder's tag."
         else:
             run_id = store.create_run(experiment_id, self.facts.name, self.tags, self._started)
-            self._update(state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None)
+            self._update(
+                state, run_id=run_id, sent_bytes=0, has_parameters=False, back_to=None, artifacts={}, models={}
+            )
             outcome = f"no run at {self.shown_uri} has this folder's tag, so everything is sent to a new one, {run_id}."
         if self._damage:
             _warn(f"{self.state_path}, which names the MLflow run, was {self._damage}: {outcome}")
         self._damage = ""
+
+    def _is_deleted(self, error: Exception) -> bool:
+        """Whether the MLflow run was deleted since connecting; False if the store cannot tell."""
+        if self._store is None or getattr(error, "error_code", "INTERNAL_ERROR") == "INTERNAL_ERROR":  # No answer.
+            return False
+        try:
+            return not self._store.is_active(self.run_id)
+        except Exception:  # Whatever the server or its client raises: the reason for the first failure is said.
+            return False
 
     def _delete_points_after(self, store: MlflowStore, state: SyncState, step: int) -> None:
         """Delete the points of later steps: in a database these alone; on a server by a new run that replaces the old one."""
@@ -220,23 +281,26 @@ class MlflowSender:
             f"MLflow at {self.shown_uri} has points of steps after {step:,}, which run again, and a server cannot delete points: run "
             f"{new} replaces {old}, which is deleted (`mlflow gc` removes it for good)."
         )
-        self._update(state, run_id=new, sent_bytes=0, has_parameters=False, replaces=old)
+        for model in state.models.values():
+            store.delete_model(model.model_id)
+        self._update(state, run_id=new, sent_bytes=0, has_parameters=False, replaces=old, artifacts={}, models={})
         self._store = None  # Connecting again sends the parameters and deletes the old run.
         self._connect()
 
-    def _close(self) -> None:
-        run_id = self._states[self.uri].run_id
-        assert self._store is not None
-        assert run_id is not None
-        for path in self._artifacts:
-            if not path.exists():  # A run that failed early has no scores.
-                continue
-            try:
-                self._store.log_artifact(run_id, path)
-            except Exception as error:
-                _warn(f"MLflow at {self.shown_uri} refused {path} ({_one_line(error)}).")
-        self._store.set_tags(run_id, self._last_tags)
-        self._store.end_run(run_id, self._status)
+    def _tags_of_starts(self) -> dict[str, str]:
+        """The number of starts, and the description with a line for each restart."""
+        starts = self.page.starts()
+        count = {"starts": str(len(starts))} if starts else {}
+        return {**count, NOTE: describe(self.facts.description, starts)}
+
+    def _close(self, store: MlflowStore, state: SyncState) -> bool:
+        """Say how the run ended, and send what has changed. Returns whether all was sent."""
+        assert state.run_id is not None
+        assert self._end is not None
+        # The status first: little time may be left.
+        store.set_tags(state.run_id, self._end.tags)
+        store.end_run(state.run_id, self._end.status)
+        return self._mirror.look(store, state, final=True)
 
     def _update(self, state: SyncState, **fields: Any) -> None:
         with self._lock:
@@ -246,14 +310,15 @@ class MlflowSender:
 
     def _save(self) -> None:
         """Write mlflow.json, the state in use last. The lock is held."""
-        if self.uri in self._states:
-            self._states[self.uri] = self._states.pop(self.uri)
+        if self.shown_uri in self._states:
+            self._states[self.shown_uri] = self._states.pop(self.shown_uri)
         write_states(self.state_path, self._states)
-
-
-def _one_line(error: Exception) -> str:
-    return hide_passwords(" ".join(str(error).split())[:200])
 
 
 def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def folder_id(folder: Path) -> str:
+    """The same on every host that shares the folder, another for a folder of the same path on another disk."""
+    return hashlib.sha256(f"{folder.resolve()} {folder.stat().st_ino}".encode()).hexdigest()[:32]

@@ -8,14 +8,19 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.monitor.shared_view import VIEW_TAG, view_tag
+
+# Tag of a run or an experiment: its description, Markdown.
+NOTE = "mlflow.note.content"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
-    "mlflow.note.content": """\
+    VIEW_TAG: view_tag(),
+    NOTE: """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
 **How to read it.** The columns `kind`, `model` and `data` say what a run is, `progress` and `outcome` how far it came and how it
@@ -34,10 +39,11 @@ _GROUPS = {
     "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
     "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
-    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable)",
+    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable|macro_\w+)",
 }
-# Of a URI: the password between the user and the host.
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
+_PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
 def metric_name(name: str) -> str:
@@ -56,14 +62,15 @@ def plain_name(name: str) -> str:
 
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
     """One split of a data set that a run used.
 
-    source: path or URL. digest: its fingerprint, at most 36 characters. context: "training" or "evaluation".
+    source: path or URL. digest: its fingerprint, at most 36 characters. context: "training" or "evaluation". notes: more that is
+    known of it, such as copies of test images that were found in it.
     """
 
     name: str
@@ -73,16 +80,38 @@ class DatasetFacts:
     num_samples: int
     num_classes: int
     context: str
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def dataset_name(facts: DatasetFacts) -> str:
+    """The name by which MLflow shows a split."""
+    return f"{facts.name}:{facts.split}"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A checkpoint that MLflow shows as a logged model.
+
+    path: of its folder, or its URL. sha256: of its model.safetensors. roles: "kept", "best" (by the metric of
+    checkpoint.best) or "last" (of a run that has ended).
+    """
+
+    step: int
+    path: str
+    sha256: str
+    roles: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, vtab, data or explain. parameters: settings that differ from their defaults, and what
+    kind: pretrain, finetune, grid, vtab, cell, evaluation, explain or data. parameters: settings that differ from their defaults, and what
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
+    artifacts: files to upload, relative to the run folder, each once it exists and again when it has changed.
+    score: the metric by which registered models are compared. hosts: on which the run trains. before: how its last start ended.
     """
 
     name: str
@@ -95,18 +124,26 @@ class RunFacts:
     steps: int = 0
     images_per_step: int = 0
     flops_per_image: float = 0.0
+    artifacts: tuple[str, ...] = ()
+    score: str = ""
+    hosts: tuple[str, ...] = ()
+    before: str = ""
+
+    def with_source(self) -> "RunFacts":
+        """With the tags of this process: user, command, revision; for the page, and for facts.json."""
+        return replace(self, tags={**self.tags, **source_tags()})
 
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""
-        tags = {"kind": self.kind, "mlflow.note.content": self.description, **self.tags, **source_tags()}
+        tags = {"kind": self.kind, NOTE: self.description, **self.tags}
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
-    def tags_at_end(self, outcome: str, result: str) -> dict[str, str]:
-        """How the run ended, and its description with the result. result: Markdown."""
+    def tags_at_end(self, outcome: str, description: str, result: str) -> dict[str, str]:
+        """How the run ended, and its description with the result. description, result: Markdown."""
         tags = {"outcome": outcome[:500]}
         if result:
-            tags["mlflow.note.content"] = f"{self.description}\n\n{result}".strip()
+            tags[NOTE] = f"{description}\n\n{result}".strip()
         return {name: hide_passwords(text) for name, text in tags.items()}
 
     def axes(self, step: int) -> dict[str, float]:
@@ -179,6 +216,12 @@ def source_tags() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         pass  # Outside of git, or without it: a job's working folder, an installed package.
     return tags
+
+
+def installed_packages() -> list[str]:
+    """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes no time."""
+    folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
+    return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
 
 
 def git_revision() -> str:

@@ -1,15 +1,26 @@
 """mlflow.json: which MLflow run belongs to a run folder, and which part of metrics.jsonl it has received."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import MAX_INTEGER
+from pipeline.monitor.run_page import hide_passwords
 
 STATE_FILE = "mlflow.json"
+
+
+@dataclass(frozen=True)
+class SentModel:
+    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it. version: of the registered model, if any."""
+
+    model_id: str
+    roles: tuple[str, ...]
+    num_scores: int = 0
+    version: str | None = None
 
 
 @dataclass
@@ -18,6 +29,8 @@ class SyncState:
 
     back_to: points of later steps must be deleted before more are sent; None if there are none.
     replaces: ID of an MLflow run that this one replaces, and that must still be deleted.
+    artifacts: name of each uploaded file -> its size and time. models: SHA-256 of the weights -> the logged model.
+    Both mappings are replaced, never changed: another thread may be writing the state.
     """
 
     run_id: str | None = None
@@ -25,16 +38,19 @@ class SyncState:
     has_parameters: bool = False
     back_to: int | None = None
     replaces: str | None = None
+    artifacts: dict[str, str] = field(default_factory=dict)
+    models: dict[str, SentModel] = field(default_factory=dict)
 
 
 def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
-    """Returns (tracking URI -> state, reason why the file is damaged); both are empty when there is no file."""
+    """Returns (tracking URI without its password -> state, reason why the file is damaged); both are empty without a file."""
     try:
         states = json_record.read(path, dict[str, SyncState])
         for state in states.values():
             if not (0 <= state.sent_bytes < MAX_INTEGER and -1 <= (state.back_to or 0) < MAX_INTEGER):
                 raise UserError(f"{path}: sent_bytes or back_to is out of range.")
-        return states, ""
+        # Earlier versions wrote the password.
+        return {hide_passwords(uri): state for uri, state in states.items()}, ""
     except FileNotFoundError:
         return {}, ""
     except UserError as error:
@@ -45,6 +61,13 @@ def read_states(path: Path) -> tuple[dict[str, SyncState], str]:
 def write_states(path: Path, states: dict[str, SyncState]) -> None:
     """Replace the file. The state of the tracking URI in use must be the last."""
     write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
+
+
+def run_of_weights(weights: str) -> str | None:
+    """ID of the MLflow run in whose folder weights lie; None for other weights, and for a run that was not tracked."""
+    path = Path(weights)
+    folders = (folder for folder in (path, *path.parents[:3]) if (folder / STATE_FILE).is_file())
+    return next(filter(None, map(run_id_of, folders)), None)
 
 
 def run_id_of(folder: Path) -> str | None:

@@ -7,13 +7,15 @@ When steps run again (after a kill, or after a rollback because of a loss spike)
 and from MLflow: each step has one point, the last.
 """
 
-import hashlib
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
-from pipeline.monitor.mlflow_sender import FOLDER_TAG, Experiment, MlflowSender, Timing
-from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.mlflow_sender import Experiment, MlflowSender, Timing
+from pipeline.monitor.page_folder import End, PageFolder, Start, describe
+from pipeline.monitor.run_mirror import FindModels, MirrorSettings
+from pipeline.monitor.run_page import ModelFacts, RunFacts
 from pipeline.settings.run import TrackConfig
 
 
@@ -21,25 +23,21 @@ class Tracker:
     """Writes metrics to `<folder>/metrics.jsonl` and sends them to MLflow. For rank 0 only.
 
     start: step that the run continues from. Records of later steps are removed, because these steps run again. None keeps all.
-    notes: lines for the log that say what was removed.
+    find_models: the checkpoints that are shown as logged models. notes: lines for the log that say what was removed.
     """
 
     def __init__(
         self, config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None = None,
-        timing: Timing | None = None,
+        timing: Timing | None = None, find_models: FindModels | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
-        uri = config.uri or default_uri(out)
-        # Artifacts of a database go beside it, not into the folder in which the command was started.
-        database = uri.removeprefix("sqlite:///")
-        artifacts = (Path(database).resolve().parent / "mlartifacts").as_uri() if database != uri else None
-        tags = {**facts.all_tags(), FOLDER_TAG: _folder_id(folder)}
-        experiment = Experiment(config.experiment, artifacts)
-        self._sender = MlflowSender(folder, uri, experiment, facts, tags, start, timing or Timing())
+        facts = facts.with_source()
+        self._page = PageFolder(folder)
+        self._page.begin(config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before))
+        self._sender = make_sender(config, out, folder, facts, start, timing, find_models)
         self._facts = facts
         self._enabled = config.enabled
-        self._artifacts: list[Path] = []
         # Names of metrics that the step `start` already has.
         self._logged: set[str] = set()
         self._axes_step = start  # The step whose axes are recorded.
@@ -67,18 +65,16 @@ class Tracker:
         self._file = open_to_append(self.path)
         return notes
 
-    def artifact(self, path: Path) -> None:
-        """Upload a file to the MLflow run when the run finishes, if it exists then."""
-        self._artifacts.append(path)
-
     def finish(self, status: str, in_a_hurry: bool = False, outcome: str = "", result: str = "") -> None:
         """Send the rest, and end the MLflow run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
 
         outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
         """
+        description = describe(self._facts.description, self._page.starts())
+        end = End(status, self._facts.tags_at_end(outcome or status.lower(), description, result))
+        self._page.end(end)
         if self._enabled:
-            tags = self._facts.tags_at_end(outcome or status.lower(), result)
-            self._sender.end(status, tags, self._artifacts, in_a_hurry)
+            self._sender.end(end, in_a_hurry)
         self._file.close()
 
     def _remove_after(self, step: int) -> list[str]:
@@ -89,21 +85,34 @@ class Tracker:
 
 
 def send_report(
-    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "data"
+    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "vit"
 ) -> None:
     """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run."""
+    names = [str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve()) for path in files]
+    facts = replace(facts, artifacts=tuple(names))
     tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, facts)
     tracker.log(0, metrics)
-    for path in files:
-        tracker.artifact(path)
     tracker.finish("FINISHED")
+
+
+def make_sender(
+    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None, timing: Timing | None = None,
+    find_models: FindModels | None = None,
+) -> MlflowSender:  # fmt: skip
+    """The sender of a run folder, which has not begun. out: folder of runs, of the default database. Others: see Tracker."""
+    uri = config.uri or default_uri(out)
+    # Artifacts of a database go beside it, not into the folder in which the command was started.
+    database = uri.removeprefix("sqlite:///")
+    artifacts = (Path(database).resolve().parent / "mlartifacts").as_uri() if database != uri else None
+    experiment = Experiment(config.experiment, artifacts)
+    settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
+    return MlflowSender(folder, uri, experiment, facts, start, timing or Timing(), find_models or _no_models, settings)
+
+
+def _no_models(ended: bool) -> list[ModelFacts]:
+    return []
 
 
 def default_uri(out: Path) -> str:
     """Tracking URI of all runs below `out` unless another is set: an SQLite database."""
     return f"sqlite:///{(out / 'mlflow.db').resolve()}"
-
-
-def _folder_id(folder: Path) -> str:
-    """The same on every host that shares the folder, another for a folder of the same path on another disk."""
-    return hashlib.sha256(f"{folder.resolve()} {folder.stat().st_ino}".encode()).hexdigest()[:32]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from pipeline.checkpoint.store import MODEL, Checkpoints, step_of
 from pipeline.committed import read_checksums
@@ -15,10 +14,11 @@ from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import of_samples
 from pipeline.outputs import try_output
-from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, png, single_file
+from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.review import lineage
-from pipeline.review.budgets import COLOURS, FLOPS, in_units, running_mean
+from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import code_facts, median_speed, when
+from pipeline.review.curves import draw_run
 from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series
 from pipeline.settings.operate import PlanConfig
@@ -246,43 +246,9 @@ def _curves(record: RunRecord) -> Iterator[Block]:
         yield Picture("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", content)
 
 
-def draw_run(record: RunRecord) -> bytes | None:
-    """PNG of losses, accuracy, learning rate and speed of one run over its steps; None if it has none of these."""
-    panels: list[tuple[str, dict[str, Series], float]] = [
-        ("loss", _present({"training": record.metrics.get("loss"), f"split {record.split}": record.held_out_loss}), 1),
-        ("top-1 accuracy, %", _present({f"split {record.split}": record.accuracy}), 100),
-        ("learning rate", _present({"": record.metrics.get("lr")}), 1),
-        ("images/s", _present({"": record.metrics.get("images_per_second")}), 1),
-    ]
-    panels = [panel for panel in panels if panel[1]]
-    if not panels:
-        return None
-    figure = Figure(figsize=(11, 3.3 * ((len(panels) + 1) // 2)), dpi=110, layout="constrained")
-    for number, (title, lines, scale) in enumerate(panels, 1):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number)
-        for place, (label, series) in enumerate(lines.items()):
-            values = scale * np.where(np.isfinite(series.values), series.values, np.nan)
-            is_long = len(series) >= 100 and label == "training"
-            axes.plot(series.steps, values, color=COLOURS[place], alpha=0.3 if is_long else 1, linewidth=1 if is_long else 1.4,
-                      marker="o" if len(series) <= 40 else None, markersize=3.5, label=None if is_long else label)  # fmt: skip
-            if is_long:
-                axes.plot(series.steps, running_mean(values), color=COLOURS[place], linewidth=1.4, label=label)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        if len(lines) > 1:
-            axes.legend(frameon=False)
-    return png(figure)
-
-
-def _present(lines: dict[str, Series | None]) -> dict[str, Series]:
-    return {name: series for name, series in lines.items() if series is not None and len(series)}
-
-
 def _figures(record: RunRecord) -> Iterator[Block]:
-    if not (names := record.files.figures()):
+    names = [name for name in record.files.figures() if Path(name).name != "curves.png"]  # Drawn above.
+    if not names:
         return
     yield Heading("Figures")
     for name in names:

@@ -169,6 +169,7 @@ class StatsConfig:
     out: str = setting("", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder")
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
     mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,17 @@ class RunReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """Sending run folders to MLflow afterwards."""
+
+    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", min_items=1)
+    uri: str = setting(
+        "",
+        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GridConfig:
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 

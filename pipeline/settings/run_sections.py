@@ -378,6 +378,19 @@ class TrackConfig:
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
     uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
+    figures: bool = setting(
+        True,
+        "Draw curves, confusions, predictions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
+    )
+    register: str = setting(
+        "",
+        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "
+        "empty is none.",
+    )
+    upload_weights: bool = setting(
+        False,
+        "Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,8 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
+    mlflow: str = setting("", "MLflow tracking URI for the scores and the report; empty sends nothing.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -152,3 +154,4 @@ class ExplainConfig(LookConfig):
         "", "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
     )
     mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.")

@@ -25,6 +25,7 @@ from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import Watchdog
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import RunConfig
+from pipeline.train.drawing import Drawing
 from pipeline.train.objective import Objective
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ class _Evaluator:
 
 @dataclass(frozen=True)
 class SplitEvaluator(_Evaluator):
-    """Scores the held-out split with the objective; the scores select the best checkpoint."""
+    """Scores the held-out split with the objective; the scores select the best checkpoint. drawing: rank 0 only."""
 
     objective: Objective
     split: Split
     saver: Saver
+    drawing: Drawing | None
 
     name = "scores"
     file = "scores.json"
@@ -106,12 +108,14 @@ class SplitEvaluator(_Evaluator):
             stop=self.stop,
         )  # fmt: skip
         with self.engine.averaged():
-            scores = self.objective.score_on_all_ranks(forward, reader)
+            scores, predictions = self.objective.score_on_all_ranks(forward, reader)
         name = config.data.evaluated_split
         metrics = {f"{name}_{metric}": value for metric, value in asdict(scores).items() if value is not None}
         if config.checkpoint.best:
             self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
         self._report(step, f"{name} {scores}", metrics, asdict(scores))
+        if self.drawing is not None:
+            self.drawing.begin(predictions, self.split)
 
 
 @dataclass(frozen=True)

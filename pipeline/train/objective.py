@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import Mixing, mix_images
-from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.classify import Predictions, Scores, predict, score
 from pipeline.evaluate.masked import MaskedScores, score_masked
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import MaskedViT, Model
@@ -45,8 +45,13 @@ class Objective(Protocol):
     def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
         """Return the scalar loss: sum over valid samples, divided by B."""
 
-    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> Scores | MaskedScores:
-        """Score a whole split. forward: (uint8 images (B, H, W, 3), extra inputs) -> predictions."""
+    def score_on_all_ranks(
+        self, forward: Callable[..., Tensor], reader: SplitReader
+    ) -> tuple[Scores | MaskedScores, Predictions | None]:
+        """Score a whole split; returns also the predictions of classes, if it predicts classes.
+
+        forward: (uint8 images (B, H, W, 3), extra inputs) -> predictions.
+        """
 
 
 def normalised(pixels: Tensor, device: torch.device) -> Tensor:
@@ -78,8 +83,9 @@ class Classification:
             predictions, targets.values, targets.valid, self.kind, self.label_smoothing, targets.own
         )
 
-    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> Scores:
-        return score(predict(forward, reader, self.kind), reader.split)
+    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> tuple[Scores, Predictions]:
+        found = predict(forward, reader, self.kind)
+        return score(found, reader.split), found
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,8 @@ class MaskedPatches:
     def loss(self, predictions: Tensor, targets: Targets) -> Tensor:
         return self.masking.batch_loss(predictions, targets.values, targets.valid)
 
-    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> MaskedScores:
-        return score_masked(forward, self.masking, reader)
+    def score_on_all_ranks(self, forward: Callable[..., Tensor], reader: SplitReader) -> tuple[MaskedScores, None]:
+        return score_masked(forward, self.masking, reader), None
 
 
 def objective_of(model: Model, config: RunConfig) -> Objective:

@@ -1,22 +1,30 @@
 """What MLflow shows of a training run: parameters, data sets, the run that its weights come from, a description."""
 
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline import model as models
+from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
-from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.retry import StorageError
+from pipeline.errors import UserError
+from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.model import Model
-from pipeline.monitor.run_page import DatasetFacts, RunFacts
-from pipeline.monitor.sync_state import run_id_of
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, installed_packages
+from pipeline.monitor.sync_state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
+
+# Files of the run folder that MLflow shows.
+ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
 
 
 def run_facts(
@@ -47,27 +55,50 @@ def run_facts(
     for hidden in ("name", "out", "track.uri", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = _parent(config.init.weights)
+    parent = run_of_weights(config.init.weights or "")
+    copies = _test_copies(dataset)
     tags = {
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
-        "torch": torch.__version__, "run_folder_path": str((Path(config.out) / config.name).resolve()),
+        "torch": torch.__version__, "test_copies": copies, "run_folder_path": str((Path(config.out) / config.name).resolve()),
     }  # fmt: skip
     datasets = [
-        DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context)
-        for s, context in ((split, "training"), (evaluation, "evaluation"))
+        DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context, notes)
+        for s, context, notes in (
+            (split, "training", {"test_copies": copies, "excluded": f"{split.excluded}"}),
+            (evaluation, "evaluation", {"excluded": f"{evaluation.excluded}"}),
+        )
     ]
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
-        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops,
+        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops, ARTIFACTS,
+        config.checkpoint.best or f"{config.data.evaluated_split}_top1",
     )  # fmt: skip
 
 
-def _parent(weights: str | None) -> str | None:
-    """ID of the MLflow run of the run folder that weights come from; None for other weights, or a run that was not tracked."""
-    if not weights or not isinstance(path := to_path(weights), Path):
-        return None
-    folders = [folder for folder in (path, *path.parents[:3]) if (folder / "config.json").is_file()]
-    return run_id_of(folders[0]) if folders else None
+def environment(device: torch.device) -> list[str]:
+    """Versions of the system, of torch's libraries and of all packages, and the devices, for environment.txt."""
+    lines = [
+        f"python {platform.python_version()}",
+        f"system {platform.platform()}, {os.cpu_count()} CPUs",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+    ]
+    if device.type == "cuda":
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        lines.append(f"GPUs of the first host: {', '.join(names)}; NCCL {torch.cuda.nccl.version()}")
+    return [*lines, "", *installed_packages()]
+
+
+def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
+    """The plan and the predicted memory, for plan.txt."""
+    memory = rank_memory(model.config, config, plan.micro_batch, plan.accumulation, plan.world_size)
+    images = plan.steps * plan.global_batch
+    return [
+        plan.describe(),
+        *plan.notes(config),
+        f"{images:,} images, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
+        f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
+        "In hours and money, for a cluster: launch/plan.py",
+    ]
 
 
 def _description(
@@ -83,3 +114,15 @@ def _description(
     if config.init.weights:
         lines.append(f"From the weights in `{config.init.weights}`" + (f", MLflow run `{parent}`." if parent else "."))
     return "\n\n".join(lines)
+
+
+def _test_copies(dataset: Dataset) -> str:
+    """What launch/dedup.py found: test sets, and how many of their copies are among the training images."""
+    try:
+        report = read_dedup_report(dataset.path)
+    except FileNotFoundError:
+        return "not searched"
+    except (UserError, OSError, StorageError) as error:
+        return f"not known: {' '.join(str(error).split())[:200]}"
+    other = "" if report.data.fingerprint == dataset.fingerprint else f", searched in data {report.data.fingerprint}"
+    return report.in_words() + other

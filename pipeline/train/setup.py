@@ -1,7 +1,10 @@
 """Set-up before the first step: ranks, data, plan, lock, checkpoint or weights to start from, engine, dry run."""
 
+import contextlib
 import json
 import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -12,25 +15,32 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.console import Console
 from pipeline.distributed import from_environment
+from pipeline.errors import UserError
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import new_model_config
+from pipeline.estimate.plan import Plan, new_model_config
 from pipeline.evaluate import architecture
 from pipeline.files import write_text
+from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
+from pipeline.train.drawing import Drawing
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
+from pipeline.train.logged_models import logged_models
 from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
-from pipeline.train.run_facts import run_facts
+from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
@@ -43,6 +53,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
     facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path
+    before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
     console.say(f"{config.name}: {plan.describe()}")
@@ -63,7 +74,12 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
-    model = resume.initial_model(config, dataset, resumed, console)
+    if resumed is None and config.init.weights:
+        weights = ranks.on_main(partial(weights_path, config.init.weights, config.track.uri, console.say))
+        located = replace(config, init=replace(config.init, weights=weights))
+    else:
+        located = config
+    model = resume.initial_model(located, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
@@ -107,33 +123,43 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = None
     if ranks.is_main:
-        shown = run_facts(config, plan, model, dataset, split, evaluation, ranks.device)
-        tracker = _start_tracker(config, shown, folder, engine, model, start)
+        shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device)
+        shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
+        tracker = _start_tracker(config, plan, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
         console.say(line)
     saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+    drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
     shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
-    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver)]
+    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver, drawing)]
     if prepared.run_probe is not None:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
         config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
-        progress, checkpoints, damaged, saver, spikes, slow_ranks, watchdog, clock, meter, trace, tracker,
+        progress, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
 
 
 def _start_tracker(
-    config: RunConfig, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int
-) -> Tracker:
+    config: RunConfig, plan: Plan, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int,
+    checkpoints: Checkpoints,
+) -> Tracker:  # fmt: skip
     settings = schema.to_dict(config)
-    write_text(folder / "config.json", json.dumps(settings, indent=1))
     settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
+    write_text(folder / "config.json", json.dumps(settings, indent=1))
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
-    tracker = Tracker(config.track, Path(config.out), folder, facts, start)
-    for name in ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json"):
-        tracker.artifact(folder / name)
-    return tracker
+    page = PageFolder(folder)
+    if (
+        not facts.parents
+    ):  # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+        with contextlib.suppress(UserError):
+            facts = replace(facts, parents=page.read_facts().facts.parents)
+    page.write_text("environment.txt", environment(engine.ranks.device))
+    page.write_text("plan.txt", plan_lines(config, plan, model))
+    return Tracker(
+        config.track, Path(config.out), folder, facts, start, find_models=partial(logged_models, checkpoints)
+    )

@@ -8,6 +8,7 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
+from pipeline.slow_imports import postpone_dynamo, without_collection
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
@@ -32,8 +33,10 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        prepared = prepare(config)
-        from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
+        postpone_dynamo()
+        with without_collection():
+            prepared = prepare(config)
+            from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
 
         train_prepared(config, stop, prepared)
 
@@ -63,6 +66,7 @@ def _find_weights(config: RunConfig, weights: str) -> None:
     """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
     from pipeline.checkpoint.store import Checkpoints, checkpoint_folder  # Imports torch.
     from pipeline.model.files import find_file
+    from pipeline.monitor.weights_uri import is_uri
 
-    if not Checkpoints(checkpoint_folder(config)).candidates():
+    if not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
         find_file(Path(weights))

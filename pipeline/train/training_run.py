@@ -24,10 +24,12 @@ from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
 from pipeline.monitor.profile import Meter, StepClock, Trace
+from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
+from pipeline.train.drawing import Drawing
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.objective import Objective
@@ -54,7 +56,7 @@ class Progress:
 class TrainingRun:
     """Everything the training loop uses; made by `setup.set_up`.
 
-    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker: rank 0 only.
+    facts: identity of the run, saved with each checkpoint. damaged: names of damaged checkpoints. tracker, drawing: rank 0 only.
     """
 
     config: RunConfig
@@ -77,11 +79,13 @@ class TrainingRun:
     saver: Saver
     spikes: SpikePolicy
     slow_ranks: SlowRanks
+    host_meter: HostMeter
     watchdog: Watchdog
     clock: StepClock
     meter: Meter
     trace: Trace
     tracker: Tracker | None
+    drawing: Drawing | None
     peak_lr: float
 
     # ------------------------------------------------------------------ around the step
@@ -91,8 +95,7 @@ class TrainingRun:
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.tend()
-        if (file := self.trace.after(self.progress.step)) and self.tracker:
-            self.tracker.artifact(file)
+        if file := self.trace.after(self.progress.step):
             self.console.say(f"step {self.progress.step:,}: trace in {file}")
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
@@ -143,6 +146,7 @@ class TrainingRun:
             "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
             "bad_samples": ranks.sum(len(loader.bad))[0],
             "storage_retries": ranks.sum(self.dataset.storage.retry.retries)[0], **self.saver.read(),
+            **self.host_meter.read_on_all_ranks(),
         }  # fmt: skip
         self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
         for line in self.slow_ranks.changed(self.meter.own_seconds):
@@ -225,14 +229,26 @@ class TrainingRun:
         self.console.close_bar()
         self.feed.loader.close()
         self.saver.close()
+        if self.drawing:
+            self.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
         if self.tracker:
             self.tracker.finish(status, in_a_hurry, outcome, self._result(outcome))
 
     def _result(self, outcome: str) -> str:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
-        lines = [
-            f"**Result**: {outcome}. {self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training."
+        plan, step = self.plan, self.progress.step
+        exaflops = plan.global_batch * models.training_flops_per_image(self.model.config) / 1e18
+        rows = [
+            ("steps", f"{plan.steps:,}", f"{step:,}"),
+            ("images", f"{plan.steps * plan.global_batch:,}", f"{step * plan.global_batch:,}"),
+            ("exaFLOPs", f"{plan.steps * exaflops:.4g}", f"{step * exaflops:.4g}"),
         ]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
+        lines = [f"**Result**: {outcome}.", table]
+        if self.meter.total_seconds:
+            lines.append(
+                f"{self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training since the last start."
+            )
         scores = self.folder / "scores.json"
         if scores.exists():
             lines.append(f"Last scores: `{scores.read_text().strip()}`")

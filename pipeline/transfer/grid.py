@@ -22,7 +22,7 @@ from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME, read_status
-from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.tracking import send_report
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
@@ -264,9 +264,14 @@ def read_outcome(grid_run: GridRun) -> Scores | str | None:
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
         return None
-    if finished != grid_run.config:
+    if _without_password(finished) != _without_password(grid_run.config):
         return None
     return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
+
+
+def _without_password(config: RunConfig) -> RunConfig:
+    """As config.json has it. Earlier versions wrote the password there."""
+    return replace(config, track=replace(config.track, uri=hide_passwords(config.track.uri)))
 
 
 def _read_scores(grid_run: GridRun) -> Scores | None:

@@ -10,18 +10,18 @@ Where the cells run is decided by the caller, which passes a `RunCells`.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
-from pipeline import json_record
 from pipeline import model as models
+from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.files import write_text
-from pipeline.monitor.sync_state import run_id_of
+from pipeline.monitor.sync_state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
@@ -29,34 +29,6 @@ from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, proto
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
-
-# Where launch/dedup.py leaves its report in a data set.
-_DEDUP_REPORT = Path("dedup", "report.json")
-
-
-@dataclass(frozen=True)
-class _Searched:
-    """The data set that was searched for copies."""
-
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class _Against:
-    """A split whose images' copies were searched for."""
-
-    name: str
-    fingerprint: str
-    copies: int
-
-
-@dataclass(frozen=True)
-class _DedupReport:
-    """The fields that are read of the report of launch/dedup.py."""
-
-    data: _Searched
-    marked: bool
-    against: list[_Against]
 
 
 class RunCells(Protocol):
@@ -109,7 +81,7 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
         "method": config.method,
         "precision": config.precision,
         "micro_batch": config.micro_batch,
-        "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": _pretraining_run(sweep.config.weights)},
+        "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(sweep.config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,
         "scores": scores,
@@ -176,10 +148,10 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     """Task -> number of pre-training images marked as copies of its test images; None if they were not searched for."""
     if not pretrained_on:
         return dict.fromkeys(sweep.datasets)
-    path = Path(pretrained_on) / _DEDUP_REPORT
+    path = Path(pretrained_on) / DEDUP_REPORT
     remedy = f"launch/dedup.py data={pretrained_on} against=..."
     try:
-        report = json_record.read(path, _DedupReport)
+        report = read_dedup_report(Path(pretrained_on))
     except FileNotFoundError:
         raise UserError(f"{path} is missing. Make it with {remedy}") from None
     except UserError as error:
@@ -195,11 +167,6 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     tests = [part for part in report.against if part.name.endswith(f":{TEST}")] if report.marked else []
     copies = {part.fingerprint: part.copies for part in tests}
     return {name: copies.get(dataset.fingerprint) for name, dataset in sweep.datasets.items()}
-
-
-def _pretraining_run(weights: str) -> str | None:
-    """MLflow's ID of the run in whose folder a checkpoint lies."""
-    return next((found for folder in Path(weights).parents[:3] if (found := run_id_of(folder))), None)
 
 
 # -------------------------------------------------------------------- what is printed

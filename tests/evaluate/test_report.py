@@ -21,8 +21,12 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import render, report
 from pipeline.evaluate.loaded_model import evaluation_view, load_model
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.page import markdown
 from pipeline.settings import schema
+from pipeline.settings.run import TrackConfig
 from pipeline.settings.weights import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -277,3 +281,24 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     pairs = np.repeat(np.arange(30), np.arange(1, 31))  # Class 2i is predicted as 2i + 1 in i + 1 cases.
     assert render.most_confused_classes(2 * pairs, 2 * pairs + 1, 60).tolist() == [*range(30, 60)]
     assert render.draw_confusion(true, predicted, names).startswith(b"\x89PNG")
+
+
+def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    run = tmp_path / "runs" / "small"
+    Tracker(TrackConfig(), run.parent, run, RunFacts("small", "pretrain", description="What it is.")).finish("FINISHED")
+    weights = save(run / "weights.pt", K, classes=CLASSES)
+    uri = default_uri(run.parent)
+    scores = report.run(config(weights, data, "split=val", "shots=1", f"out={tmp_path / 'report'}", f"mlflow={uri}"))
+    client = MlflowStore(uri).client
+    sent, trained = client.search_runs(["1"], order_by=["attributes.start_time DESC"])
+    assert (sent.info.run_name, sent.data.tags["kind"]) == (f"try on {data.path.name}:val", "evaluation")
+    assert sent.data.metrics["eval/val_top1"] == scores["top1"]
+    assert sent.data.metrics[f"probe/{data.path.name}_1shot"] == scores["fewshot"][0]["top1"]
+    assert sent.data.tags["parent_run_id"] == trained.info.run_id
+    (given,) = sent.inputs.dataset_inputs
+    assert (given.dataset.digest, given.tags[0].value) == (data.fingerprint, "evaluation")
+    assert f"runs/{sent.info.run_id})" in trained.data.tags["mlflow.note.content"]
+    assert "confusion.png" in [file.path for file in client.list_artifacts(sent.info.run_id)]

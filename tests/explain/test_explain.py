@@ -83,9 +83,9 @@ def test_command_to_folder_and_mlflow(photos: Path, tmp_path: Path, capsys: pyte
     assert numbers["predictions"]["images"] == 9
     assert (out / "cost.csv").read_text().startswith("patch,image,tokens,macs,attention_macs,attention_share\n2,8,17,")
 
-    (found,) = client.search_runs([client.get_experiment_by_name("explain").experiment_id])
+    (found,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     names = {file.path for file in client.list_artifacts(found.info.run_id)}
-    assert names == {f"{name}.png" for name in ALL} | {"cost.csv", "explain.json"}
+    assert names == {f"{name}.png" for name in ALL} | {"cost.csv", "explain.json", "facts.json"}
     assert found.data.metrics["tokens"] == 17
     assert found.data.metrics["wrong_share"] == numbers["predictions"]["wrong"] / 9
     assert found.data.tags["weights_run"] == "try"

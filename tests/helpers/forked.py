@@ -18,13 +18,14 @@ from typing import Any
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
 # An answer bears the number of its request: one that nobody read must not be taken for the next.
 _FORGE = """
-import json, os, sys
+import gc, json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
 from pipeline.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
 import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
 from forked import work
+gc.freeze()  # As the start of a run does: otherwise each rank looks at all these objects when it exits, for a second.
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)

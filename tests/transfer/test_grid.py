@@ -243,6 +243,24 @@ def test_settings_that_the_grid_sets_itself_are_refused() -> None:
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1,1]"])
 
 
+def test_a_finished_run_is_found_again_without_the_password_of_its_tracking_uri(data: Path, tmp_path: Path) -> None:
+    file, uri = tmp_path / "run.yaml", "postgresql://ada:secret@db.example.org/mlflow"
+    file.write_text(RUN.replace("DATA", str(data)))
+    settings = [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights=x,track.uri={uri}]", "lr=[0.1]"]
+    cell = grid.make_run(schema.load(GridConfig, None, settings), "final", 0.1, 0, 0.0)
+    cell.folder.mkdir(parents=True)
+    written = json.dumps(schema.to_dict(cell.config))
+    (cell.folder / "status.json").write_text('{"status": "finished", "step": 12, "code": 0, "reason": ""}')
+    (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.5, "loss": 1.25, "num_samples": 37}')
+    for content, is_found in (
+        (written, True),
+        (written.replace("secret", "***"), True),
+        (written.replace("ada", "eve"), False),
+    ):
+        (cell.folder / "config.json").write_text(content)
+        assert (grid.read_outcome(cell) is not None) == is_found
+
+
 def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
     data: Path, tmp_path: Path, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:

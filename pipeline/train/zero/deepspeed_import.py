@@ -24,10 +24,10 @@ def _import_deepspeed() -> Any:
         import deepspeed
     with contextlib.suppress(ImportError, AttributeError), _without_inductor():
         import deepspeed.runtime.zero.muon.original_muon  # Later imports find it here.
-    # For tensor-parallel inference only. On a CPU every rank would compile it for a minute and map 66 MiB of /dev/shm under
-    # a name that outlives the rank.
-    with contextlib.suppress(AttributeError):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Set, because DeepSpeed would find out with the compiler which of its operators it can build. It asks for one alone, of
+    # tensor-parallel inference, which on a CPU every rank would compile for a minute, to map 66 MiB of /dev/shm under a name
+    # that outlives the rank.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
 
 

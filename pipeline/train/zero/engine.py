@@ -97,9 +97,9 @@ class Engine:
 
     def seed_dropout(self, micro_batch: int) -> None:
         """Seed torch from (seed, step, rank, micro-batch), so that a resumed run draws the same numbers."""
-        torch.manual_seed(
-            random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self._step, self.ranks.rank, micro_batch)
-        )
+        seed = random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self._step, self.ranks.rank, micro_batch)
+        # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
+        (torch.manual_seed if self.clock.on_gpu else torch.default_generator.manual_seed)(seed)
 
     def predictions(self, images: Tensor, *masks: Tensor) -> Tensor:
         """The model's output for float32 images (B, 3, H, W), in the precision of training. Collective at stage 3."""

@@ -171,14 +171,14 @@ def test_the_command_sends_all_of_it_to_mlflow(
         runpy.run_path(str(ROOT / "launch/stats.py"), run_name="__main__")
     assert "warning" not in capfd.readouterr().err
     client = MlflowClient(tracking_uri=uri)
-    (run_,) = client.search_runs([client.get_experiment_by_name("data").experiment_id])
+    (run_,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     found = json.loads((out / "stats.json").read_text())
     assert run_.info.status == "FINISHED"
     assert run_.info.run_name == f"stats {dataset.path.name}"
     assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
     assert run_.data.metrics == stats.metrics(found)
     names = stats.files(StatsConfig(data="", sheet=6))
-    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(names)
+    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted([*names, "facts.json"])
     for name in names:
         sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
         assert sent.read_bytes() == (out / name).read_bytes()

@@ -1,0 +1,36 @@
+"""Command: send run folders to MLflow afterwards. See `pipeline/review/sync.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.process import guard
+
+guard(__name__)
+
+from pipeline.command import main
+from pipeline.settings.reports import SyncConfig
+
+
+def track_sync(config: SyncConfig) -> None:
+    from pipeline.review.sync import run  # Late: --help needs no torch.
+
+    run(config)
+
+
+if __name__ == "__main__":
+    main(
+        SyncConfig,
+        track_sync,
+        """
+        Send to MLflow what it lacks of finished, stopped or killed runs: metrics, figures, settings, logged models, how they ended.
+
+        Runs send themselves; this is for those that could not (no network, track.enabled=false, a kill), and for a second store.
+
+          python launch/track_sync.py runs=[runs/vit_l16]
+          python launch/track_sync.py runs=[runs] uri=http://mlflow.example.org:5000
+
+        A run that goes on is left alone. Sending twice changes nothing.
+        """,
+    )

@@ -1,0 +1,44 @@
+"""The report that launch/dedup.py leaves in a data set: how many of its images are copies of test images."""
+
+from dataclasses import dataclass
+
+from pipeline import json_record
+from pipeline.data.storage.bucket import AnyPath, locate
+
+DEDUP_REPORT = "dedup/report.json"
+
+
+@dataclass(frozen=True)
+class SearchedData:
+    """The data set that was searched for copies."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """A split whose images' copies were searched for. name: as FOLDER:SPLIT. copies: images of the data set that are copies."""
+
+    name: str
+    fingerprint: str
+    copies: int
+
+
+@dataclass(frozen=True)
+class DedupReport:
+    """The fields that are read of the report. marked: whether the copies were put on the list of excluded images."""
+
+    data: SearchedData
+    marked: bool
+    against: list[TestSet]
+
+    def in_words(self) -> str:
+        """As "pets:test 12; cifar10:test 3": each test set, and the number of its copies."""
+        found = "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
+        return found if self.marked else f"{found} (not marked: dry_run)"
+
+
+def read_dedup_report(dataset: AnyPath) -> DedupReport:
+    """Raises FileNotFoundError if the data set was not searched, and UserError for a damaged report."""
+    path = locate(dataset, DEDUP_REPORT)
+    return json_record.parse(path.read_bytes(), DedupReport, str(path))

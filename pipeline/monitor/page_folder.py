@@ -1,0 +1,137 @@
+"""The folder `page/` of a run: what its MLflow page shows beside the metrics, as files.
+
+    facts.json         `RunFacts` and the experiment; written at each start
+    starts.jsonl       one `Start` a line
+    end.json           `End`: how the last start ended; missing while the run goes on, and after a kill
+    environment.txt    versions of the system, of GPUs and of all installed packages
+    plan.txt           steps, batches and predicted memory
+    predictions.npz    what the last evaluation predicted for each image
+    figures/*.png      drawn at evaluations
+
+The run folder is the truth and MLflow its mirror: the sender uploads these files, and launch/track_sync.py can make the whole
+MLflow run from the folder, also in another store.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.files import write_text
+from pipeline.monitor.run_page import RunFacts
+
+PAGE = "page"
+_FACTS, _STARTS, _END = "facts.json", "starts.jsonl", "end.json"
+_MAX_STARTS_SHOWN = 20
+# Files of the page that are not uploaded: they say the same as tags do, or are of this disk alone.
+LOG = "drawing.log"
+_NOT_UPLOADED = {_END, LOG}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run. time: seconds since 1970. step: from which it continued. before: how the start before ended."""
+
+    time: float
+    step: int
+    hosts: list[str]
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a start ended. status: FINISHED, FAILED or KILLED (MLflow's names). tags: to set on the MLflow run."""
+
+    status: str
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedFacts:
+    """Content of facts.json. experiment: name of the MLflow experiment."""
+
+    experiment: str
+    facts: RunFacts
+
+
+class PageFolder:
+    """The files in `page/` of one run folder. Only rank 0 of a run writes them."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder, self.path = run_folder, run_folder / PAGE
+
+    def begin(self, experiment: str, facts: RunFacts, start: Start) -> None:
+        """Write the facts, and record the start of a run; a report has no starts."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / _END).unlink(missing_ok=True)
+        write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
+        if facts.steps:
+            with open(self.path / _STARTS, "a") as file:
+                file.write(json.dumps(asdict(start)) + "\n")
+
+    def write_text(self, name: str, lines: list[str]) -> None:
+        """Write a text file, such as plan.txt."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / name, "\n".join(lines) + "\n")
+
+    def end(self, end: End) -> None:
+        """Write how the start ended."""
+        write_text(self.path / _END, json.dumps(asdict(end), indent=1))
+
+    def read_facts(self) -> SavedFacts:
+        """Raises UserError for a run folder without facts.json: of a run that never started, or of an earlier version."""
+        try:
+            return json_record.read(self.path / _FACTS, SavedFacts)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path / _FACTS} is missing: {self.run_folder} is not the folder of a run, or an earlier version wrote it. "
+                "Starting the run's command again writes the file, also for a finished run."
+            ) from None
+
+    def read_end(self) -> End | None:
+        """None while the run goes on, and after a kill."""
+        with contextlib.suppress(FileNotFoundError, UserError):
+            return json_record.read(self.path / _END, End)
+        return None
+
+    def starts(self) -> list[Start]:
+        """All starts, the first one first; lines that a kill cut short are left out."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / _STARTS).read_text(errors="replace").splitlines():
+                with contextlib.suppress(UserError):
+                    found.append(json_record.parse(line, Start, _STARTS))
+        return found
+
+    def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+        """Yield (file, folder among the artifacts) of each file to upload that exists. names: of files beside `page/`."""
+        for name in names:
+            if (path := self.run_folder / name).is_file():  # An absolute name stays as it is.
+                yield path, ""
+        for folder, _, files in sorted(os.walk(self.path)):
+            inside = Path(folder).relative_to(self.path)
+            for file in sorted(files):
+                if file not in _NOT_UPLOADED and not file.startswith("."):
+                    yield Path(folder) / file, "" if inside == Path() else inside.as_posix()
+
+
+def describe(description: str, starts: list[Start]) -> str:
+    """The description of a run, with what ended its earlier starts, and which hosts went or came. Markdown."""
+    lines = []
+    for before, start in itertools.pairwise(starts):
+        if start.before:
+            gone, new = sorted({*before.hosts} - {*start.hosts}), sorted({*start.hosts} - {*before.hosts})
+            hosts = [f"without {', '.join(gone)}"] * bool(gone) + [f"with {', '.join(new)}"] * bool(new)
+            when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
+            lines.append(
+                f"- {', '.join([when, f'from step {start.step:,}', *hosts])}: the start before was {start.before}"
+            )
+    if not lines:
+        return description
+    return "\n".join([description, "", f"**Started {len(starts)} times**", "", *lines[-_MAX_STARTS_SHOWN:]]).strip()

@@ -1,0 +1,172 @@
+"""Keeps the artifacts and logged models of an MLflow run equal to its run folder. Used by the sender's thread."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, hide_passwords
+from pipeline.monitor.sync_state import SentModel, SyncState
+
+# Returns the checkpoints to show, while the run goes on (False) or after its end (True).
+FindModels = Callable[[bool], list[ModelFacts]]
+# After so many files in a row that could not be sent, the server is down: the rest waits.
+_MAX_FAILURES = 2
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class MirrorSettings:
+    """look: seconds between looks at the folder. again: after which a file that keeps changing is uploaded again.
+
+    models: seconds between looks at the checkpoints. upload_weights: upload the weights of logged models as well. register:
+    name of the registered model of which each logged model becomes a version; empty is none.
+    """
+
+    look: float = 10.0
+    again: float = 300.0
+    models: float = 60.0
+    upload_weights: bool = False
+    register: str = ""
+
+
+class RunMirror:
+    """Mirrors one run folder to one MLflow run.
+
+    find_models: see FindModels. update: sets fields of the state and saves it. warn: receives one line.
+    """
+
+    def __init__(
+        self, folder: Path, facts: RunFacts, find_models: FindModels, settings: MirrorSettings,
+        update: Callable[..., None], warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.page, self.facts, self.find_models, self.settings = PageFolder(folder), facts, find_models, settings
+        self.update, self.warn = update, warn
+        self.has_new_scores = False
+        self._next_look = self._next_models = 0.0
+        self._uploaded_at: dict[str, float] = {}
+        self._warned: set[str] = set()
+
+    def look(self, store: MlflowStore, state: SyncState, final: bool = False) -> bool:
+        """Send what has changed in the folder. final: the run has ended. Returns whether all of it was sent."""
+        now = time.monotonic()
+        complete = True
+        if final or now >= self._next_look:
+            complete = self._upload(store, state, final)
+            self._next_look = now + self.settings.look  # Unless the server is down: then at once, when it is back.
+        if final or self.has_new_scores or now >= self._next_models:
+            self._show_models(store, state, final)
+            self._next_models = now + self.settings.models
+            self.has_new_scores = False
+        return complete
+
+    # ---------------------------------------------------------------- artifacts
+    def _upload(self, store: MlflowStore, state: SyncState, final: bool) -> bool:
+        assert state.run_id is not None
+        failures = 0
+        for path, folder in self.page.artifacts(self.facts.artifacts):
+            name, is_same = self._compare(path, folder, state)
+            waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < self.settings.again
+            if is_same or waits:
+                continue
+            try:
+                version = _version(path)
+                store.log_artifact(state.run_id, path, folder)
+            except Exception as error:  # Whatever the server or the file system raises.
+                store.is_active(state.run_id)  # Raises if the server is down, which the sender says, once.
+                if name not in self._warned:
+                    self._warned.add(name)
+                    self.warn(f"MLflow refused {path} ({one_line(error)}); it is tried again.")
+                failures += 1
+                if failures == _MAX_FAILURES:
+                    return False
+                continue
+            self._uploaded_at[name] = time.monotonic()
+            self.update(state, artifacts={**state.artifacts, name: version})
+        return not failures
+
+    @staticmethod
+    def _compare(path: Path, folder: str, state: SyncState) -> tuple[str, bool]:
+        name = f"{folder}/{path.name}".lstrip("/")
+        try:
+            return name, state.artifacts.get(name) == _version(path)
+        except FileNotFoundError:  # Just removed, or being replaced.
+            return name, True
+
+    # ---------------------------------------------------------------- logged models
+    def _show_models(self, store: MlflowStore, state: SyncState, final: bool) -> None:
+        assert state.run_id is not None
+        present = {model.sha256: model for model in self.find_models(final)}
+        for sha256 in state.models.keys() - present.keys():  # The checkpoint was removed.
+            store.delete_model(state.models[sha256].model_id)
+            self.update(state, models={key: sent for key, sent in state.models.items() if key != sha256})
+        newest = max((model.step for model in present.values()), default=0)
+        for sha256, model in sorted(present.items(), key=lambda item: item[1].step):
+            known = state.models.get(sha256)
+            # A checkpoint is scored right after it is saved: older ones get no more scores.
+            awaits_scores = (final or self.has_new_scores) and (
+                not known or not known.num_scores or model.step == newest
+            )
+            if known and known.roles == model.roles and not awaits_scores:
+                continue
+            sent = known or self._create(store, state.run_id, model)
+            if sent.roles != model.roles:
+                store.set_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
+            scores = store.score_model(state.run_id, sent.model_id, model.step, self._evaluation_data())
+            sent = replace(sent, roles=model.roles, num_scores=len(scores))
+            if self.settings.register:
+                sent = self._register(store, state.run_id, model, sent, scores)
+            self.update(state, models={**state.models, sha256: sent})
+
+    def _evaluation_data(self) -> DatasetFacts | None:
+        return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
+
+    def _create(self, store: MlflowStore, run_id: str, model: ModelFacts) -> SentModel:
+        files = [Path(model.path) / _WEIGHTS] if self.settings.upload_weights and "://" not in model.path else []
+        tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
+        name = f"{self.facts.name}-step-{model.step:08d}"
+        kind = self.facts.tags.get("model", "")
+        return SentModel(store.create_model(run_id, name, model.step, kind, tags, files), model.roles)
+
+    def _register(
+        self, store: MlflowStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]
+    ) -> SentModel:
+        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
+        name = self.settings.register
+        score = scores.get(f"eval/{self.facts.score}")
+        evaluated = self._evaluation_data()
+        data = evaluated.digest if evaluated else ""
+        tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256}
+        if score is not None:
+            tags |= {"score": repr(score), "score_name": self.facts.score, "score_data": data}
+        if sent.version is None:
+            sent = replace(sent, version=store.register(name, run_id, sent.model_id, tags))
+        assert sent.version is not None
+        store.set_version_tags(name, sent.version, tags)
+        if "last" in model.roles:
+            store.set_alias(name, "last", sent.version)
+        if score is None:
+            return sent
+        best = store.tags_of_alias(name, "best")
+        sign = -1 if self.facts.score.endswith("loss") else 1
+        if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
+            self.warn(
+                f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
+                f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
+            )
+        elif best is None or sign * score > sign * float(best.get("score", "nan")):
+            store.set_alias(name, "best", sent.version)
+        return sent
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, on one line without passwords."""
+    return hide_passwords(" ".join(str(error).split()))[:300]
+
+
+def _version(path: Path) -> str:
+    """Size and time of a file, by which a change is noticed."""
+    found = path.stat()
+    return f"{found.st_size} bytes, {found.st_mtime_ns} ns"

@@ -1,0 +1,85 @@
+"""Weights named by MLflow: models:/ID, models:/NAME@alias, models:/NAME/version and runs:/ID, as its pages show them.
+
+python launch/evaluate.py weights=models:/vit@best data=datasets/pets
+
+from pipeline.model import load
+from pipeline.monitor.weights_uri import weights_path
+model = load(weights_path("models:/m-5adfe06462174153a4f8cbb493d9510b"))
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from pipeline.committed import read_checksums
+from pipeline.data.storage.checksum_cache import cache_home
+from pipeline.errors import UserError
+from pipeline.monitor.mlflow_store import MlflowStore
+
+C = TypeVar("C", bound="_HasWeights")
+
+_WEIGHTS = "model.safetensors"
+_DEFAULT_STORE = Path("runs/mlflow.db")
+
+
+class _HasWeights(Protocol):
+    @property
+    def weights(self) -> str: ...
+
+
+def is_uri(weights: str) -> bool:
+    """Whether these weights are named by MLflow, rather than a path."""
+    return weights.startswith(("models:/", "runs:/"))
+
+
+def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], object] = print) -> str:
+    """The path of weights that MLflow names; any other path as it is.
+
+    tracking_uri: by default MLFLOW_TRACKING_URI, else runs/mlflow.db. The checkpoint is used where the run wrote it, if it
+    has the hash that MLflow shows; else the weights that were uploaded (track.upload_weights) are downloaded to the cache,
+    once. say: called with a line that names what was found. Raises UserError if there are none.
+    """
+    if not is_uri(weights):
+        return weights
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _default_store(weights)
+    store = MlflowStore(uri)
+    model_id, tags = store.find_model(weights)
+    path, sha256 = tags.get("path", ""), tags.get("sha256", "")
+    if not path or not sha256:
+        raise UserError(f"{weights} was not logged by this pipeline: it has no tags path and sha256.")
+    checksums = read_checksums(Path(path))
+    if checksums and _WEIGHTS in checksums and checksums[_WEIGHTS].sha256 == sha256:
+        say(f"{weights}: {path}")
+        return path
+    folder = cache_home() / "models" / sha256
+    file = folder / _WEIGHTS
+    if not file.is_file():
+        try:
+            file = store.download_model_file(model_id, _WEIGHTS, folder)
+        except UserError:
+            raise UserError(
+                f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
+                "uploaded. Run this where that folder is, or train with track.upload_weights=true."
+            ) from None
+    with open(file, "rb") as stream:
+        if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
+            file.unlink()
+            raise UserError(f"{weights}: the download was damaged ({file}, removed). Try again.")
+    say(f"{weights}: {file}, downloaded from MLflow")
+    return str(file)
+
+
+def with_local_weights(config: C) -> C:
+    """A command's settings with the path of the weights, where they are named by MLflow."""
+    return replace(config, weights=weights_path(config.weights)) if is_uri(config.weights) else config  # type: ignore[type-var]
+
+
+def _default_store(weights: str) -> str:
+    if not _DEFAULT_STORE.is_file():
+        raise UserError(
+            f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {_DEFAULT_STORE} here."
+        )
+    return f"sqlite:///{_DEFAULT_STORE.resolve()}"

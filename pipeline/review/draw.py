@@ -1,0 +1,114 @@
+"""Draws the figures of a run folder into `page/figures/`; a process of its own beside training:
+
+    python -m pipeline.review.draw RUN_FOLDER [--final]
+
+Curves and the figures of the last evaluation are drawn each time; attention and position embeddings, which need the weights,
+when the run has ended (--final). A figure that cannot be drawn costs one line, and not the others.
+"""
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.subset import run_splits
+from pipeline.data.storage.cache import Storage
+from pipeline.errors import UserError
+from pipeline.explain import explain
+from pipeline.files import replacing
+from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.review.curves import draw_run
+from pipeline.review.predictions import LastPredictions, draw_matrix, draw_sheet, draw_worst, read_predictions
+from pipeline.review.reader import from_folder
+from pipeline.review.record import RunRecord
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+from pipeline.settings.weights import ExplainConfig
+
+FIGURES = Path(PAGE) / "figures"
+_MAX_OTHERS = 20
+_NUM_EXPLAINED = 4
+_MAX_SECONDS = 300
+
+
+def draw(folder: Path, final: bool) -> list[str]:
+    """Draw all figures whose inputs exist; returns a line for each that failed. final: also those that need the weights."""
+    problems: list[str] = []
+    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
+
+    def attempt(names: tuple[str, ...], make: Callable[[], Iterator[bytes | None]]) -> None:
+        try:
+            for name, content in zip(names, make(), strict=True):
+                if content is not None:
+                    with replacing(folder / FIGURES / f"{name}.png") as file:
+                        file.write(content)
+        except Exception as error:  # Whatever a damaged file, a library or the disk raises.
+            problems.append(
+                f"{', '.join(names)} not drawn: {' '.join(str(error).split())[:300] or type(error).__name__}"
+            )
+
+    attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
+    if (folder / PAGE / "predictions.npz").exists():
+        attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
+    if final:
+        attempt(("attention", "positions"), lambda: _of_weights(folder))
+    return problems
+
+
+def others(folder: Path) -> list[RunRecord]:
+    """The newest runs of the same kind on the same data in the same folder of runs."""
+    try:
+        own = PageFolder(folder).read_facts().facts
+    except UserError:
+        return []
+    found: list[RunRecord] = []
+    candidates = [page.parents[1] for page in folder.resolve().parent.glob(f"*/{PAGE}/facts.json")]
+    for candidate in sorted(candidates, key=lambda path: -path.stat().st_mtime):
+        if candidate == folder.resolve() or len(found) == _MAX_OTHERS:
+            continue
+        try:
+            facts = PageFolder(candidate).read_facts().facts
+            if (facts.kind, facts.tags.get("data")) == (own.kind, own.tags.get("data")):
+                found.append(from_folder(candidate))
+        except (UserError, OSError):
+            continue  # Damaged, or just being removed: it is background.
+    return found
+
+
+def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
+    found: LastPredictions = read_predictions(folder / PAGE / "predictions.npz")
+    config = _config(folder)
+    data = config.data
+    dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
+    _, split = run_splits(dataset, data, config.seed)
+    yield draw_matrix(found, dataset.classes)
+    yield draw_worst(found, dataset.classes)
+    yield draw_sheet(found, dataset.classes, split, config)
+
+
+def _of_weights(folder: Path) -> Iterator[bytes | None]:
+    data = _config(folder).data
+    with tempfile.TemporaryDirectory() as out:
+        settings = [
+            f"weights={folder}", f"images=[{data.path}]", f"split={data.eval_split}", "draw=[attention,positions]", f"out={out}",
+            f"num_drawn={_NUM_EXPLAINED}", "device=cpu", "threads=1",
+        ]  # fmt: skip
+        explain.run(schema.load(ExplainConfig, None, settings))
+        for name in ("attention", "positions"):
+            file = Path(out) / f"{name}.png"
+            yield file.read_bytes() if file.exists() else None
+
+
+def _config(folder: Path) -> RunConfig:
+    file = folder / "config.json"
+    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+
+
+if __name__ == "__main__":
+    signal.alarm(_MAX_SECONDS)  # Training ends it earlier, unless training was killed.
+    for line in draw(Path(sys.argv[1]), "--final" in sys.argv[2:]):
+        print(line, flush=True)

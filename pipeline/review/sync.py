@@ -1,0 +1,92 @@
+"""Sends run folders to MLflow after the fact: what a run could not send, or all of it to another store."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline import json_record
+from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
+from pipeline.errors import UserError
+from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
+from pipeline.monitor.page_folder import PAGE, End, PageFolder
+from pipeline.monitor.run_mirror import one_line
+from pipeline.monitor.run_page import ModelFacts, hide_passwords
+from pipeline.monitor.sync_state import STATE_FILE, read_states
+from pipeline.monitor.tracking import default_uri, make_sender
+from pipeline.settings import schema
+from pipeline.settings.reports import SyncConfig
+from pipeline.settings.run import RunConfig, TrackConfig
+from pipeline.train.logged_models import logged_models
+
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
+
+
+def run(config: SyncConfig) -> list[str]:
+    """Send each run folder; prints a line for each, and returns the IDs of the MLflow runs.
+
+    Raises UserError for a folder without runs, and for a store that cannot be reached; what was sent until then stays.
+    """
+    folders = [folder for given in config.runs for folder in find_runs(Path(given))]
+    sent = []
+    for folder in folders:
+        if who := holder(folder):
+            print(f"{folder}: in use by {who}, which sends it")
+            continue
+        sent.append(send(folder, config.uri))
+    return sent
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run folders at or below a path. Raises UserError if there are none."""
+    if (path / PAGE).is_dir():
+        return [path]
+    found = sorted(facts.parents[1] for facts in path.glob(f"**/{PAGE}/facts.json"))
+    if not found:
+        raise UserError(f"{path} contains no run with {PAGE}/facts.json. Name a run folder, or a folder of runs.")
+    return found
+
+
+def send(folder: Path, uri: str = "") -> str:
+    """Send what MLflow lacks of a run folder that no process uses; returns the ID of the MLflow run."""
+    page = PageFolder(folder)
+    saved = page.read_facts()
+    settings = _settings(folder)
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _last_uri(folder) or default_uri(folder.parent)
+    if "***" in uri:
+        raise UserError(f"{folder} was sent to {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI.")
+
+    def models(ended: bool) -> list[ModelFacts]:
+        return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []
+
+    track = settings.track if settings else TrackConfig()
+    track = replace(track, uri=uri, experiment=saved.experiment)
+    sender = make_sender(track, folder.parent, folder, saved.facts, None, find_models=models)
+    try:
+        sender.send_all(page.read_end() or _end_without_word(folder))
+    except Exception as error:  # Whatever the server or its client raises.
+        raise UserError(
+            f"{folder}: MLflow at {hide_passwords(uri)} did not take all of it ({one_line(error)}). The same command sends the rest."
+        ) from None
+    print(f"{folder}: sent to {hide_passwords(uri)}, run {sender.run_id}")
+    return sender.run_id
+
+
+def _end_without_word(folder: Path) -> End:
+    """How a run ended whose process could not say it: killed, or lost with its host."""
+    status = read_status(folder)
+    name = _MLFLOW_STATUS.get(status.status, "FAILED") if status else "FINISHED"
+    return End(name, {"outcome": last_end_in_words(folder)} if status else {})
+
+
+def _settings(folder: Path) -> RunConfig | None:
+    """The settings of a training run; None for a report."""
+    file = folder / "config.json"
+    try:
+        return schema.build(RunConfig, json_record.read(file, dict), str(file))
+    except FileNotFoundError:
+        return None
+
+
+def _last_uri(folder: Path) -> str:
+    states, _ = read_states(folder / STATE_FILE)
+    return next(reversed(states), "")

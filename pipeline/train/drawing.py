@@ -1,0 +1,91 @@
+"""Draws the figures of a run at evaluations, in a process of low priority, which training never waits for but at its end.
+
+Rank 0 only. The process is `python -m pipeline.review.draw`; it reads the run folder, so it needs nothing of this one.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.dataset.split import Split
+from pipeline.evaluate.classify import Predictions, outcomes
+from pipeline.files import replacing
+from pipeline.monitor.page_folder import LOG, PAGE
+
+_ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "pipeline.review.draw")
+# At most this many images are kept, the first ones of the split.
+_MAX_IMAGES = 50_000
+# Environment of ranks, which would make it one of them, or take their GPU.
+_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Drawing:
+    """The drawing process of a run.
+
+    every: seconds between drawings during the run. patience: how long the end of a run waits for the last one. command: of the
+    process, without the folder.
+    """
+
+    def __init__(
+        self, folder: Path, every: float = 60.0, patience: float = 60.0, command: Sequence[str] = COMMAND
+    ) -> None:
+        self.folder, self.every, self.patience, self.command = folder.resolve(), every, patience, command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = -float("inf")
+
+    def begin(self, predictions: Predictions | None, split: Split) -> None:
+        """Keep the predictions of an evaluation, and draw, unless the last drawing goes on or was just begun."""
+        with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
+            if predictions is not None:
+                self._keep(predictions, split)
+            if time.monotonic() - self._begun >= self.every and not self._is_drawing():
+                self._process = self._start()
+
+    def end(self, last: bool) -> None:
+        """End a drawing that goes on. last: draw once more, with the figures that need the weights."""
+        self._kill()
+        if not last:
+            return
+        with contextlib.suppress(OSError):
+            self._process = self._start("--final")
+            try:
+                self._process.wait(self.patience)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                with open(self.folder / PAGE / LOG, "a") as log:
+                    log.write(f"ended after {self.patience:.0f} s: what was not drawn until then is missing\n")
+
+    def _keep(self, predictions: Predictions, split: Split) -> None:
+        true, predicted = outcomes(predictions, split)
+        num = min(len(true), _MAX_IMAGES)
+        (self.folder / PAGE).mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / PAGE / "predictions.npz") as file:
+            np.savez_compressed(
+                file, rows=np.arange(num), true=true[:num], predicted=predicted[:num],
+                probability=predictions.probabilities[:num, 0],
+            )  # fmt: skip
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        self._begun = time.monotonic()
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_ROOT)}
+        command = ["nice", "-n", "19", *self.command, str(self.folder), *arguments]
+        with open(self.folder / PAGE / LOG, "ab") as log:
+            return subprocess.Popen(
+                command, cwd=_ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def _is_drawing(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,194 @@
+"""Checkpoints as logged and registered models, and weights named by their MLflow URI."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import model as models
+from pipeline.committed import Checksum
+from pipeline.errors import UserError
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.monitor.weights_uri import weights_path
+from pipeline.settings.run import TrackConfig
+
+FAST = Timing(poll=0.05, retry=(0.05,))
+DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "val", 90, 3, "evaluation")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def checkpoint(out: Path, run: str, step: int) -> ModelFacts:
+    """A checkpoint folder with the weights of a tiny model, which depend on the step."""
+    folder = out / run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    config = models.ViTConfig(16, 1, 16, 2, 4, (8, 8), 3)
+    models.save_safetensors(models.build(config, seed=step), folder / "model.safetensors", {"step": step})
+    content = (folder / "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    checksums = {"model.safetensors": asdict(Checksum(len(content), sha256))}
+    (folder / "checksums.json").write_text(json.dumps(checksums))
+    return ModelFacts(step, str(folder), sha256, ("kept",))
+
+
+def tracked(out: Path, run: str, found: list[ModelFacts], scores: dict[int, float], **settings: object) -> None:
+    facts = RunFacts(run, "pretrain", tags={"model": "ViT-Ti/16"}, datasets=(DATA,), score="val_top1")
+    tracker = Tracker(TrackConfig(**settings), out, out / run, facts, 0, FAST, lambda ended: found)
+    for step, score in scores.items():
+        tracker.log(step, {"loss": 1.0, "val_top1": score})
+    tracker.finish("FINISHED")
+
+
+def logged(out: Path) -> list:
+    client = MlflowStore(default_uri(out)).client
+    found = client.search_logged_models([client.get_experiment_by_name("vit").experiment_id])
+    return sorted(found, key=lambda model: int(model.params["step"]))
+
+
+def test_a_kept_checkpoint_is_a_logged_model_with_its_scores_which_load_by_its_uri(tmp_path: Path) -> None:
+    found = [checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)]
+    tracked(tmp_path, "a", found, {10: 0.25, 20: 0.5})
+    first, second = logged(tmp_path)
+    assert (first.name, first.model_type, first.status.value) == ("a-step-00000010", "ViT-Ti/16", "READY")
+    assert (first.tags["sha256"], first.tags["path"]) == (found[0].sha256, found[0].path)
+    for model, score in ((first, 0.25), (second, 0.5)):
+        (metric,) = MlflowStore(default_uri(tmp_path)).client.get_logged_model(model.model_id).metrics
+        assert (metric.key, metric.value, metric.dataset_digest) == ("eval/val_top1", score, DATA.digest)
+    client = MlflowStore(default_uri(tmp_path)).client
+    (run,) = client.search_runs([first.experiment_id])
+    outputs = [(output.model_id, output.step) for output in run.outputs.model_outputs]
+    assert sorted(outputs, key=lambda output: output[1]) == [(first.model_id, 10), (second.model_id, 20)]
+
+    lines: list[str] = []
+    path = weights_path(second.model_uri, default_uri(tmp_path), lines.append)
+    assert lines == [f"{second.model_uri}: {found[1].path}"]
+    loaded, trained = models.load(path).state_dict(), models.load(found[1].path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
+    assert weights_path(f"runs:/{run.info.run_id}", default_uri(tmp_path)) == found[1].path
+
+
+def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp_path: Path) -> None:
+    old, kept = checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)
+    tracked(tmp_path, "a", [old, kept], {10: 0.25, 20: 0.5})
+    again = ModelFacts(10, old.path, "f" * 64, ("best",))  # The same step, with other weights.
+    tracked(tmp_path, "a", [again, kept], {})
+    assert [(model.tags["sha256"], model.tags["roles"]) for model in logged(tmp_path)] == [
+        ("f" * 64, "best"), (kept.sha256, "kept"),
+    ]  # fmt: skip
+
+
+def test_weights_that_are_not_where_the_run_wrote_them(tmp_path: Path, cache: Path) -> None:
+    found = [checkpoint(tmp_path, "a", 10)]
+    tracked(tmp_path, "a", found, {10: 0.25})
+    (model,) = logged(tmp_path)
+    shutil.move(tmp_path / "a" / "checkpoints", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"were not uploaded\. .*track.upload_weights=true"):
+        weights_path(model.model_uri, default_uri(tmp_path))
+    shutil.move(tmp_path / "elsewhere", tmp_path / "a" / "checkpoints")
+
+    uploaded = [checkpoint(tmp_path, "b", 10)]
+    tracked(tmp_path, "b", uploaded, {10: 0.25}, upload_weights=True)
+    model = next(model for model in logged(tmp_path) if model.tags["run"] == "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints")
+    path = weights_path(model.model_uri, default_uri(tmp_path))
+    assert path == str(cache / "vit-pipeline" / "models" / uploaded[0].sha256 / "model.safetensors")
+    assert models.load(path).config.depth == 1
+    with open(path, "r+b") as file:  # A damaged download is not used, and not kept.
+        file.write(b"damaged")
+    with pytest.raises(UserError, match="damaged"):
+        weights_path(model.model_uri, default_uri(tmp_path))
+    assert weights_path(model.model_uri, default_uri(tmp_path)) == path
+
+
+def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def last(run: str, step: int) -> ModelFacts:
+        found = checkpoint(tmp_path, run, step)
+        return ModelFacts(step, found.path, found.sha256, ("last",))
+
+    aliases = []
+    for run, score in (("a", 0.25), ("b", 0.75), ("c", 0.5)):
+        tracked(tmp_path, run, [last(run, 10)], {10: score}, register="photos")
+        uris = ("models:/photos@last", "models:/photos@best")
+        paths = [Path(weights_path(uri, default_uri(tmp_path))) for uri in uris]
+        aliases.append([path.relative_to(tmp_path).parts[0] for path in paths])
+    assert aliases == [["a", "a"], ["b", "b"], ["c", "b"]]
+    tracked(tmp_path, "c", [last("c", 11)], {}, register="photos")  # A restart without scores.
+    client = MlflowStore(default_uri(tmp_path)).client
+    assert len(client.search_model_versions("name = 'photos'")) == 4
+    assert client.get_model_version_by_alias("photos", "best").tags["run"] == "b"
+
+    other = RunFacts(
+        "d", "pretrain", datasets=(DatasetFacts("x", "/x", "f00", "val", 9, 3, "evaluation"),), score="val_top1"
+    )
+    found = last("d", 10)
+    tracker = Tracker(TrackConfig(register="photos"), tmp_path, tmp_path / "d", other, 0, FAST, lambda ended: [found])
+    tracker.log(10, {"val_top1": 1.0})
+    tracker.finish("FINISHED")
+    assert client.get_model_version_by_alias("photos", "best").tags["run"] == "b"
+    assert (
+        "`best` stays at b, whose score (val_top1 on data 0123456789abcdef) cannot be compared"
+        in capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("models:/m-0", r"models:/m-0 is not found in MLflow at sqlite:.*m-0.* MLFLOW_TRACKING_URI names the server"),
+        ("models:/photos@best", r"models:/photos@best is not found"),
+        ("runs:/0", r"runs:/0 is not found"),
+    ],
+)
+def test_weights_that_mlflow_does_not_know(tmp_path: Path, weights: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        weights_path(weights, default_uri(tmp_path))
+
+
+def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert weights_path("runs/a") == "runs/a"
+    with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
+        weights_path("models:/a@best")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
+    def run(name: str, parent: str = "", times: int = 1) -> str:
+        for _ in range(times):
+            facts = RunFacts(
+                name, "finetune", description=f"What {name} is.", parents={"parent": parent} if parent else {}
+            )
+            Tracker(TrackConfig(), tmp_path, tmp_path / name, facts, 0, FAST).finish("FINISHED")
+        client = MlflowStore(default_uri(tmp_path)).client
+        (found,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+        return found.info.run_id
+
+    parent = run("large")
+    children = [run(name, parent, times=2) for name in ("cars", "birds")]
+    client = MlflowStore(default_uri(tmp_path)).client
+    note = client.get_run(parent).data.tags["mlflow.note.content"]
+    lines = sorted(
+        f"- finetune [{n}](#/experiments/1/runs/{c})" for n, c in zip(("cars", "birds"), children, strict=True)
+    )
+    assert note.startswith("What large is.\n\n**Made from this run**\n\n- finetune [")
+    assert sorted(note.splitlines()[-2:]) == lines
+    assert client.get_run(children[0]).data.tags["parent_run_id"] == parent
+    # Also after the parent was started again.
+    assert run("large") == parent
+    assert sorted(client.get_run(parent).data.tags["mlflow.note.content"].splitlines()[-2:]) == lines
+    # A parent in another store costs nothing.
+    assert run("lost", "0" * 32)

@@ -1,0 +1,428 @@
+"""Tracking with real servers: PostgreSQL, `mlflow server` with artifacts in S3, and what happens to servers."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import faulty_s3
+import psutil
+import pytest
+import servers
+import track_a_run
+from servers import MlflowServer, Postgres, Proxy, Recorder
+
+from pipeline.checkpoint.store import Checkpoints
+from pipeline.model.variants import configure
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings.quantities import Length
+from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfig
+from pipeline.train import setup
+
+pytestmark = pytest.mark.slow
+FAST = Timing(poll=0.05, retry=(0.1,), finish=60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_telemetry_and_no_login() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with servers.running(recorder):
+        yield recorder
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, s3_server: faulty_s3.S3, recorder: Recorder
+) -> Iterator[MlflowServer]:
+    """`mlflow server` with SQLite, and its artifacts in S3. Everything beyond loopback would go to the recorder."""
+    s3_server.bucket("artifacts")
+    folder = tmp_path_factory.mktemp("server")
+    options = ("--artifacts-destination", "s3://artifacts/store")
+    server = MlflowServer(folder, f"sqlite:///{folder / 'mlflow.db'}", *options, **recorder.environment)
+    with servers.running(server.start()):
+        yield server
+
+
+@pytest.fixture
+def proxy(server: MlflowServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.url)
+    with servers.running(proxy):
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    postgres = Postgres(tmp_path_factory.mktemp("postgres"))
+    with servers.running(postgres):
+        yield postgres
+
+
+class Tracked:
+    """A tracked run of a test: logs steps, and knows what the store has of it. slowest: call of `Tracker.log`, in seconds."""
+
+    def __init__(self, uri: str, out: Path, experiment: str) -> None:
+        self.uri, self.out, self.folder, self.experiment = uri, out, out / "run", experiment
+        self.slowest, self.tracker = 0.0, None
+
+    def start(self, step: int = 0, timing: Timing = FAST) -> "Tracked":
+        facts = RunFacts(
+            "run", "pretrain", {"optimizer.lr": 0.1}, description="A run.", steps=40, artifacts=("log.txt",)
+        )
+        config = TrackConfig(uri=self.uri, experiment=self.experiment)
+        self.tracker = Tracker(config, self.out, self.folder, facts, step, timing)
+        return self
+
+    def log(self, first: int, last: int, **more: float) -> None:
+        for step in range(first, last + 1):
+            begin = time.perf_counter()
+            self.tracker.log(step, {"loss": float(step), **more})
+            self.slowest = max(self.slowest, time.perf_counter() - begin)
+
+    def finish(self) -> None:
+        self.tracker.finish("FINISHED")
+        assert self.slowest < 0.05, "a step waited for MLflow"
+
+    @property
+    def run(self) -> Any:
+        client = MlflowStore(self.uri).client
+        experiment = client.get_experiment_by_name(self.experiment)
+        (run,) = client.search_runs([experiment.experiment_id])
+        return run
+
+    def losses(self, run_id: str = "") -> list[tuple[int, float]]:
+        client = MlflowStore(self.uri).client
+        return [(m.step, m.value) for m in client.get_metric_history(run_id or self.run.info.run_id, "train/loss")]
+
+    def has_sent(self, step: int) -> bool:
+        states = json.loads((self.folder / "mlflow.json").read_text()) if (self.folder / "mlflow.json").exists() else {}
+        sent = max((state["sent_bytes"] for state in states.values()), default=0)
+        return f'"step": {step},' in (self.folder / "metrics.jsonl").read_text()[:sent].replace('":', '": ').replace(
+            "  ", " "
+        )
+
+
+def steps(first: int, last: int) -> list[tuple[int, float]]:
+    return [(step, float(step)) for step in range(first, last + 1)]
+
+
+def wait(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def warnings(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+# ------------------------------------------------------------------------------------------ PostgreSQL
+def test_two_runs_that_begin_together_on_a_fresh_postgresql(
+    postgres: Postgres, recorder: Recorder, tmp_path: Path
+) -> None:
+    uri = postgres.create("fresh")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MLFLOW", "CI"))}
+    environment = {**inherited, **recorder.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+    begun = [
+        subprocess.Popen(
+            [sys.executable, track_a_run.__file__, uri, str(tmp_path), name],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    said = [process.communicate(timeout=200) for process in begun]
+    assert [process.returncode for process in begun] == [0, 0], said
+    assert all(float(out) < 0.05 for out, _ in said)
+    client = MlflowStore(uri).client
+    experiment = client.get_experiment_by_name("vit")
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.run_name"])
+    assert [(run.info.run_name, run.info.status) for run in runs] == [("a", "FINISHED"), ("b", "FINISHED")], said
+    for run in runs:
+        points = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in range(1, 6)]
+    assert not any("Traceback" in text or postgres.password in text for both in said for text in both), said
+    assert sum(err.count("warning: ") for _, err in said) <= 1, said  # The one that came second may have to try again.
+    assert recorder.asked == []
+
+
+def test_a_run_in_postgresql_whose_password_is_written_nowhere(
+    postgres: Postgres, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = postgres.create("runs")
+    monkeypatch.setattr(sys, "argv", ["launch/pretrain.py", f"track.uri={uri}"])
+    config = RunConfig(
+        name="run", out=str(tmp_path), data=DataConfig(path="data"), train=TrainConfig(length=Length.parse("40 steps")),
+        track=TrackConfig(uri=uri, experiment="vit"),
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, artifacts=("config.yaml", "log.txt"))
+    model, engine = (
+        SimpleNamespace(config=configure("ViT-Ti/16", image_size=16, num_classes=3)),
+        SimpleNamespace(settings={"zero": 1}),
+    )
+    folder.mkdir()
+    (folder / "log.txt").write_text("a line\n")
+    for begin, last in ((0, 20), (10, 30)):  # The second start continues from step 10: the points after it are deleted.
+        checkpoints = Checkpoints(folder / "checkpoints")
+        tracker = setup._start_tracker(config, facts, folder, engine, model, begin, checkpoints)  # type: ignore[arg-type]
+        for step in range(begin + 1, last + 1):
+            tracker.log(step, {"loss": step + 100.0 * begin})
+        wait(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
+        tracker.go_back(last - 5)
+        for step in range(last - 4, last + 1):
+            tracker.log(step, {"loss": step + 0.5})
+        tracker.finish("FINISHED")
+    tracked = Tracked(uri, tmp_path, "vit")
+    run = tracked.run
+    assert tracked.losses() == [
+        *[(step, float(step)) for step in range(1, 11)],
+        *[(step, step + 1000.0) for step in range(11, 26)],
+        *[(step, step + 0.5) for step in range(26, 31)],
+    ]
+    assert (run.info.status, run.data.tags["starts"]) == ("FINISHED", "2")
+    assert {file.path for file in MlflowStore(uri).client.list_artifacts(run.info.run_id)} >= {"config.yaml", "log.txt"}
+    assert run.data.tags["command"].endswith(f"track.uri={uri.replace(postgres.password, '***')}")
+
+    # With a wrong password, one line, and it is not in it either.
+    tracked.uri = postgres.uri("runs", "not-the-password")
+    tracked.start(30).log(31, 32)
+    tracked.tracker.finish("FINISHED", in_a_hurry=True)
+    out, err = capfd.readouterr()
+    assert err.count("password authentication failed") == 1
+    assert "not-the-password" not in err
+
+    database = postgres.call("pg_dump", "runs")
+    assert b"optimizer.lr" in database
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"config.json", "config.yaml", "mlflow.json", "metrics.jsonl", "facts.json"} <= {path.name for path in files}
+    for where, content in {**files, "the database": database, "the output": (out + err).encode()}.items():
+        assert postgres.password.encode() not in content, where
+        assert b"not-the-password" not in content, where
+
+
+# ------------------------------------------------------------------------------------------ mlflow server, S3
+def test_artifacts_go_to_s3_through_the_server_or_directly(
+    server: MlflowServer, s3_server: faulty_s3.S3, tmp_path: Path
+) -> None:
+    import boto3
+
+    client = MlflowStore(server.url).client
+    client.create_experiment("direct", "s3://artifacts/direct")
+    for experiment in ("through", "direct"):
+        tracked = Tracked(server.url, tmp_path / experiment, experiment)
+        figures = tracked.folder / "page" / "figures"
+        figures.mkdir(parents=True)
+        (figures / "loss.png").write_bytes(b"\x89PNG of " + experiment.encode())
+        (tracked.folder / "log.txt").write_text("a line\n")
+        tracked.start().log(1, 3)
+        tracked.finish()
+        for name in ("log.txt", "figures/loss.png"):
+            read = Path(client.download_artifacts(tracked.run.info.run_id, name, str(tmp_path)))
+            assert read.read_bytes().endswith(experiment.encode() if name.endswith("png") else b"a line\n")
+    keys = [found["Key"] for found in boto3.client("s3").list_objects_v2(Bucket="artifacts")["Contents"]]
+    for prefix in ("store/", "direct/"):
+        assert any(key.startswith(prefix) and key.endswith("figures/loss.png") for key in keys), keys
+
+
+def test_a_server_that_asks_for_a_password(
+    proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a reverse proxy does that holds the certificate."""
+    proxy.login = "ada:right"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
+    tracked = Tracked(proxy.url, tmp_path, "login").start()
+    tracked.log(1, 10)
+    wait(lambda: len(proxy.requests) > 3)
+    tracked.tracker.finish("FINISHED", in_a_hurry=True)
+    first, second = warnings(capfd)
+    assert "401" in first
+    assert "training continues" in first
+    assert "launch/track_sync.py" in second
+    assert tracked.slowest < 0.05
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "right")
+    tracked.start(10).log(11, 12)
+    tracked.finish()
+    assert tracked.losses() == steps(1, 12)
+    assert warnings(capfd) == []
+
+
+def test_mlflows_own_logins(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(
+        "flask_wtf", reason="mlflow server --app-name basic-auth needs Flask-WTF: pip install mlflow[auth]"
+    )
+    (tmp_path / "auth.ini").write_text(
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{tmp_path / 'auth.db'}\n"
+        "admin_username = admin\nadmin_password = a-long-password\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+    )
+    server = MlflowServer(
+        tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}", "--app-name", "basic-auth",
+        MLFLOW_AUTH_CONFIG_PATH=str(tmp_path / "auth.ini"), MLFLOW_FLASK_SERVER_SECRET_KEY="of this test",
+    )  # fmt: skip
+    with servers.running(server.start()):
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
+        tracked = Tracked(server.url, tmp_path, "login").start()
+        tracked.log(1, 3)
+        time.sleep(1)
+        tracked.tracker.finish("FINISHED", in_a_hurry=True)
+        assert "401" in warnings(capfd)[0]
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-long-password")
+        tracked.start(3).log(4, 5)
+        tracked.finish()
+        assert tracked.losses() == steps(1, 5)
+
+
+# ------------------------------------------------------------------------------------------ faults
+@pytest.mark.parametrize("when", ["at the start", "in the middle"])
+def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str], when: str) -> None:
+    tracked = Tracked(proxy.url, tmp_path, f"down {when}")
+    proxy.down = when == "at the start"
+    tracked.start().log(1, 10)
+    if not proxy.down:
+        wait(lambda: tracked.has_sent(10))
+        proxy.down = True
+        proxy.requests.clear()
+        tracked.log(11, 20)
+    wait(lambda: len(proxy.requests) > 2)
+    tracked.log(21, 30)
+    proxy.down = False
+    tracked.finish()
+    expected = steps(1, 30) if when == "in the middle" else [*steps(1, 10), *steps(21, 30)]
+    assert tracked.losses() == expected
+    (line,) = warnings(capfd)
+    assert "cannot be reached" in line
+
+
+def test_a_server_that_is_restarted(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracked = Tracked(server.url, tmp_path, "restarted").start()
+    tracked.log(1, 10)
+    wait(lambda: tracked.has_sent(10))
+    server.stop()
+    tracked.log(11, 20)
+    server.start()
+    tracked.log(21, 30)
+    tracked.finish()
+    assert tracked.losses() == steps(1, 30)
+    assert tracked.run.info.status == "FINISHED"
+    assert len(warnings(capfd)) == 1
+
+
+def test_a_server_that_takes_two_seconds_for_each_answer(
+    proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    proxy.delay = 2
+    tracked = Tracked(proxy.url, tmp_path, "slow").start(timing=Timing(poll=0.05, finish=5))
+    for first in range(1, 40, 10):
+        tracked.log(first, first + 9)
+        time.sleep(0.5)
+    begin = time.perf_counter()
+    tracked.finish()
+    assert time.perf_counter() - begin < 6
+    (line,) = warnings(capfd)
+    assert "the next start sends the rest" in line
+    proxy.delay = 0
+    tracked.start(40).finish()
+    assert tracked.losses() == steps(1, 40)
+
+
+def test_a_run_that_someone_deletes(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracked = Tracked(server.url, tmp_path, "deleted run").start()
+    (tracked.folder / "log.txt").write_text("a line\n")
+    tracked.log(1, 10)
+    wait(lambda: tracked.has_sent(10))
+    deleted = tracked.run.info.run_id
+    MlflowStore(server.url).client.delete_run(deleted)
+    tracked.log(11, 20)
+    tracked.finish()
+    run = tracked.run
+    assert run.info.run_id != deleted
+    assert tracked.losses() == steps(1, 20)
+    assert (run.info.status, run.data.params, run.data.tags["kind"]) == (
+        "FINISHED",
+        {"optimizer.lr": "0.1"},
+        "pretrain",
+    )
+    files = MlflowStore(server.url).client.list_artifacts(run.info.run_id)
+    assert "log.txt" in [file.path for file in files]
+    (line,) = warnings(capfd)
+    assert f"has no run {deleted} (deleted?): all is sent to {run.info.run_id}" in line
+
+
+def test_an_experiment_that_someone_deletes(
+    server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracked = Tracked(server.url, tmp_path, "deleted experiment").start()
+    tracked.log(1, 10)
+    wait(lambda: tracked.has_sent(10))
+    client, run = MlflowStore(server.url).client, tracked.run
+    client.delete_experiment(run.info.experiment_id)
+    tracked.log(11, 20)
+    tracked.tracker.finish("FINISHED", in_a_hurry=True)
+    first, second = warnings(capfd)
+    assert f"(`mlflow experiments restore --experiment-id {run.info.experiment_id}` restores it" in first
+    assert "the next start sends the rest" in second
+    client.restore_experiment(run.info.experiment_id)
+    tracked.start(20).finish()
+    assert tracked.run.info.run_id == run.info.run_id
+    assert tracked.losses() == steps(1, 20)
+
+
+def test_a_server_whose_disk_is_full(server: MlflowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No file of the server may grow beyond the size of its database, as on a disk without space."""
+    tracked = Tracked(server.url, tmp_path, "full").start()
+    tracked.log(1, 10)
+    wait(lambda: tracked.has_sent(10))
+    size = (server.folder / "mlflow.db").stat().st_size
+    many = {f"metric{number}": 1.0 for number in range(50)}
+    for process in server.family():
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    tracked.log(11, 40, **many)
+    said = ""
+    deadline = time.monotonic() + 30
+    while "cannot be reached" not in said and time.monotonic() < deadline:
+        time.sleep(0.1)
+        said += capfd.readouterr().err
+    for process in server.family():
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tracked.finish()
+    said += capfd.readouterr().err
+    assert said.count("warning: ") == 1
+    assert "too many 50" in said  # 500 or 503
+    assert "(sqlite3.OperationalError) d" in server.log.read_text()  # "disk I/O error", or "database or disk is full"
+    assert tracked.losses() == steps(1, 40)
+
+
+# ------------------------------------------------------------------------------------------ telemetry
+def test_the_server_calls_nobody(server: MlflowServer, recorder: Recorder) -> None:
+    """After all tests above, and what its page reports of its own use."""
+    url = f"{server.url}/ajax-api/3.0/mlflow/ui-telemetry"
+    with urllib.request.urlopen(url) as reply:
+        assert json.load(reply)["disable_ui_telemetry"] is True
+    event = json.dumps({"records": [{"event_name": "click", "timestamp_ns": 1, "params": {}}]}).encode()
+    request = urllib.request.Request(url, event, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
+        assert json.load(reply)["status"] == "disabled"
+    assert recorder.asked == []
+    for process in [psutil.Process(), *server.family()]:
+        remote = {connection.raddr.ip for connection in process.net_connections("inet") if connection.raddr}
+        assert all(address.startswith("127.") for address in remote), remote

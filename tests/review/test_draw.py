@@ -1,0 +1,174 @@
+"""What a run draws at its evaluations, in a process that training never waits for."""
+
+import io
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import Forge
+from PIL import Image
+from ranks import settings
+from review_runs import write_run
+
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.split import Split
+from pipeline.evaluate import report
+from pipeline.evaluate.classify import Predictions, label_table
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.tracking import default_uri
+from pipeline.monitor.weights_uri import weights_path
+from pipeline.review.curves import draw_run
+from pipeline.review.draw import draw, others
+from pipeline.review.predictions import draw_matrix, draw_worst, read_predictions
+from pipeline.review.reader import from_folder
+from pipeline.settings import schema
+from pipeline.settings.weights import ScoreConfig
+from pipeline.train.drawing import Drawing
+
+OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
+
+
+def images_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """Name -> size of each figure, which must not be blank."""
+    found = {}
+    for file in (folder / "page" / "figures").iterdir():
+        pixels = np.asarray(Image.open(file).convert("RGB"))
+        assert pixels.std() > 5, file.name
+        found[file.name] = pixels.shape[1::-1]
+    return found
+
+
+# ---------------------------------------------------------------------- a whole run
+@pytest.fixture(scope="module")
+def trained(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, tracked, with figures."""
+    out = tmp_path_factory.mktemp("figures")
+    more = ["track.enabled=true", "track.figures=true", "evaluate.batch=5"]
+    forge.start(2, settings(dataset, out, "small", *more)).finish()
+    return out / "small"
+
+
+def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
+    names = {"curves.png", "attention.png", "positions.png", *OF_EVALUATION}
+    assert images_in(trained).keys() == names, (trained / "page" / "drawing.log").read_text()
+    client = MlflowStore(default_uri(trained.parent)).client
+    (run,) = client.search_runs(["1"])
+    assert {file.path for file in client.list_artifacts(run.info.run_id, "figures")} == {
+        f"figures/{name}" for name in names
+    }
+    top = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "log.txt", "plan.txt", "environment.txt", "predictions.npz", "deepspeed.json"} <= top
+    assert "drawing.log" not in top
+    # The last checkpoint is a logged model that loads by its address.
+    (output,) = run.outputs.model_outputs
+    path = weights_path(f"models:/{output.model_id}", default_uri(trained.parent))
+    assert Path(path).parent == trained / "checkpoints"
+    assert {name for name in run.data.metrics if name.startswith("system/")} >= {
+        "system/cpu_percent",
+        "system/memory_gib",
+    }
+
+
+def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
+    found = read_predictions(trained / "page" / "predictions.npz")
+    overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
+    scores = report.run(schema.load(ScoreConfig, None, overrides))
+    assert len(found.rows) == scores["num_samples"]
+    assert float((found.true == found.predicted).mean()) == scores["top1"]
+    assert np.array_equal(found.true, label_table(open_dataset(dataset).split("val"))[:, 0])
+    recalls = {row["class"]: row["recall"] for row in scores["per_class"]}
+    for number, name in enumerate(recalls):
+        of_class = found.true == number
+        assert float((found.predicted[of_class] == number).mean()) == pytest.approx(recalls[name])
+
+
+def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(trained, folder)
+    shutil.rmtree(folder / "page" / "figures")
+    content = (folder / "page" / "predictions.npz").read_bytes()
+    (folder / "page" / "predictions.npz").write_bytes(content[: len(content) // 2])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "ti')
+    (line,) = draw(folder, final=False)
+    assert line.startswith("confusion, worst_classes, predictions not drawn: ")
+    assert "predictions.npz is damaged" in line
+    assert images_in(folder).keys() == {"curves.png"}
+    (folder / "config.json").write_text("{")
+    assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
+        "curves", "confusion, worst_classes, predictions", "attention, positions",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- single figures
+def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> None:
+    own = write_run(tmp_path / "own", evaluations={10: 0.5, 20: 0.75})
+    same = write_run(tmp_path / "same", evaluations={10: 0.25, 20: 0.5})
+    write_run(tmp_path / "finetuned", "init.weights=x", evaluations={20: 0.5})
+    assert [record.folder for record in others(own)] == [same]
+    alone, beside = draw_run(from_folder(own)), draw_run(from_folder(own), others(own))
+    assert alone is not None
+    assert beside is not None
+    pixels = [np.asarray(Image.open(io.BytesIO(content)).convert("L")) for content in (alone, beside)]
+    assert pixels[0].shape == pixels[1].shape
+    light = [int(((image > 190) & (image < 220)).sum()) for image in pixels]  # Grey 0.8 is 204.
+    assert light[1] > light[0] + 100
+
+
+@pytest.mark.parametrize("num_classes", [2, 1000])
+def test_few_and_many_classes(num_classes: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    true = rng.integers(-1, num_classes, 3000)
+    predicted = np.where(rng.random(3000) < 0.7, np.maximum(true, 0), rng.integers(-1, num_classes, 3000))
+    file = tmp_path / "predictions.npz"
+    np.savez_compressed(
+        file, rows=np.arange(3000), true=true, predicted=predicted, probability=rng.random(3000).astype(np.float32)
+    )
+    names = [f"class number {number} with $a_long name" for number in range(num_classes)]
+    found = read_predictions(file)
+    for content in (draw_matrix(found, names), draw_worst(found, names)):
+        assert content is not None
+        width, height = Image.open(io.BytesIO(content)).size
+        assert 300 < width < 2000
+        assert 100 < height < 2000
+
+
+# ---------------------------------------------------------------------- the process
+def predictions_of(split: Split) -> Predictions:
+    num = len(split)
+    top = np.zeros((num, 1), np.int64)
+    return Predictions(top, np.full((num, 1), 0.5, np.float32), np.ones(num), np.ones(num, bool), {})
+
+
+def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = (
+        f"import pathlib, sys, time; open({str(started)!r}, 'a').write(' '.join(sys.argv[2:]) + '.'); time.sleep(600)"
+    )
+    drawing = Drawing(tmp_path, every=0.0, patience=0.5, command=(sys.executable, "-c", code))
+    split = open_dataset(dataset).split("val")
+    begin = time.perf_counter()
+    for _ in range(3):
+        drawing.begin(predictions_of(split), split)
+    assert time.perf_counter() - begin < 1
+    first = drawing._process
+    assert first is not None
+    while not started.exists():
+        time.sleep(0.01)
+    assert started.read_text() == "."  # One at a time.
+    drawing.end(last=True)
+    assert first.poll() is not None
+    assert drawing._process is not None
+    assert drawing._process.poll() is not None
+    assert "ended after" in (tmp_path / "page" / "drawing.log").read_text()
+
+
+def test_a_full_disk_does_not_end_training(dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("not a folder")
+    split = open_dataset(dataset).split("val")
+    drawing = Drawing(tmp_path, command=(sys.executable, "-c", "pass"))
+    drawing.begin(predictions_of(split), split)
+    drawing.end(last=True)

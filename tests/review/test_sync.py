@@ -1,0 +1,126 @@
+"""Run folders are sent to MLflow afterwards: what a run could not send, or all of it to another store."""
+
+import json
+import os
+import signal
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.lifecycle.run_folder import RunFolder, Status
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.review.sync import run
+from pipeline.settings.reports import SyncConfig
+from pipeline.settings.run import TrackConfig
+
+FAST = Timing(poll=0.05, retry=(0.05,), finish=0.5)
+DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def trained(out: Path, name: str, status: str | None = "FINISHED", **settings: object) -> Tracker:
+    facts = RunFacts(name, "pretrain", {"seed": 1}, {"model": "ViT-Ti/16"}, (DATA,), f"What {name} is.", steps=20,
+                     artifacts=("notes.txt",))  # fmt: skip
+    tracker = Tracker(TrackConfig(**settings), out, out / name, facts, 0, FAST)
+    for step in range(1, 21):
+        tracker.log(step, {"loss": 1 / step})
+    (out / name / "notes.txt").write_text("A file.")
+    figures = out / name / "page" / "figures"
+    figures.mkdir()
+    (figures / "loss.png").write_bytes(b"a picture")
+    if status:
+        tracker.finish(status, outcome="finished", result="**Result**: good.")
+    return tracker
+
+
+def page(uri: str, name: str) -> dict:
+    """What a reviewer sees of a run."""
+    client = MlflowStore(uri).client
+    (found,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    run_id = found.info.run_id
+    points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
+    tags = {k: v for k, v in found.data.tags.items() if k != "run_folder"}
+    files = [file.path for file in client.list_artifacts(run_id)] + [
+        f.path for f in client.list_artifacts(run_id, "figures")
+    ]
+    inputs = [given.dataset.digest for given in found.inputs.dataset_inputs]
+    return {"status": found.info.status, "params": found.data.params, "tags": tags, "points": points, "files": files,
+            "data": inputs}  # fmt: skip
+
+
+def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path) -> None:
+    trained(tmp_path / "a", "run")
+    trained(tmp_path / "b", "run", enabled=False)
+    assert not (tmp_path / "b" / "mlflow.db").exists()
+    run(SyncConfig(runs=[str(tmp_path / "b")]))  # A folder of runs.
+    tracked, sent = page(default_uri(tmp_path / "a"), "run"), page(default_uri(tmp_path / "b"), "run")
+    assert sent == tracked
+    assert tracked["files"] == ["facts.json", "figures", "notes.txt", "starts.jsonl", "figures/loss.png"]
+    assert tracked["tags"]["mlflow.note.content"] == "What run is.\n\n**Result**: good."
+    assert len(tracked["points"]) == 20
+
+
+def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    trained(tmp_path, "run", uri=away)
+    assert "launch/track_sync.py" in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"did not take all of it .*The same command sends the rest"):
+        run(SyncConfig(runs=[str(tmp_path / "run")], uri=away))
+    uri = f"sqlite:///{tmp_path / 'other.db'}"
+    first = run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri))
+    assert run(SyncConfig(runs=[str(tmp_path / "run")], uri=uri)) == first  # Sending twice changes nothing.
+    assert len(page(uri, "run")["points"]) == 20
+    assert page(uri, "run")["status"] == "FINISHED"
+
+
+def test_a_killed_run_is_said_to_be_killed(tmp_path: Path) -> None:
+    tracker = trained(tmp_path, "run", status=None)  # As after SIGKILL: nothing is said any more.
+    tracker._sender._stop.set()
+    tracker._sender._thread.join()
+    (tmp_path / "run" / "status.json").write_text(json.dumps(asdict(Status("running", 18, -1, ""))))
+    run(SyncConfig(runs=[str(tmp_path / "run")]))
+    shown = page(default_uri(tmp_path), "run")
+    assert shown["status"] == "FAILED"
+    assert shown["tags"]["outcome"] == "killed, or lost with its host, at step 18 or later"
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "run", enabled=False)
+    holder = RunFolder(tmp_path / "run", 0)
+    if os.fork() == 0:  # A record lock does not keep its own process out.
+        holder.lock()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(-1, os.WUNTRACED)
+    try:
+        assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
+        assert "in use by host" in capsys.readouterr().out
+    finally:
+        pid = int((tmp_path / "run" / "lock").read_text().split("pid ")[1].split(",")[0])
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_folders_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains no run"):
+        run(SyncConfig(runs=[str(tmp_path)]))
+
+
+def test_a_hidden_password_has_to_be_given_again(tmp_path: Path) -> None:
+    trained(tmp_path, "run", enabled=False)
+    (tmp_path / "run" / "mlflow.json").write_text('{"postgresql://me:***@host/db": {"run_id": "f00"}}')
+    with pytest.raises(UserError, match="whose password is not kept: give uri="):
+        run(SyncConfig(runs=[str(tmp_path / "run")]))
