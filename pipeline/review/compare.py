@@ -163,7 +163,7 @@ def table_row(name: str, record: RunRecord) -> dict[str, Any]:
     train, held_out = record.dataset("training"), record.dataset("evaluation")
     row: dict[str, Any] = {
         "run": name, "address": record.address, "mlflow_run_id": record.run_id or "", "kind": record.kind, "model": record.model,
-        "data": train.name if train else Path(str(record.results.get("data", ""))).name,
+        "data": record.data_name,
         "fingerprint": train.digest if train else "", "evaluation_split": record.split,
         "evaluation_fingerprint": held_out.digest if held_out else "", "status": record.status, "outcome": record.outcome,
         "steps": record.last_step or "", "planned_steps": record.steps or "", "images_seen": record.images_seen or "",
@@ -355,8 +355,9 @@ def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str,
 
 def _settings(records: Records) -> Iterator[Block]:
     with_settings = {name: record for name, record in records.items() if record.settings}
-    rows = differences(settings_of(with_settings)) if len(with_settings) > 1 else []
-    yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
+    rows = differences(settings_of(with_settings)) if with_settings else []
+    if len(with_settings) > 1:
+        yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
     partly = [name for name, record in with_settings.items() if not record.has_all_settings]
     if partly:
         yield Paragraph(f"Of {listed(partly, MAX_NAMED)} only the settings that differ from the defaults are known.")

@@ -284,8 +284,10 @@ def _health(record: RunRecord) -> Iterator[Block]:
         problems.append(f"samples were excluded from training on purpose: {excluded}")
     if problems:
         yield Table(("to know before trusting the scores",), [(_sentence(problem),) for problem in problems])
-    else:
+    elif record.images_per_step:
         yield Paragraph("No step was skipped, no image was unreadable, and the run ended as planned.")
+    else:
+        yield Paragraph("Nothing went wrong that is recorded.")
     if len(record.starts) > 1:
         known = [start for start in record.starts if start]
         yield Paragraph(f"Started {len(record.starts)} times{':' if known else '; the reasons are not recorded.'}")

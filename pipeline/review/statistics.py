@@ -177,9 +177,11 @@ def contenders(records: Records) -> list[Contender]:
         group = tuple(scored[name] for name in names)
         scores = [record.last_score for record in group]
         values = tuple(score.value for score in scores if score)
-        if len(group) == 1 and (runs := group[0].results.get("runs")):
-            values = tuple(run["top1"] for run in runs)
-        found.append(Contender(names, group, values, scores[0].num_samples if scores[0] else 0))
+        if len(group) == 1 and group[0].seed_scores:
+            values = tuple(group[0].seed_scores)
+        # A mean over tasks is no proportion of images.
+        num_samples = scores[0].num_samples if scores[0] and group[0].kind != "vtab" else 0
+        found.append(Contender(names, group, values, num_samples))
     return sorted(found, key=lambda contender: -contender.mean)
 
 
