@@ -70,7 +70,9 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
 th { border-bottom: 2px solid #888; }
-td.text { text-align: left; min-width: 14rem; overflow-wrap: anywhere; }
+td { white-space: nowrap; }
+th.text, td.text { text-align: left; }
+td.text { white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
 tr.bold td { font-weight: 600; background: #f4f6f8; }
 img { max-width: 100%; height: auto; }
 svg { display: block; height: auto; max-width: 100%; }
@@ -81,9 +83,11 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h1 { font-size: 1.5rem; }
   h2 { font-size: 1.2rem; }
   table { font-size: 14px; }
-  th, td { padding: .3rem .5rem; overflow-wrap: anywhere; min-width: 4.2rem; }
-  th:first-child, td:first-child { min-width: 6.5rem; }
-  td.text { min-width: 10rem; }
+  th, td { padding: .3rem .5rem; }
+  th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 7.5rem; max-width: 42vw;
+    white-space: normal; overflow-wrap: anywhere; }
+  tr.bold td:first-child { background: #f4f6f8; }
+  td.text { min-width: 11rem; }
   .box img { max-width: none; width: max(100%, 46rem); }
   .wide.has-narrow { display: none; }
   .narrow { display: block; }
@@ -95,8 +99,9 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h2 { margin-top: 1.2rem; }
   p { orphans: 3; widows: 3; }
   .box { overflow: visible; }
-  table { font-size: 8.5pt; width: 100%; overflow-wrap: anywhere; }
+  table { font-size: 8.5pt; width: 100%; overflow-wrap: break-word; }
   th, td { padding: .15rem .35rem; }
+  td { white-space: normal; }
   td.text { min-width: 0; }
   thead { display: table-header-group; }
   tr, img, svg, pre { break-inside: avoid; }
@@ -106,7 +111,7 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   .narrow { display: none; }
 }
 """
-# A text cell of more characters than this is left-aligned and may break its lines.
+# Cells of more characters are prose.
 _LONG_CELL = 40
 
 
@@ -161,9 +166,13 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
             case Code():
                 parts.append(f"<pre>{html.escape(block.text)}</pre>")
             case Table():
-                header = "".join(f"<th>{html.escape(cell)}</th>" for cell in block.header)
+                # Columns of prose are left-aligned and may break their lines.
+                wide = {i for row in block.rows for i, cell in enumerate(row) if len(cell) > _LONG_CELL}
+                header = "".join(_html_cell("th", cell, i in wide) for i, cell in enumerate(block.header))
                 rows = "".join(
-                    f"<tr{' class=bold' if number in block.bold else ''}>" + "".join(map(_html_cell, row)) + "</tr>\n"
+                    f"<tr{' class=bold' if number in block.bold else ''}>"
+                    + "".join(_html_cell("td", cell, i in wide) for i, cell in enumerate(row))
+                    + "</tr>\n"
                     for number, row in enumerate(block.rows)
                 )
                 table = f"<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>"
@@ -180,5 +189,5 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _html_cell(text: str) -> str:
-    return f"<td{' class=text' if len(text) > _LONG_CELL else ''}>{html.escape(text)}</td>"
+def _html_cell(tag: str, text: str, is_prose: bool) -> str:
+    return f"<{tag}{' class=text' if is_prose else ''}>{html.escape(text)}</{tag}>"

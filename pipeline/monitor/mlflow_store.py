@@ -401,16 +401,18 @@ class MlflowStore:
             (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), metrics, tuple(datasets),
         )  # fmt: skip
 
-    def read_points(self, run: StoredRun) -> Iterator[tuple[str, Iterable[tuple[int, float, int]]]]:
-        """Yields (metric, points) of each metric, in no order, and a metric maybe in several parts.
+    def read_points(
+        self, run: StoredRun, names: Iterable[str]
+    ) -> Iterator[tuple[str, Iterable[tuple[int, float, int]]]]:
+        """Yields (metric, points) of each of these metrics; a point is (step, value, milliseconds since 1970).
 
-        A point is (step, value, milliseconds since 1970). A database is read by one query over all metrics, a server by pages of 25,000 points of one metric.
+        A database is read by one query over all metrics, a server by pages of 25,000 points of one metric.
         """
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
         store = self.client._tracking_client.store
         if not isinstance(store, SqlAlchemyStore):
-            for name in run.metrics:
+            for name in names:
                 history = self.client.get_metric_history(run.run_id, name)
                 yield name, [(point.step, restored_value(point.value), point.timestamp) for point in history]
             return
@@ -418,8 +420,9 @@ class MlflowStore:
 
         with store.ManagedSessionMaker() as session:
             columns = (SqlMetric.key, SqlMetric.step, SqlMetric.value, SqlMetric.timestamp, SqlMetric.is_nan)
-            found = session.query(*columns).filter(SqlMetric.run_uuid == run.run_id).yield_per(_ROWS_AT_ONCE)
-            for key, rows in itertools.groupby(found, key=lambda row: row[0]):
+            found = session.query(*columns).filter(SqlMetric.run_uuid == run.run_id, SqlMetric.key.in_(names))
+            ordered = found.order_by(SqlMetric.key, SqlMetric.step)
+            for key, rows in itertools.groupby(ordered.yield_per(_ROWS_AT_ONCE), key=lambda row: row[0]):
                 yield key, ((row[1], math.nan if row[4] else restored_value(row[2]), row[3]) for row in rows)
 
     def list_files(self, run_id: str, folder: str = "") -> list[str]:

@@ -1,12 +1,12 @@
 """Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.evaluate.render import shorten
 from pipeline.page import png
@@ -88,29 +88,36 @@ def in_units(amount: float, axis: Axis) -> str:
 # ---------------------------------------------------------------------- figures
 def draw_curves(
     records: Mapping[str, RunRecord], title: str, choose: Callable[[RunRecord], Series | None], percent: bool = False,
-    smooth: bool = False, width: float = 15.0,
+    smooth: bool = False, seeds: Sequence[Sequence[str]] = (),
 ) -> bytes | None:  # fmt: skip
     """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it.
 
-    choose: the metric of a run. percent: its values are shares. smooth: draw running means of long series.
+    choose: the metric of a run. percent: its values are shares. smooth: draw running means of long series. seeds: groups of runs that
+    differ in their seed only, which share a colour and a line of the legend.
     """
     chosen = {
         name: series for name, record in records.items() if (series := choose(record)) is not None and len(series)
     }
     if not chosen:
         return None
+    groups = [[name for name in group if name in chosen] for group in seeds or [[name] for name in records]]
+    groups = [group for group in groups if group]
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
-    legend_rows = -(-len(chosen) // 4) if len(chosen) > 1 else 0
-    figure = Figure(figsize=(width, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
+    legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
+    figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
     for number, axis in enumerate(axes_used, 1):
         axes = figure.add_subplot(1, len(axes_used), number)
-        for name, values in chosen.items():
-            if axis.per_step(records[name]):
-                place = list(records).index(name)
-                amounts = axis.amounts(records[name], values.steps)
-                _draw_line(axes, amounts, values.values * (100 if percent else 1), place, name, smooth, len(chosen))
+        for place, group in enumerate(groups):
+            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS) % len(_STYLES)]}
+            for name in group:
+                values = chosen[name].values * (100 if percent else 1)
+                amounts = axis.amounts(records[name], chosen[name].steps)
+                label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
+                if axis.per_step(records[name]):
+                    _draw_line(axes, amounts, values, look, label, smooth, len(chosen) <= _MAX_RAW)
         axes.set_xlabel(axis.name)
-        axes.xaxis.set_major_formatter(EngFormatter(axis.unit))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -120,27 +127,33 @@ def draw_curves(
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        legend = figure.legend(*lines, loc="outside lower center", ncols=min(4, len(chosen)), frameon=False, fontsize=9)
+        legend = figure.legend(*lines, loc="outside lower center", ncols=min(4, len(groups)), frameon=False, fontsize=9)
         for text in legend.get_texts():
             text.set_parse_math(False)
     return png(figure)
 
 
+def in_seeds(names: Sequence[str]) -> str:
+    """What runs that differ in their seed only are called: the first one's name, and their number."""
+    return names[0] if len(names) == 1 else f"{names[0]} ({len(names)} seeds)"
+
+
 def _draw_line(
-    axes: Axes, amounts: np.ndarray, values: np.ndarray, place: int, name: str, smooth: bool, num_runs: int
+    axes: Axes,
+    amounts: np.ndarray,
+    values: np.ndarray,
+    look: dict[str, str],
+    label: str | None,
+    smooth: bool,
+    raw: bool,
 ) -> None:
     values = np.where(np.isfinite(values), values, np.nan)
-    colour, style = COLOURS[place % len(COLOURS)], _STYLES[place // len(COLOURS) % len(_STYLES)]
-    label = shorten(name, _MAX_NAME)
     if smooth and len(values) >= _SMOOTH_FROM:
-        if num_runs <= _MAX_RAW:
-            axes.plot(amounts, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(amounts, running_mean(values), color=colour, linestyle=style, linewidth=1.4, label=label)
-    else:
-        marker = "o" if len(values) <= 40 else None
-        axes.plot(
-            amounts, values, color=colour, linestyle=style, marker=marker, markersize=3.5, linewidth=1.4, label=label
-        )
+        if raw:
+            axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
+        values = running_mean(values)
+    marker = "o" if len(values) <= 40 else None
+    axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

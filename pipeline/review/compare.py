@@ -1,5 +1,6 @@
 """Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more than noise."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, s
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, draw_curves, in_units
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Series
+from pipeline.review.record import RunRecord, Score, Series
 from pipeline.review.statistics import (
     LEVEL,
     MAX_NAMED,
@@ -32,6 +33,7 @@ from pipeline.review.statistics import (
     listed,
     pairs_of,
     scored_on,
+    seed_groups,
 )
 from pipeline.settings.reports import CompareConfig
 
@@ -127,10 +129,13 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture])
     for line in comparable(records, [list(group.records) for group in groups]):
         yield Paragraph(line)
     yield Heading("Runs")
-    rows = [table_row(name, record) for name, record in records.items()]
-    shown = ("run", "kind", "model", "data", "status", "steps", "images seen", "FLOPs", "images/s", "compute", "last score",
-             "best score", "ended")  # fmt: skip
-    yield Table(shown, [_shown(row, record) for row, record in zip(rows, records.values(), strict=True)])
+    rows = [_shown(table_row(name, record), record) for name, record in records.items()]
+    # A column that says the same of all runs is one phrase.
+    same = [column for column in rows[0] if column != "run" and len({row[column] for row in rows}) == 1]
+    if same:
+        yield Paragraph(f"The same for all: {'; '.join(f'{column} {rows[0][column]}' for column in same)}.")
+    header = [column for column in rows[0] if column not in same]
+    yield Table(header, [[row[column] for column in header] for row in rows])
     yield Paragraph(
         "Brackets are 95 % intervals: Wilson's over the images of one run, Student's t over seeds. Compute is the time of training "
         "steps times the number of ranks."
@@ -158,7 +163,7 @@ def table_row(name: str, record: RunRecord) -> dict[str, Any]:
     train, held_out = record.dataset("training"), record.dataset("evaluation")
     row: dict[str, Any] = {
         "run": name, "address": record.address, "mlflow_run_id": record.run_id or "", "kind": record.kind, "model": record.model,
-        "data": train.name if train else Path(str(record.results.get("data", ""))).name,
+        "data": record.data_name,
         "fingerprint": train.digest if train else "", "evaluation_split": record.split,
         "evaluation_fingerprint": held_out.digest if held_out else "", "status": record.status, "outcome": record.outcome,
         "steps": record.last_step or "", "planned_steps": record.steps or "", "images_seen": record.images_seen or "",
@@ -177,20 +182,22 @@ def table_row(name: str, record: RunRecord) -> dict[str, Any]:
     return {**row, "score": last.name if last else "", "score_images": last.num_samples if last else ""}
 
 
-def _shown(row: Mapping[str, Any], record: RunRecord) -> tuple[str, ...]:
+def _shown(row: Mapping[str, Any], record: RunRecord) -> dict[str, str]:
+    """One run's row of the page: column -> text."""
     last, best = record.last_score, record.best_score
     steps = f"{row['steps']:,}" if row["steps"] else "–"
     compute = f"{record.training_seconds * max(1, record.ranks):,.0f} s" if record.training_seconds else "–"
-    devices = f" ({record.ranks} × {row['device'] or 'rank'})" if record.ranks else ""
+    devices = f" ({record.ranks} × {row['device'] or 'rank'})" if record.ranks and record.training_seconds else ""
     at_best = f", step {best.step:,}" if best and best.step is not None else ""
-    return (
-        row["run"], row["kind"], row["model"] or "–", row["data"] or "–", record.status or "–",
-        f"{steps} of {record.steps:,}" if record.steps else steps,
-        f"{record.images_seen:,}" if record.images_seen else "–",
-        in_units(record.exaflops * 1e18, FLOPS) if record.exaflops else "–",
-        speed(record), compute + (devices if compute != "–" else ""), str(last or "–"), f"{best}{at_best}" if best else "–",
-        when(record.period[1]),
-    )  # fmt: skip
+    is_last = last is not None and best is not None and best.step == last.step
+    return {
+        "run": row["run"], "kind": record.kind, "model": record.model or "–", "data": row["data"] or "–",
+        "status": record.status or "–", "steps": f"{steps} of {record.steps:,}" if record.steps else steps,
+        "images seen": f"{record.images_seen:,}" if record.images_seen else "–",
+        "FLOPs": in_units(record.exaflops * 1e18, FLOPS) if record.exaflops else "–",
+        "images/s": speed(record), "compute": compute + devices, "last score": str(last or "–"),
+        "best score": "the last" if is_last else f"{best}{at_best}" if best else "–", "ended": when(record.period[1]),
+    }  # fmt: skip
 
 
 def when(seconds: float) -> str:
@@ -215,13 +222,15 @@ def speed(record: RunRecord) -> str:
 
 def _ranking(records: Records) -> Iterator[Block]:
     scored = {name: score for name, record in records.items() if (score := record.last_score) is not None}
-    is_loss = next(iter(scored.values())).is_loss
-    names = sorted(scored, key=lambda name: scored[name].value if is_loss else -scored[name].value)
+    names = sorted(scored, key=lambda name: _order(scored[name]))
     yield Heading(f"Ranking on {scored_on(records[names[0]])}")
-    yield Table(("run", "last score", "step", "model"), [
-        (name, str(scored[name]), "–" if (step := scored[name].step) is None else f"{step:,}", records[name].model or "–")
+    several = len({records[name].model for name in names}) > 1
+    rows = [
+        (name, str(scored[name]), "–" if (step := scored[name].step) is None else f"{step:,}")
+        + ((records[name].model or "–",) if several else ())
         for name in names
-    ])  # fmt: skip
+    ]
+    yield Table(("run", "last score", "step", *(("model",) if several else ())), rows)
 
 
 def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
@@ -238,13 +247,13 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
     )
     rows = [
         (
-            f"{pair.first.title} − {pair.second.title}", f"{100 * d.value:+.2f}", f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
+            pair.first.title, pair.second.title, f"{100 * d.value:+.2f}", f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
             _p(d.p), _p(pair.corrected), in_words(d, pair.corrected), d.method,
         )
         for pair in shown
         for d in [pair.difference]
     ]  # fmt: skip
-    yield Table(("pair", "difference, points", "95 % interval", "p", "p, corrected", "verdict", "test"), rows)
+    yield Table(("better", "than", "by, points", "95 % interval", "p", "p, corrected", "verdict", "test"), rows)
     used = [text for method, text in _METHODS.items() if any(pair.difference.method == method for pair in tested)]
     seeds = "" if any(p.difference.method == STUDENT for p in tested) else (
         " None of these tests knows how much another seed would change a score: train several seeds to know."
@@ -256,7 +265,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
 
 
 def _p(value: float) -> str:
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+    return "<0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def _pair_row(pair: Pair) -> dict[str, Any]:
@@ -270,13 +279,19 @@ def _budgets(records: Records) -> Iterator[Block]:
         budget, found = at_equal_budget(records, axis)
         if not found:
             continue
-        yield Heading(f"Scores at equal {axis.name}, on {scored_on(next(iter(records.values())))}")
+        yield Heading(f"Scores at equal {axis.name}")
+        last = {name: record.last_score for name, record in records.items()}
+        if all(at.used >= 0.999 * budget and at.score == last[name] for name, at in found.items()):
+            yield Paragraph(
+                f"All runs end at the same amount, {in_units(budget, axis)}: the ranking above is also this one."
+            )
+            continue
         yield Paragraph(
             f"The largest budget that all runs reached is {in_units(budget, axis)}; of each run, the newest evaluation within it. "
             "A run that was planned longer still has a higher learning rate there."
         )
         rows = []
-        for name, at in found.items():
+        for name, at in sorted(found.items(), key=lambda item: _order(item[1].score)):
             if at.score is None:
                 rows.append((name, "no evaluation within it", "–", "–", "–"))
             else:
@@ -286,14 +301,24 @@ def _budgets(records: Records) -> Iterator[Block]:
         yield Table(("run", "score", "step", axis.name, "share of the budget"), rows)
 
 
+def _order(score: Score | None) -> float:
+    """Sorts scores, the best first; none at all last."""
+    if score is None:
+        return math.inf
+    return score.value if score.is_loss else -score.value
+
+
 def curves(records: Records) -> list[Picture]:
     """The figures of held-out accuracy, held-out loss and training loss."""
+    seeds = seed_groups(records)
     wanted: tuple[tuple[str, str, Callable[[RunRecord], Series | None], dict[str, bool]], ...] = (
         ("accuracy.png", "Top-1 accuracy on held-out images", lambda r: r.accuracy, {"percent": True}),
         ("held_out_loss.png", "Loss on held-out images", lambda r: r.held_out_loss, {}),
         ("training_loss.png", "Training loss", lambda r: r.metrics.get("loss"), {"smooth": True}),
     )
-    drawn = ((name, about, draw_curves(records, about, choose, **how)) for name, about, choose, how in wanted)
+    drawn = (
+        (name, about, draw_curves(records, about, choose, seeds=seeds, **how)) for name, about, choose, how in wanted
+    )
     return [
         Picture(name, f"{about} of each run against steps, images seen and training FLOPs", content)
         for name, about, content in drawn
@@ -330,8 +355,9 @@ def _difference_table(what: str, names: Sequence[str], rows: Sequence[tuple[str,
 
 def _settings(records: Records) -> Iterator[Block]:
     with_settings = {name: record for name, record in records.items() if record.settings}
-    rows = differences(settings_of(with_settings)) if len(with_settings) > 1 else []
-    yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
+    rows = differences(settings_of(with_settings)) if with_settings else []
+    if len(with_settings) > 1:
+        yield _difference_table("setting", list(with_settings), rows) if rows else Paragraph("None but their names.")
     partly = [name for name, record in with_settings.items() if not record.has_all_settings]
     if partly:
         yield Paragraph(f"Of {listed(partly, MAX_NAMED)} only the settings that differ from the defaults are known.")

@@ -31,6 +31,8 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
 from pipeline.transfer.score_table import read_results
 
+# Metrics that no report shows. They are half of all points, and a server is asked for each metric by itself.
+_NOT_READ = ("time_", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
 
@@ -148,8 +150,9 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     """
     stored: StoredRun = store.read_run(run_id)
     points: dict[str, list[tuple[int, float, int]]] = {}
+    wanted = [name for name in stored.metrics if not plain_name(name).startswith(_NOT_READ)]
     last = [(name, [(0, value, 0)]) for name, value in stored.metrics.items()]
-    for name, found in store.read_points(stored) if with_points else last:
+    for name, found in store.read_points(stored, wanted) if with_points else last:
         grouped = plain_name(name)
         # A run that an earlier version began has points without a group too, which are the older ones.
         points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]

@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.transfer.score_table import OVERALL, Column, column_of
+from pipeline.transfer.vtab_tasks import TASKS
 
 PREDICTIONS = "predictions.npz"
 
@@ -100,6 +101,14 @@ class RunRecord:
     def dataset(self, context: str) -> DatasetFacts | None:
         """The data of a context, "training" or "evaluation"."""
         return next((facts for facts in self.datasets if facts.context == context), None)
+
+    @property
+    def data_name(self) -> str:
+        """Name of the data that the run is about; "" if it is unknown."""
+        if self.kind == "vtab":
+            return "VTAB-1k"
+        train, named = self.dataset("training"), self.results.get("data")
+        return train.name if train else Path(named).name if isinstance(named, str) else self.tags.get("dataset", "")
 
     @property
     def model(self) -> str:
@@ -199,6 +208,18 @@ class RunRecord:
     def sweep(self) -> Column | None:
         """A sweep's scores by task; None for other runs, and where results.json is missing."""
         return column_of(self.name, self.results) if self.kind == "vtab" and self.results else None
+
+    @property
+    def seed_scores(self) -> list[float]:
+        """The score of each seed of a grid, or of a sweep's tasks; empty for other runs and for a single seed."""
+        if self.kind == "vtab":
+            by_seed: dict[int, list[float]] = {}
+            for row in self.results.get("scores", []):
+                by_seed.setdefault(row["seed"], []).append(row["accuracy"])
+            means = [float(np.mean(of_seed)) for of_seed in by_seed.values() if len(of_seed) == len(TASKS)]
+        else:
+            means = [run["top1"] for run in self.results.get("runs", [])]
+        return means if len(means) > 1 else []
 
     def _grid_score(self) -> Score:
         runs = [run["top1"] for run in self.results.get("runs", [])]

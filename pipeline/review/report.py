@@ -78,7 +78,7 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
         yield Heading("Plan and measurement")
         yield _measured(record)
         yield Paragraph(
-            f"Planned speed and time are those of an MFU of {PlanConfig.mfu:.0%}, which launch/plan.py assumes."
+            f"Planned speed and time are those of an MFU of {100 * PlanConfig.mfu:.0f} %, which launch/plan.py assumes."
         )
         if plan := record.files.read("plan.txt"):
             yield Code(plan.decode(errors="replace").strip())
@@ -143,7 +143,13 @@ def _measured(record: RunRecord) -> Table:
         rows.append(("training FLOPs", planned, used))
     of_plan = f"{planned_speed:,.1f}" if planned_speed else "–"
     rows.append(("images/s, median", of_plan, f"{speed:,.1f}" if speed else "–"))
-    rows.append(("MFU, median", f"{100 * planned_mfu:.0f} %" if mfu else "–", f"{100 * mfu:.1f} %" if mfu else "–"))
+    rows.append(
+        (
+            "MFU, median",
+            f"{100 * planned_mfu:.0f} %" if mfu else "–",
+            f"{100 * mfu:{'.1f' if mfu >= 0.001 else '.2g'}} %" if mfu else "–",
+        )
+    )
     planned_time = _duration(steps * batch / planned_speed) if planned_speed and steps else "–"
     rows.append(("time of training steps", planned_time, _duration(seconds) if seconds else "–"))
     if record.ranks:
@@ -278,8 +284,10 @@ def _health(record: RunRecord) -> Iterator[Block]:
         problems.append(f"samples were excluded from training on purpose: {excluded}")
     if problems:
         yield Table(("to know before trusting the scores",), [(_sentence(problem),) for problem in problems])
-    else:
+    elif record.images_per_step:
         yield Paragraph("No step was skipped, no image was unreadable, and the run ended as planned.")
+    else:
+        yield Paragraph("Nothing went wrong that is recorded.")
     if len(record.starts) > 1:
         known = [start for start in record.starts if start]
         yield Paragraph(f"Started {len(record.starts)} times{':' if known else '; the reasons are not recorded.'}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.evaluate.intervals import of_samples
+from pipeline.review.budgets import in_seeds
 from pipeline.review.record import PREDICTIONS, RunRecord
 
 PROPORTIONS = "two proportions, over test images"
@@ -111,7 +112,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def in_words(difference: Difference, corrected: float) -> str:
     """Whether a difference is more than noise. corrected: its p-value by `holm`."""
     if corrected < LEVEL:
-        return f"{'better' if difference.value > 0 else 'worse'}: more than noise"
+        return "more than noise"
     if difference.p < LEVEL:
         return "may be noise: not sure with so many pairs"
     return "may be noise"
@@ -144,7 +145,7 @@ class Contender:
 
     @property
     def title(self) -> str:
-        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} other seeds"
+        return in_seeds(self.names)
 
     @property
     def mean(self) -> float:
@@ -166,27 +167,35 @@ def contenders(records: Records) -> list[Contender]:
 
     A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
     """
+    scored = {
+        name: record
+        for name, record in records.items()
+        if (score := record.last_score) is not None and not score.is_loss and math.isfinite(score.value)
+    }
+    found = []
+    for names in seed_groups(scored):
+        group = tuple(scored[name] for name in names)
+        scores = [record.last_score for record in group]
+        values = tuple(score.value for score in scores if score)
+        if len(group) == 1 and group[0].seed_scores:
+            values = tuple(group[0].seed_scores)
+        # A mean over tasks is no proportion of images.
+        num_samples = scores[0].num_samples if scores[0] and group[0].kind != "vtab" else 0
+        found.append(Contender(names, group, values, num_samples))
+    return sorted(found, key=lambda contender: -contender.mean)
+
+
+def seed_groups(records: Records) -> list[tuple[str, ...]]:
+    """The names of runs that differ in nothing but their seed, together; other runs alone."""
     same: dict[Hashable, list[str]] = {}
     for name, record in records.items():
-        score = record.last_score
-        if score is not None and not score.is_loss and math.isfinite(score.value):
-            same.setdefault(_but_the_seed(record) or name, []).append(name)
-    found = []
+        same.setdefault(_but_the_seed(record) or name, []).append(name)
+    groups = list[tuple[str, ...]]()
     for names in same.values():
-        if len({records[name].settings.get("seed") for name in names}) < len(names):
-            groups: list[tuple[str, ...]] = [
-                (name,) for name in names
-            ]  # The same seed twice is no other sample of the noise.
-        else:
-            groups = [tuple(names)]
-        for group in groups:
-            of_group = tuple(records[name] for name in group)
-            scores = [record.last_score for record in of_group]
-            values = tuple(score.value for score in scores if score)
-            if len(group) == 1 and (runs := of_group[0].results.get("runs")):
-                values = tuple(run["top1"] for run in runs)
-            found.append(Contender(group, of_group, values, scores[0].num_samples if scores[0] else 0))
-    return sorted(found, key=lambda contender: -contender.mean)
+        is_repeated = len({records[name].settings.get("seed") for name in names}) < len(names)
+        # The same seed twice is no other sample of the noise.
+        groups += [(name,) for name in names] if is_repeated else [tuple(names)]
+    return groups
 
 
 def pairs_of(found: Sequence[Contender]) -> list[Pair]:

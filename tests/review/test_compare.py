@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from review_runs import write_run
 
@@ -17,10 +18,11 @@ from pipeline.evaluate import architecture
 from pipeline.page import markdown
 from pipeline.review import budgets, compare
 from pipeline.review.reader import from_folder
-from pipeline.review.statistics import by_evaluation
+from pipeline.review.statistics import STUDENT, by_evaluation
 from pipeline.settings import schema
 from pipeline.settings.reports import CompareConfig
 from pipeline.settings.run import RunConfig
+from pipeline.transfer.vtab_tasks import TASKS
 
 WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
 
@@ -177,7 +179,7 @@ def test_thirty_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     compare.run(config)
     page = (tmp_path / "out" / "report.md").read_text()
     assert "435 pairs" in page  # 30 * 29 / 2
-    assert page.count("run29 −") == 29
+    assert page.count("| run29 | run") == 29
     assert "| optimizer.lr | 0.001 | 1 | run0 |" in page
     with open(tmp_path / "out" / "table.csv") as file:
         table = list(csv.DictReader(file))
@@ -196,3 +198,43 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "run", evaluations={20: 0.5}) for parent in ("a", "b")]
     records = [from_folder(folder) for folder in (*folders, folders[0])]
     assert list(compare.named(records)) == ["run (a)", "run (b)", "run (2)"]
+
+
+def test_running_means_leave_out_what_is_no_number() -> None:
+    smooth = budgets.running_mean(np.array([1.0, np.nan, 3.0] * 50))
+    assert np.isfinite(smooth).all()
+    assert smooth[75] == pytest.approx(2, abs=0.5)
+
+
+def write_sweep(folder: Path, shift: float, seeds: int) -> Path:
+    """A sweep whose seed i has the mean 0.5 + shift + i / 100 over the 19 tasks."""
+    folder.mkdir()
+    scores = [
+        {"task": task.name, "seed": seed, "accuracy": 0.5 + shift + seed / 100, "num_test": 100}
+        for task in TASKS
+        for seed in range(seeds)
+    ]
+    (folder / "results.json").write_text(json.dumps({
+        "protocol": {"name": "paper", "sha256": "d"}, "method": "finetune", "data": {}, "contamination": None,
+        "checkpoint": {"path": "x", "sha256": "c"}, "scores": scores, "failed": [], "missing": [],
+    }))  # fmt: skip
+    return folder
+
+
+def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
+    """Sweeps are compared over their seeds, and one of a single seed with none: its mean is no proportion of images."""
+    folders = [write_sweep(tmp_path / f"sweep{i}", i / 10, 3) for i in (1, 2)] + [write_sweep(tmp_path / "alone", 0, 1)]
+    folders.append(write_run(tmp_path / "run", evaluations={20: 0.9}))
+    records = compare.named([from_folder(folder) for folder in folders])
+    groups = compare.groups_of(records)
+    assert [list(group.records) for group in groups] == [["sweep1", "sweep2", "alone"], ["run"]]
+    (best, *_) = groups[0].pairs
+    assert (best.first.title, best.second.title, best.difference.method) == ("sweep2", "sweep1", STUDENT)
+    # Means 0.61 and 0.71 of three seeds each, 0.01 apart: a standard error of 0.01 * sqrt(2 / 3) with 4 degrees of freedom.
+    assert best.difference.value == pytest.approx(0.1)
+    assert best.difference.high - best.difference.value == pytest.approx(2.776445 * 0.01 * (2 / 3) ** 0.5, rel=1e-5)
+    one_each = [folders[2], write_sweep(tmp_path / "alone2", 0.1, 1)]
+    (group,) = compare.groups_of(compare.named([from_folder(folder) for folder in one_each]))
+    assert group.pairs == []
+    page = markdown("x", list(compare.page(records, groups, [])))
+    assert "| VTAB-1k |" in page

@@ -85,7 +85,7 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
         for seed, top1 in enumerate((0.5, 0.52, 0.54))
     ]
     found = statistics.contenders({folder.name: from_folder(folder) for folder in folders})
-    assert [contender.title for contender in found] == ["a", "b", "c", "seed0 and 2 other seeds"]
+    assert [contender.title for contender in found] == ["a", "b", "c", "seed0 (3 seeds)"]
     pairs = {(p.first.names[0], p.second.names[0]): p.difference for p in statistics.pairs_of(found)}
     assert {names: d.method for names, d in pairs.items()} == {
         ("a", "b"): statistics.MCNEMAR, ("a", "c"): statistics.PROPORTIONS, ("b", "c"): statistics.PROPORTIONS,

@@ -17,8 +17,8 @@ from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import hold_out
 from pipeline.errors import UserError
-from pipeline.evaluate import compare
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.review import compare
 from pipeline.settings import schema
 from pipeline.settings.quantities import Limit
 from pipeline.settings.reports import CompareConfig, GridConfig
@@ -146,9 +146,14 @@ def test_grid_from_trials_to_table_and_comparison(
 
     # Two of its runs side by side.
     runs = [str(folder / name) for name in ("lr-1e-06", "final-seed-3")]
-    scores = compare.run(CompareConfig(runs=runs, split="val", out=str(tmp_path / "compared")))
     out = tmp_path / "compared"
-    assert sorted(path.name for path in out.iterdir()) == ["losses.png", "per_class.csv", "report.html", "report.md"]
+    compare.run(CompareConfig(runs=runs, split="val", out=str(out)))
+    scores = {
+        Path(run).name: json.loads(next(Path(run).glob("evaluate/*-val/scores.json")).read_text()) for run in runs
+    }
+    assert sorted(path.name for path in out.iterdir()) == [
+        "accuracy.png", "held_out_loss.png", "per_class.csv", "report.html", "report.md", "table.csv", "training_loss.png",
+    ]  # fmt: skip
     rows = list(csv.DictReader((out / "per_class.csv").open()))
     assert [float(row["final-seed-3 recall"]) for row in rows] == [
         c["recall"] for c in scores["final-seed-3"]["per_class"]
@@ -236,13 +241,6 @@ def test_settings_that_the_grid_sets_itself_are_refused() -> None:
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1]", "settings=[seed=5]"])
     with pytest.raises(UserError, match=r"lr = .* must have (at least one value|different values)"):
         schema.load(GridConfig, None, ["name=x", "run=y.yaml", "lr=[1,1]"])
-
-
-def test_losses_are_drawn_without_what_is_no_number() -> None:
-    values = np.array([1.0, np.nan, 3.0] * 50)
-    smooth = compare._smooth(values)
-    assert np.isfinite(smooth).all()
-    assert smooth[75] == pytest.approx(2, abs=0.5)
 
 
 def test_a_finished_run_is_found_again_without_the_password_of_its_tracking_uri(data: Path, tmp_path: Path) -> None:
