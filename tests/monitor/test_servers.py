@@ -9,27 +9,22 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faulty_s3
 import psutil
 import pytest
 import servers
-import torch
 import track_a_run
 from servers import MlflowServer, Postgres, Proxy, Recorder
 
-from pipeline.checkpoint.store import Checkpoints
-from pipeline.estimate.plan import make_plan
-from pipeline.model.variants import configure
 from pipeline.monitor.mlflow_sender import Timing
 from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfig
-from pipeline.train import setup
+from pipeline.train.setup import write_settings
 
 pytestmark = pytest.mark.slow
 FAST = Timing(poll=0.05, retry=(0.1,), finish=60)
@@ -175,17 +170,12 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
         track=TrackConfig(uri=uri, experiment="vit"),
     )  # fmt: skip
     folder = tmp_path / "run"
-    facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, steps=20_000, artifacts=("config.yaml", "log.txt"))
-    model, engine = (
-        SimpleNamespace(config=configure("ViT-Ti/16", image_size=16, num_classes=3)),
-        SimpleNamespace(settings={"zero": 1}, ranks=SimpleNamespace(device=torch.device("cpu"))),
-    )
-    plan = make_plan(config, num_samples=64_000, world_size=1)
+    facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, steps=40, artifacts=("config.yaml", "log.txt"))
     folder.mkdir()
     (folder / "log.txt").write_text("a line\n")
     for begin, last in ((0, 20), (10, 30)):  # The second start continues from step 10: the points after it are deleted.
-        checkpoints = Checkpoints(folder / "checkpoints")
-        tracker = setup._start_tracker(config, plan, facts, folder, engine, model, begin, checkpoints)  # type: ignore[arg-type]
+        write_settings(config, folder)
+        tracker = Tracker(config.track, tmp_path, folder, facts, begin)
         for step in range(begin + 1, last + 1):
             tracker.log(step, {"loss": step + 100.0 * begin})
         wait(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
