@@ -89,7 +89,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, s
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         patch.setenv("USER", "researcher")
         patch.setenv("LOGNAME", "researcher")
-        patch.setattr(sys, "argv", ["launch/pretrain.py", "--config", "configs/pretrain/photos.yaml"])
+        patch.setattr(sys, "argv", ["launch/pretrain.py", "--config", "configs/demo/pretrain.yaml"])
         out = Path(os.environ.get("BROWSER_STORE", folder / "runs"))
         out.mkdir(parents=True, exist_ok=True)
         ids = fill(out)
