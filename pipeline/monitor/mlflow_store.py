@@ -36,6 +36,7 @@ _ROWS_AT_ONCE = 50_000
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
 )
+_VERSIONS = "mlflow.modelVersions"
 _WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
 # Digest of the description that this project wrote: with another digest, someone has edited it.
 # MLflow does not show tags that begin with "mlflow."
@@ -280,7 +281,12 @@ class MlflowStore:
         # The client of a database would look up models:/ in the default store.
         source = model.model_uri if self.uri.startswith("http") else model.artifact_location
         tags = {**tags, "model_id": model_id}
-        return str(self.client.create_model_version(name, source, run_id, tags, model_id=model_id).version)
+        version = str(self.client.create_model_version(name, source, run_id, tags, model_id=model_id).version)
+        # By this tag, which `mlflow.register_model` sets, the page of the logged model names its versions.
+        known = json.loads(model.tags.get(_VERSIONS, "[]"))
+        if (here := {"name": name, "version": version}) not in known:
+            self.set_model_tags(model_id, {_VERSIONS: json.dumps([*known, here])})
+        return version
 
     def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
         for tag, text in tags.items():

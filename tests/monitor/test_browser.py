@@ -169,7 +169,12 @@ def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]
     )
     page = f"{url}/#/experiments/1/models/{model.model_id}"
     browser.open(
-        f"{page}?workflowType=machine_learning", "pets-b16-step-00000020", "Ready", "eval/val_top1", "pets:val"
+        f"{page}?workflowType=machine_learning",
+        "pets-b16-step-00000020",
+        "Ready",
+        "eval/val_top1",
+        "pets:val",
+        "vit-pets",
     )
     browser.picture("logged_model")
     browser.open(f"{url}/#/models/vit-pets?workflowType=machine_learning", "Version 1", "@ best", "@ last")
