@@ -33,7 +33,7 @@ lint: install
 # The runs of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
 mlflow: install
 	@mkdir -p runs
-	MLFLOW_DISABLE_TELEMETRY=true .venv/bin/mlflow server --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false .venv/bin/mlflow server --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
 
 install: .venv/.installed
 

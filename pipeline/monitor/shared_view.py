@@ -18,13 +18,13 @@ _COLUMNS = {
     "tags.`dataset`": 110,
     "metrics.`eval/val_top1`": 110,
     "metrics.`eval/test_top1`": 110,
-    "tags.`progress`": 190,
+    "tags.`progress`": 170,
     "tags.`outcome`": 220,
-    "attributes.`Models`": 120,
+    "attributes.`Models`": 150,
     "attributes.`Source`": 160,
 }
-# Columns that are always shown, which come first.
-_FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130, "attributes.`Duration`": 90}
+# Columns that are always shown, and stay first.
+_FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
 # (section, its charts: metric, x axis). MLflow adds charts of the other metrics to the section of their group.
 _SECTIONS = [
     ("by images seen", [("eval/val_top1", "train/images_seen"), ("train/loss", "train/images_seen")]),

@@ -146,10 +146,7 @@ def _start_tracker(
     config: RunConfig, plan: Plan, facts: RunFacts, folder: Path, engine: Engine, model: Model, start: int,
     checkpoints: Checkpoints,
 ) -> Tracker:  # fmt: skip
-    settings = schema.to_dict(config)
-    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
-    write_text(folder / "config.json", json.dumps(settings, indent=1))
-    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    write_settings(config, folder)
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
     page = PageFolder(folder)
@@ -163,3 +160,11 @@ def _start_tracker(
     return Tracker(
         config.track, Path(config.out), folder, facts, start, find_models=partial(logged_models, checkpoints)
     )
+
+
+def write_settings(config: RunConfig, folder: Path) -> None:
+    """Write config.json and config.yaml, without the password of the tracking URI."""
+    settings = schema.to_dict(config)
+    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
+    write_text(folder / "config.json", json.dumps(settings, indent=1))
+    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))

@@ -33,7 +33,10 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        postpone_dynamo()
+        if (
+            not config.engine.compile
+        ):  # What torch excludes from compilation while it is imported has to be excluded then.
+            postpone_dynamo()
         with without_collection():
             prepared = prepare(config)
             from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faulty_s3
@@ -19,15 +18,13 @@ import servers
 import track_a_run
 from servers import MlflowServer, Postgres, Proxy, Recorder
 
-from pipeline.checkpoint.store import Checkpoints
-from pipeline.model.variants import configure
 from pipeline.monitor.mlflow_sender import Timing
 from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfig
-from pipeline.train import setup
+from pipeline.train.setup import write_settings
 
 pytestmark = pytest.mark.slow
 FAST = Timing(poll=0.05, retry=(0.1,), finish=60)
@@ -169,20 +166,16 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     uri = postgres.create("runs")
     monkeypatch.setattr(sys, "argv", ["launch/pretrain.py", f"track.uri={uri}"])
     config = RunConfig(
-        name="run", out=str(tmp_path), data=DataConfig(path="data"), train=TrainConfig(length=Length.parse("40 steps")),
+        name="run", out=str(tmp_path), data=DataConfig(path="data"), train=TrainConfig(length=Length.parse("20000 steps")),
         track=TrackConfig(uri=uri, experiment="vit"),
     )  # fmt: skip
     folder = tmp_path / "run"
-    facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, artifacts=("config.yaml", "log.txt"))
-    model, engine = (
-        SimpleNamespace(config=configure("ViT-Ti/16", image_size=16, num_classes=3)),
-        SimpleNamespace(settings={"zero": 1}),
-    )
+    facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, steps=40, artifacts=("config.yaml", "log.txt"))
     folder.mkdir()
     (folder / "log.txt").write_text("a line\n")
     for begin, last in ((0, 20), (10, 30)):  # The second start continues from step 10: the points after it are deleted.
-        checkpoints = Checkpoints(folder / "checkpoints")
-        tracker = setup._start_tracker(config, facts, folder, engine, model, begin, checkpoints)  # type: ignore[arg-type]
+        write_settings(config, folder)
+        tracker = Tracker(config.track, tmp_path, folder, facts, begin)
         for step in range(begin + 1, last + 1):
             tracker.log(step, {"loss": step + 100.0 * begin})
         wait(lambda: MlflowStore(uri).client.get_experiment_by_name("vit") is not None)
@@ -341,6 +334,7 @@ def test_a_server_that_takes_two_seconds_for_each_answer(
     (line,) = warnings(capfd)
     assert "the next start sends the rest" in line
     proxy.delay = 0
+    tracked.tracker._sender._thread.join(60)  # The end of a process would end it at once.
     tracked.start(40).finish()
     assert tracked.losses() == steps(1, 40)
 

@@ -1,0 +1,184 @@
+"""MLflow's pages of runs that the tracker wrote, in a real browser."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+import servers
+from browser import Browser, open_browser
+from servers import MlflowServer
+
+from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings.run import TrackConfig
+
+pytestmark = pytest.mark.slow
+
+# What pages of MLflow 3.17.2 complain of by themselves: without logins there is no such user, and a harmless message of Chromium.
+OF_MLFLOW_ITSELF = ("ajax-api/2.0/mlflow/users/current", "status of 404", "ResizeObserver loop")
+PHOTOS = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 12_000, 100, "training")
+PETS = DatasetFacts("pets", "/data/pets", "fedcba9876543210", "train", 3_680, 37, "training")
+
+
+def add_run(out: Path, facts: RunFacts, top1: float, outcome: str = "finished", last: int = 20) -> str:
+    """Track a small run with a figure, logged models and, if fine-tuned, a registered model. Returns its MLflow ID."""
+    import matplotlib.figure
+
+    folder = out / facts.name
+    (folder / "page" / "figures").mkdir(parents=True)
+    figure = matplotlib.figure.Figure(figsize=(6, 4))
+    figure.subplots(1, 1).plot([math.exp(-step / 8) for step in range(last)])
+    figure.savefig(folder / "page" / "figures" / "loss.png")
+    (folder / "config.yaml").write_text(f"name: {facts.name}\nmodel:\n  name: ViT-S/16\n")
+    models = [
+        ModelFacts(
+            last, str(folder / "checkpoints" / f"step-{last:08d}"), f"{abs(hash(facts.name)):064x}", ("best", "last")
+        )
+    ]
+    config = TrackConfig(experiment="vit", register="vit-pets" if facts.kind == "finetune" else "")
+    timing = Timing(poll=0.05, retry=(0.1,), finish=120)
+    tracker = Tracker(config, out, folder, facts, 0, timing, lambda ended: models if ended else [])
+    for step in range(1, last + 1):
+        loss = 2.5 * math.exp(-step / 9) + 0.4 - 0.2 * top1
+        tracker.log(
+            step,
+            {"loss": loss, "lr": 1e-3 * (1 - step / 21), "images_per_second": 900.0, "mfu": 0.41, "bad_samples": 0},
+        )
+        if step % 4 == 0:
+            tracker.log(step, {"val_top1": top1 * (1 - math.exp(-step / 7)), "val_loss": loss + 0.1})
+    tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=f"**Top-1** {top1:.1%}.")
+    client = MlflowStore(default_uri(out)).client
+    experiment = client.get_experiment_by_name("vit")
+    (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{facts.name}'")
+    return run.info.run_id
+
+
+def fill(out: Path) -> dict[str, str]:
+    """Track runs of several kinds; returns their MLflow IDs by name."""
+    held_out = replace(PHOTOS, split="val", num_samples=1_000, context="evaluation")
+    first = RunFacts(
+        "photos-s16", "pretrain", {"optimizer.lr": 0.001, "train.global_batch": 256}, {"model": "ViT-S/16", "dataset": "photos"},
+        (PHOTOS, held_out), "**Pre-training of ViT-S/16** at 224 px on **photos**.", {}, 20, 256, 9.2e9, ("config.yaml",), "val_top1",
+    )  # fmt: skip
+    larger = replace(first, name="photos-b16", tags={**first.tags, "model": "ViT-B/16"}, flops_per_image=3.5e10)
+    ids = {first.name: add_run(out, first, 0.71), larger.name: add_run(out, larger, 0.78)}
+    diverged = replace(larger, name="photos-b16-lr1", parameters={"optimizer.lr": 0.1})
+    ids[diverged.name] = add_run(out, diverged, 0.2, "diverged at step 9: the loss is nan", 9)
+    pets = replace(
+        first, name="pets-b16", kind="finetune", tags={"model": "ViT-B/16", "dataset": "pets"},
+        datasets=(PETS, replace(PETS, split="val", num_samples=920, context="evaluation")),
+        description="**Fine-tuning of ViT-B/16** at 384 px on **pets**.", parents={"parent": ids["photos-b16"]},
+    )  # fmt: skip
+    ids[pets.name] = add_run(out, pets, 0.93)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str, dict[str, str]]]:
+    """A browser, the address of the server, and the IDs of the runs. Pictures go to BROWSER_PICTURES, if that is set."""
+    folder = tmp_path_factory.mktemp("browser")
+    pictures = Path(os.environ.get("BROWSER_PICTURES", folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("USER", "researcher")
+        patch.setenv("LOGNAME", "researcher")
+        patch.setattr(sys, "argv", ["launch/pretrain.py", "--config", "configs/demo/pretrain.yaml"])
+        out = Path(os.environ.get("BROWSER_STORE", folder / "runs"))
+        out.mkdir(parents=True, exist_ok=True)
+        ids = fill(out)
+        server = MlflowServer(folder, default_uri(out))
+        with servers.running(server.start()), open_browser(pictures) as browser:
+            browser.page.set_default_timeout(20_000)
+            yield browser, server.url, ids
+
+
+def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    browser, url, _ = pages
+    browser.open(f"{url}/#/experiments?workflowType=machine_learning", "vit")
+    browser.open(url + MlflowStore(url).page_of("vit"), "photos-s16", "pets-b16", "finetune")
+    browser.page.get_by_label("Close").last.click() if "MLflow Assistant" in browser.text() else None
+    shown = browser.text()
+    for column in ("kind", "model", "dataset", "progress", "outcome", "eval/val_top1"):
+        assert column in shown, f"no column {column}"
+    for content in ("pretrain", "ViT-B/16", "photos", "100% (20 of 20 steps)", "diverged at step 9: the loss is nan"):
+        assert content in shown, content
+    assert "Vision Transformers: pre-training" in shown
+    browser.picture("run_list")
+
+
+def test_charts_against_images_seen(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    browser, url, _ = pages
+    browser.open(
+        f"{url}{MlflowStore(url).page_of('vit')}&compareRunsMode=CHART", "by images seen", "by exaFLOPs", "photos-s16"
+    )
+    browser.sees("train/images_seen")  # Below the chart.
+    shown = " ".join(browser.text().split())
+    assert "by images seen (2)" in shown
+    assert "by exaFLOPs (2)" in shown
+    browser.picture("charts")
+
+
+def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    browser, url, ids = pages
+    run, mode = f"{url}/#/experiments/1/runs/{ids['pets-b16']}", "?workflowType=machine_learning"
+    browser.open(
+        run, "Fine-tuning of ViT-B/16", "Top-1", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
+    )
+    shown = browser.text()
+    for content in ("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020"):
+        assert content in shown, content
+    browser.picture("run")
+    browser.open(f"{run}/model-metrics{mode}", "eval", "train")
+    shown = " ".join(browser.text().split())
+    for section in ("eval (2)", "health (1)", "speed (2)", "train (4)"):
+        assert section in shown, section
+    browser.picture("run_charts")
+    browser.open(f"{run}/artifacts/figures/loss.png{mode}", "config.yaml")
+    browser.page.locator("img[src*='loss.png'], img[src^='blob:'], img[src^='data:image/png']").first.wait_for()
+    browser.picture("artifacts")
+
+
+def test_two_runs_compared(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    browser, url, ids = pages
+    runs = f'["{ids["photos-s16"]}","{ids["photos-b16"]}"]'.replace('"', "%22")
+    browser.open(
+        f"{url}/#/compare-runs?runs={runs}&experiments=[%221%22]&workflowType=machine_learning",
+        "photos-s16",
+        "photos-b16",
+        "ViT-S/16",
+        "ViT-B/16",
+    )
+    browser.sees("eval/val_top1")
+    browser.picture("compare")
+
+
+def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    browser, url, ids = pages
+    (model,) = MlflowStore(url).client.search_logged_models(["1"], f"source_run_id = '{ids['pets-b16']}'")
+    browser.open(
+        f"{url}/#/experiments/1/models?workflowType=machine_learning",
+        "pets-b16-step-00000020",
+        "photos-b16-step-00000020",
+    )
+    page = f"{url}/#/experiments/1/models/{model.model_id}"
+    browser.open(
+        f"{page}?workflowType=machine_learning", "pets-b16-step-00000020", "Ready", "eval/val_top1", "pets:val"
+    )
+    browser.picture("logged_model")
+    browser.open(f"{url}/#/models/vit-pets?workflowType=machine_learning", "Version 1", "@ best", "@ last")
+    browser.picture("registered_model")
+
+
+def test_the_pages_ask_nobody_else_and_complain_of_nothing(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    """After all tests above."""
+    browser, url, _ = pages
+    asked = {urlparse(request).netloc for request in browser.requests if request.startswith(("http", "ws"))}
+    assert asked == {urlparse(url).netloc}
+    assert [text for text in browser.complaints if not any(known in text for known in OF_MLFLOW_ITSELF)] == []
