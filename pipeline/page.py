@@ -84,8 +84,8 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h2 { font-size: 1.2rem; }
   table { font-size: 14px; }
   th, td { padding: .3rem .5rem; }
-  th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 7.5rem; max-width: 42vw;
-    white-space: normal; overflow-wrap: anywhere; }
+  th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 6rem; max-width: 42vw;
+    white-space: normal; overflow-wrap: break-word; }
   tr.bold td:first-child { background: #f4f6f8; }
   td.text { min-width: 11rem; }
   .box img { max-width: none; width: max(100%, 46rem); }
@@ -95,7 +95,7 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
 @media print {
   @page { margin: 14mm; }
   body { font-size: 10pt; color: #000; margin: 0; max-width: none; padding: 0; }
-  h1, h2 { break-after: avoid; }
+  h1, h2, p:has(+ .box) { break-after: avoid; }
   h2 { margin-top: 1.2rem; }
   p { orphans: 3; widows: 3; }
   .box { overflow: visible; }

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint.store import MODEL, Checkpoints, step_of
-from pipeline.committed import read_checksums
+from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import of_samples
+from pipeline.monitor.sync_state import STATE_FILE, read_states
 from pipeline.outputs import try_output
 from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.review import lineage
@@ -23,6 +23,7 @@ from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.reports import RunReportConfig
+from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
 from pipeline.transfer.report import absences, origin, score_table
@@ -43,12 +44,13 @@ _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors; "" if it is not at hand."""
+    """A checkpoint. roles: best, last, kept. sha256: of its model.safetensors. address: in MLflow; "" if it has none."""
 
     step: int
     roles: str
     path: str
     sha256: str
+    address: str = ""
 
 
 def run(config: RunReportConfig) -> Path:
@@ -355,8 +357,11 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
         yield Paragraph(problem)
     if not found:
         return
-    rows = [(weights.roles or "–", f"{weights.step:,}", weights.sha256 or "–", weights.path) for weights in found]
-    yield Table(("role", "step", "SHA-256 of model.safetensors", "where"), rows)
+    rows = [
+        (weights.roles or "–", f"{weights.step:,}", weights.sha256 or "–", weights.path, weights.address or "–")
+        for weights in found
+    ]
+    yield Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows)
     chosen = next((weights for weights in found if "best" in weights.roles), found[-1])
     held_out = record.dataset("evaluation")
     data = f" data={held_out.source} split={held_out.split}" if held_out else ""
@@ -367,29 +372,32 @@ def _weights(record: RunRecord, reader: RunReader) -> Iterator[Block]:
 
 
 def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str]:
-    """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none or not all)."""
+    """Returns (checkpoints of the run: best, last and kept ones, oldest first; why there are none)."""
     if record.folder is None:
         found = [
-            Weights(int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""))
+            Weights(
+                int(model.get("step") or 0), model.get("roles", ""), model.get("path", ""), model.get("sha256", ""),
+                f"models:/{model['model_id']}",
+            )
             for model in reader.store.models_of(reader.store.read_run(record.run_id))
-        ]
+        ]  # fmt: skip
         where = record.tags.get("run_folder_path", "the run folder")
         missing = f"MLflow has no logged model of this run. Its checkpoints are in {where}/checkpoints, if they were not removed."
         return sorted(found, key=lambda weights: weights.step), "" if found else missing
+    states, _ = read_states(record.folder / STATE_FILE)
+    sent = {sha256: model.model_id for state in states.values() for sha256, model in state.models.items()}
     try:
         elsewhere = record.settings.get("checkpoint.folder")
         folder: AnyPath = (
-            to_path(str(elsewhere)) / record.name if elsewhere else record.folder.absolute() / "checkpoints"
+            to_path(str(elsewhere)) / record.name if elsewhere else record.folder.resolve() / "checkpoints"
         )
-        checkpoints = Checkpoints(folder)
-        candidates, kept = checkpoints.candidates(), checkpoints.kept()
-        found = []
-        for number, path in enumerate(candidates):
-            roles = {"best": path.name == kept.best, "last": number == 0, "kept": path.name in kept.always}
-            if any(roles.values()):
-                checksum = (read_checksums(path) or {}).get(MODEL)
-                named = ", ".join(role for role, has in roles.items() if has)
-                found.append(Weights(step_of(path), named, str(path), checksum.sha256 if checksum else ""))
+        found = [
+            Weights(
+                model.step, ", ".join(model.roles), model.path, model.sha256,
+                f"models:/{sent[model.sha256]}" if model.sha256 in sent else "",
+            )
+            for model in logged_models(Checkpoints(folder), ended=True)
+        ]  # fmt: skip
     except (UserError, OSError) as error:
         return [], f"The checkpoints cannot be read: {' '.join(str(error).split())[:300]}"
-    return found[::-1], "" if found else f"There is no checkpoint in {folder}."
+    return found, "" if found else f"There is no checkpoint in {folder}."

@@ -283,7 +283,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             else "Not all runs have a score."
         )
         for number, group in enumerate(groups, 1):
-            yield f"Set {number}: {scored_on(records[group[0]])}. {listed(group, MAX_NAMED)}."
+            yield f"Set {number}, {scored_on(records[group[0]])}: {listed(group, MAX_NAMED)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
         yield f"Without a score: {listed(absent, MAX_NAMED)}."
