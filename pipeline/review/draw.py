@@ -21,8 +21,7 @@ from pipeline.errors import UserError
 from pipeline.explain import explain
 from pipeline.files import replacing
 from pipeline.monitor.page_folder import PAGE, PageFolder
-from pipeline.review.curves import draw_run
-from pipeline.review.predictions import LastPredictions, draw_matrix, draw_sheet, draw_worst, read_predictions
+from pipeline.review.figures import LastPredictions, draw_matrix, draw_run, draw_sheet, draw_worst, read_predictions
 from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord
 from pipeline.settings import schema

@@ -18,7 +18,7 @@ from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markd
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import code_facts, median_speed, when
-from pipeline.review.curves import draw_run
+from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series
 from pipeline.settings.operate import PlanConfig

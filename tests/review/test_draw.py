@@ -20,9 +20,8 @@ from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.tracking import default_uri
 from pipeline.monitor.weights_uri import weights_path
-from pipeline.review.curves import draw_run
 from pipeline.review.draw import draw, others
-from pipeline.review.predictions import draw_matrix, draw_worst, read_predictions
+from pipeline.review.figures import draw_matrix, draw_run, draw_worst, read_predictions
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.weights import ScoreConfig
@@ -156,7 +155,7 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
     assert time.perf_counter() - begin < 1
     first = drawing._process
     assert first is not None
-    while not started.exists():
+    while not (started.exists() and started.read_text()):
         time.sleep(0.01)
     assert started.read_text() == "."  # One at a time.
     drawing.end(last=True)
