@@ -1,6 +1,7 @@
 # make demo, make test: all the set-up anyone needs. Wants Python 3.11+ and a package index; the tests, a C++ compiler.
 PYTHON ?= python3
 PY := .venv/bin/python
+STORE ?= runs/mlflow.db
 # torch first, at the version pyproject.toml pins: deepspeed's build looks for it, and an open range fetches gigabytes.
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
@@ -30,10 +31,10 @@ lint: install
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
 
-# The runs of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
+# The runs of a database, by default those of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
 mlflow: install
-	@mkdir -p runs
-	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false .venv/bin/mlflow server --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
+	@mkdir -p $(dir $(STORE))
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false .venv/bin/mlflow server --backend-store-uri sqlite:///$(abspath $(STORE))
 
 install: .venv/.installed
 

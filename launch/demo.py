@@ -22,6 +22,7 @@ from pipeline.command import main
 from pipeline.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.data import ShardConfig
+from pipeline.settings.reports import RunReportConfig
 from pipeline.settings.schema import setting
 from pipeline.settings.weights import ScoreConfig
 
@@ -70,8 +71,11 @@ def demo(config: DemoConfig) -> None:
     from pipeline import json_record  # Late: --help needs no torch.
     from pipeline.evaluate import report
     from pipeline.monitor.metrics_file import by_name, read_metrics
+    from pipeline.monitor.tracking import default_uri
+    from pipeline.review import report as run_report
 
-    digits = [f"data={out / 'digits'}", "split=test"]
+    store = default_uri(out)
+    digits = [f"data={out / 'digits'}", "split=test", f"mlflow={store}", "experiment=demo"]
     finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))
     probed = report.run(
         schema.load(ScoreConfig, None, [f"weights={out / 'pretrain'}", "shots=5", "classify=false", *digits])
@@ -88,10 +92,10 @@ def demo(config: DemoConfig) -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     from pipeline.monitor.mlflow_store import MlflowStore  # Late: imports MLflow.
-    from pipeline.monitor.tracking import default_uri
 
-    page = MlflowStore(default_uri(out)).page_of("demo")
+    page = MlflowStore(store).page_of("demo")
     title("Done")
+    told = run_report.run(schema.load(RunReportConfig, None, [f"run={out / 'finetune'}", f"mlflow={store}"]))
     print(f"""
   pre-training on shapes, 32 px: top-1 on held-out images      {summary["pretrain_top1"]:8.1%}
   fine-tuning on digits, 40 px: top-1 on held-out scans        {summary["finetune_top1"]:8.1%}
@@ -100,9 +104,10 @@ def demo(config: DemoConfig) -> None:
   seconds in total                                             {summary["seconds"]:8.0f}
 
   Written to {out / "summary.json"}; figures and tables are in {out / "finetune" / "evaluate"}.
+  All about the fine-tuned run, on one page: {told}
   To see the runs in MLflow, run this and open http://127.0.0.1:5000{page}
 
-    {Path(sys.executable).parent / "mlflow"} server --backend-store-uri sqlite:///{(out / "mlflow.db").resolve()}
+    make mlflow STORE={out / "mlflow.db"}
 """)
 
 

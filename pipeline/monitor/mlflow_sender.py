@@ -68,6 +68,7 @@ class MlflowSender:
         self._had_metrics = self.path.exists() and self.path.stat().st_size > 0
         self._mirror = RunMirror(folder, facts, find_models, settings, self._update, _warn)
         self._end: End | None = None
+        self._links: dict[str, str] = {}  # ID of a parent, as descriptions have it -> a link to its page.
         self._all_sent = False
         self._stop = threading.Event()
         self._store: MlflowStore | None = None
@@ -224,13 +225,14 @@ class MlflowSender:
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        tags = {**self.tags, **self._tags_of_starts()}
+        for parent in self.facts.parents.values():
+            if link := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent):
+                self._links[f"`{parent}`"] = link
+        tags = self._linked({**self.tags, **self._tags_of_starts()})
         if starts:
             store.start_run(state.run_id, tags)
         else:
             store.set_tags(state.run_id, tags)
-        for parent in self.facts.parents.values():
-            store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent)
         self._store = store
         return store, state
 
@@ -293,12 +295,18 @@ class MlflowSender:
         count = {"starts": str(len(starts))} if starts else {}
         return {**count, NOTE: describe(self.facts.description, starts)}
 
+    def _linked(self, tags: dict[str, str]) -> dict[str, str]:
+        """The tags, where the description links to the runs that it names by their IDs."""
+        for run_id, link in self._links.items() if NOTE in tags else ():
+            tags = {**tags, NOTE: tags[NOTE].replace(run_id, link)}
+        return tags
+
     def _close(self, store: MlflowStore, state: SyncState) -> bool:
         """Say how the run ended, and send what has changed. Returns whether all was sent."""
         assert state.run_id is not None
         assert self._end is not None
         # The status first: little time may be left.
-        store.set_tags(state.run_id, self._end.tags)
+        store.set_tags(state.run_id, self._linked(self._end.tags))
         store.end_run(state.run_id, self._end.status)
         return self._mirror.look(store, state, final=True)
 

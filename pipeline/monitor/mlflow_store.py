@@ -157,15 +157,15 @@ class MlflowStore:
                 tags = {name: text for name, text in tags.items() if name != NOTE}
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> bool:
-        """Show on the parent's page that this run was made from it. Returns False if the parent is not in this store."""
+    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> str | None:
+        """Show on the parent's page that this run was made from it. Returns a link to that page; None if it is in another store."""
         if not self.is_active(parent):
-            return False
-        page = f"[{name}](#/experiments/{self.client.get_run(run_id).info.experiment_id}/runs/{run_id})"
-        present = self.client.get_run(parent).data.tags
-        note = present.get(NOTE, "").partition(_CHILDREN)[0]
+            return None
+        page = _link(name, self.client.get_run(run_id).info)
+        found = self.client.get_run(parent)
+        note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
         self.set_tags(parent, {_CHILD + run_id: f"{kind} {page}", NOTE: note})
-        return True
+        return _link(found.info.run_name, found.info)
 
     def end_run(self, run_id: str, status: str) -> None:
         """Close a run as FINISHED, FAILED or KILLED."""
@@ -460,6 +460,11 @@ def _with_children(note: str, tags: dict[str, str]) -> str:
     """The description, and links to the runs that were made from this one, which its tags name."""
     children = [text for name, text in sorted(tags.items()) if name.startswith(_CHILD)]
     return note + _CHILDREN + "\n".join(f"- {child}" for child in children) if children else note
+
+
+def _link(name: str, info: Any) -> str:
+    """Markdown: a link from any page of a server to that of a run."""
+    return f"[{name}](#/experiments/{info.experiment_id}/runs/{info.run_id})"
 
 
 def _open_databases_in_one_try() -> None:

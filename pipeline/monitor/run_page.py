@@ -140,10 +140,11 @@ class RunFacts:
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
     def tags_at_end(self, outcome: str, description: str, result: str) -> dict[str, str]:
-        """How the run ended, and its description with the result. description, result: Markdown."""
+        """How the run ended, and its description with the result after the first paragraph. Both are Markdown."""
         tags = {"outcome": outcome[:500]}
         if result:
-            tags[NOTE] = f"{description}\n\n{result}".strip()
+            first, _, rest = description.partition("\n\n")  # The page shows the beginning, and more on request.
+            tags[NOTE] = "\n\n".join(part for part in (first, result, rest) if part)
         return {name: hide_passwords(text) for name, text in tags.items()}
 
     def axes(self, step: int) -> dict[str, float]:

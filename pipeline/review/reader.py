@@ -32,7 +32,7 @@ from pipeline.settings.yaml_reader import parse_yaml
 from pipeline.transfer.score_table import read_results
 
 # Metrics that no report shows. They are half of all points, and a server is asked for each metric by itself.
-_NOT_READ = ("time_", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
+_NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
 

@@ -86,6 +86,7 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
             yield Code(plan.decode(errors="replace").strip())
     yield from _scores(record)
     yield from _curves(record)
+    yield from _figures(record)
     yield Heading("Health")
     yield from _health(record)
     yield from _settings(record)
@@ -95,7 +96,6 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     if record.kind in ("pretrain", "finetune"):
         yield Heading("Weights")
         yield from _weights(record, reader)
-    yield from _figures(record)
 
 
 # ---------------------------------------------------------------------- what it is

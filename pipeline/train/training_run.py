@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline import json_record
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, step_name
@@ -244,14 +245,6 @@ class TrainingRun:
             ("exaFLOPs", f"{plan.steps * exaflops:.4g}", f"{step * exaflops:.4g}"),
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
-        lines = [f"**Result**: {outcome}.", table]
-        if self.meter.total_seconds:
-            lines.append(
-                f"{self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training since the last start."
-            )
-        scores = self.folder / "scores.json"
-        if scores.exists():
-            lines.append(f"Last scores: `{scores.read_text().strip()}`")
         counts = {
             "steps skipped": self.engine.skipped_steps,
             "loss spikes": self.spikes.num_spikes,
@@ -260,5 +253,20 @@ class TrainingRun:
             "storage retries on rank 0": self.dataset.storage.retry.retries,
         }
         warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-        lines.append(f"Warnings: {', '.join(warnings)}." if warnings else "No step was skipped, no image unreadable.")
+        warned = f"Warnings: {', '.join(warnings)}." if warnings else "No step was skipped, no image unreadable."
+        lines = [f"**Result**: {outcome}{self._last_scores()}. {warned}", table]
+        if self.meter.total_seconds:
+            lines.append(
+                f"{self.meter.average:,.1f} images/s over {self.meter.total_seconds:,.0f} s of training since the last start."
+            )
         return "\n\n".join(lines)
+
+    def _last_scores(self) -> str:
+        """As "; at step 1,000 top1 0.71, loss 1.2"; empty without an evaluation."""
+        try:
+            found = json_record.read(self.folder / "scores.json", dict[str, Any])
+        except (FileNotFoundError, UserError):
+            return ""
+        step = found.pop("step", None)
+        scores = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float)]
+        return f"; at step {step}: {', '.join(scores)}"

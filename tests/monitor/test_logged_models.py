@@ -170,7 +170,10 @@ def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
     def run(name: str, parent: str = "", times: int = 1) -> str:
         for _ in range(times):
             facts = RunFacts(
-                name, "finetune", description=f"What {name} is.", parents={"parent": parent} if parent else {}
+                name,
+                "finetune",
+                description=f"What {name} is, from `{parent}`.",
+                parents={"parent": parent} if parent else {},
             )
             Tracker(TrackConfig(), tmp_path, tmp_path / name, facts, 0, FAST).finish("FINISHED")
         client = MlflowStore(default_uri(tmp_path)).client
@@ -184,9 +187,11 @@ def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
     lines = sorted(
         f"- finetune [{n}](#/experiments/1/runs/{c})" for n, c in zip(("cars", "birds"), children, strict=True)
     )
-    assert note.startswith("What large is.\n\n**Made from this run**\n\n- finetune [")
+    assert note.startswith("What large is, from ``.\n\n**Made from this run**\n\n- finetune [")
     assert sorted(note.splitlines()[-2:]) == lines
-    assert client.get_run(children[0]).data.tags["parent_run_id"] == parent
+    tags = client.get_run(children[0]).data.tags
+    assert tags["parent_run_id"] == parent
+    assert tags["mlflow.note.content"] == f"What cars is, from [large](#/experiments/1/runs/{parent})."
     # Also after the parent was started again.
     assert run("large") == parent
     assert sorted(client.get_run(parent).data.tags["mlflow.note.content"].splitlines()[-2:]) == lines
