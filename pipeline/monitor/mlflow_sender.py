@@ -215,7 +215,7 @@ class MlflowSender:
         if not state.run_id or not store.is_active(state.run_id):
             deleted = state.run_id
             self._find_or_create_run(store, state)
-            if deleted:
+            if deleted and deleted != state.run_id:
                 _warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         assert state.run_id is not None
         if not state.has_parameters:
@@ -239,6 +239,8 @@ class MlflowSender:
     def _find_or_create_run(self, store: MlflowStore, state: SyncState) -> None:
         """Continue the MLflow run that carries this folder's tag, or create one."""
         experiment_id = store.experiment_id(self.experiment.name, self.experiment.artifact_location)
+        if state.run_id and store.is_active(state.run_id):  # Its experiment was deleted, and was restored just now.
+            return
         found = store.find_run(experiment_id, FOLDER_TAG, self.tags[FOLDER_TAG])
         # A new folder may have the path and the inode number of one that was removed.
         if found and self._had_metrics:

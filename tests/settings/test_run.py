@@ -99,7 +99,7 @@ class Reads(ast.NodeVisitor):
         return hints.get(node.attr)
 
     def visit_arg(self, node: ast.arg) -> None:
-        found = CLASSES.get(ast.unparse(node.annotation)) if node.annotation else None
+        found = CLASSES.get(ast.unparse(node.annotation).strip("'")) if node.annotation else None
         # A name without a settings class hides the same name outside.
         self.names.pop(node.arg, None)
         if found is not None:
@@ -124,7 +124,7 @@ class Reads(ast.NodeVisitor):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
-        found = CLASSES.get(ast.unparse(node.annotation))
+        found = CLASSES.get(ast.unparse(node.annotation).strip("'"))
         if found is not None:  # A dataclass's field.
             self.names[f"self.{ast.unparse(node.target)}"] = found
 
