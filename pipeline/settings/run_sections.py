@@ -378,6 +378,9 @@ class TrackConfig:
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
     uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
+    parent_run: str = setting(
+        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."
+    )
     register: str = setting(
         "",
         "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "

@@ -47,7 +47,7 @@ def run_facts(
         "classes": dataset.num_classes,
         "excluded": split.excluded,
     }
-    for hidden in ("name", "out", "track.uri", "launch.env"):
+    for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
     parent = _parent(config.init.weights)
@@ -55,13 +55,16 @@ def run_facts(
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
         "torch": torch.__version__, "run_folder_path": str((Path(config.out) / config.name).resolve()),
     }  # fmt: skip
+    parents = {"parent": parent} if parent else {}
+    if config.track.parent_run:
+        parents["grid"] = tags["mlflow.parentRunId"] = config.track.parent_run
     datasets = [
         DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context)
         for s, context in ((split, "training"), (evaluation, "evaluation"))
     ]
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
-        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops, ARTIFACTS,
+        parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or f"{config.data.evaluated_split}_top1",
     )  # fmt: skip
 

@@ -101,13 +101,9 @@ class SweepPage:
         """results.json is complete."""
         self._column = column_of("this sweep", results)
         metrics, _ = for_mlflow(self._column)
-        self._tracker.log(self._num_ended, metrics)
+        self._tracker.log(0, metrics)
 
     # ---------------------------------------------------------------- what is shown
-    @property
-    def _num_ended(self) -> int:
-        return len(self.outcomes) + len(self.failed)
-
     def _log_now_and_then(self) -> None:
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_EVERY
@@ -120,7 +116,7 @@ class SweepPage:
             "cells_failed": len(self.failed),
             "cells_diverged": num_diverged,
         }
-        self._tracker.log(self._num_ended, counts)
+        self._tracker.log(0, counts)
 
     def _draw(self) -> dict[str, bytes]:
         """The figures of what is done so far; called by the sender's thread."""
