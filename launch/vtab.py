@@ -36,7 +36,8 @@ and tested, once per seed. Each combination of task, setting and seed is a cell:
 
 After an interruption, run the same command again: finished cells are kept, and the results are the same. A cell that fails
 is retried, then reported; the others continue, and the exit code is 2.
-The result folder holds results.json, with protocol, weights and data and their checksums, and one file per cell.
+The result folder holds results.json, with protocol, weights and data and their checksums, and one file per cell. The sweep
+is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a run below it for each cell.
 """
 
 
@@ -44,6 +45,7 @@ def vtab(config: VtabConfig) -> None:
     from data_tools.driver import only_driver
     from pipeline.monitor.weights_uri import with_local_weights
     from pipeline.ray_tasks import shared_path  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.transfer.track.sweep_page import tracking_uri
     from pipeline.transfer.vtab import output, run
 
     config = with_local_weights(config)
@@ -52,7 +54,7 @@ def vtab(config: VtabConfig) -> None:
             shared_path(name, getattr(config, name))
     folder = Path(str(shared_path("out", str(output(config)))))
     with nullcontext() if config.plan else only_driver(folder):
-        run(config, folder, partial(on_ray, config))
+        run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))
 
 
 def on_ray(

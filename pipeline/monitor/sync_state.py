@@ -63,11 +63,16 @@ def write_states(path: Path, states: dict[str, SyncState]) -> None:
     write_text(path, json.dumps({uri: asdict(state) for uri, state in states.items()}, indent=1))
 
 
+def tracked_folder_of(weights: str) -> Path | None:
+    """The folder of the tracked run that weights lie in; None for other weights, and for a run that was not tracked."""
+    path = Path(weights).absolute()
+    return next((folder for folder in (path, *path.parents[:3]) if run_id_of(folder)), None)
+
+
 def run_of_weights(weights: str) -> str | None:
-    """ID of the MLflow run in whose folder weights lie; None for other weights, and for a run that was not tracked."""
-    path = Path(weights)
-    folders = (folder for folder in (path, *path.parents[:3]) if (folder / STATE_FILE).is_file())
-    return next(filter(None, map(run_id_of, folders)), None)
+    """ID of the MLflow run in whose folder weights lie; None as above."""
+    folder = tracked_folder_of(weights)
+    return run_id_of(folder) if folder else None
 
 
 def run_id_of(folder: Path) -> str | None:

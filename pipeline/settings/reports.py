@@ -22,7 +22,10 @@ class VtabReportConfig:
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
     out: str = setting("", "Folder of the report; empty is <first sweep>/report.", output="folder")
-    mlflow: str = setting("", "MLflow tracking URI for the numbers and files; empty sends nothing.")
+    mlflow: str = setting(
+        "",
+        "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing.",
+    )
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -109,7 +112,11 @@ class GridConfig:
     )
     launcher: str = setting("", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
-    mlflow: str = setting("", "MLflow tracking URI for the table; empty sends nothing.")
+    mlflow: str = setting(
+        "",
+        "MLflow tracking URI of the grid and its runs; none sends no grid. Empty is track.uri of the runs, else "
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+    )
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself."""

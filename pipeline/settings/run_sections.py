@@ -382,6 +382,9 @@ class TrackConfig:
         True,
         "Draw curves, confusions, predictions and attention at evaluations, in a process of low priority (docs/reviewing.md).",
     )
+    parent_run: str = setting(
+        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."
+    )
     register: str = setting(
         "",
         "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "

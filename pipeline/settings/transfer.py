@@ -123,6 +123,11 @@ class VtabConfig:
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
+    mlflow: str = setting(
+        "",
+        "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
+        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
+    )
     plan: bool = setting(False, "Only list the cells and their cost.")
 
     def not_written(self) -> tuple[str, ...]:

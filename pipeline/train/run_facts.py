@@ -52,15 +52,18 @@ def run_facts(
         "classes": dataset.num_classes,
         "excluded": split.excluded,
     }
-    for hidden in ("name", "out", "track.uri", "launch.env"):
+    for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = run_of_weights(config.init.weights or "")
+    parent = run_of_weights(config.init.weights) if config.init.weights else None
     copies = _test_copies(dataset)
     tags = {
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
         "torch": torch.__version__, "test_copies": copies, "run_folder_path": str((Path(config.out) / config.name).resolve()),
     }  # fmt: skip
+    parents = {"parent": parent} if parent else {}
+    if config.track.parent_run:
+        parents["grid"] = tags["mlflow.parentRunId"] = config.track.parent_run
     datasets = [
         DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context, notes)
         for s, context, notes in (
@@ -70,7 +73,7 @@ def run_facts(
     ]
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
-        {"parent": parent} if parent else {}, plan.steps, plan.global_batch, flops, ARTIFACTS,
+        parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or f"{config.data.evaluated_split}_top1",
     )  # fmt: skip
 

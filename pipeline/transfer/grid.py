@@ -9,26 +9,28 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline import json_record
-from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.lifecycle.run_folder import RESUME, read_status
-from pipeline.monitor.run_page import RunFacts, hide_passwords
-from pipeline.monitor.tracking import send_report
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.weights import ScoreConfig
+
+if TYPE_CHECKING:
+    from pipeline.transfer.track.grid_page import GridPage
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
 
@@ -75,34 +77,54 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
     trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
-    _check_data(trials[0], config)
-    tried: list[dict[str, Any]] = []
+    dataset = _check_data(trials[0], config)
+    # Late: these import Matplotlib, which a mistake in the settings need not wait for.
+    from pipeline.transfer.track.grid_page import GridPage, tracking_uri
+
+    settings = trials[0].config
+    uri = tracking_uri(config, settings.track)
+    num_runs = len(trials) + len(config.seeds)
+    with GridPage(config, settings, dataset, num_runs, uri) if uri else nullcontext() as page:
+        result = _run(config, trials, start, page)
+        _write_report(result, config)
+        if page:
+            page.scored(result)
+    return result
+
+
+def _run(config: GridConfig, trials: list[GridRun], start: Start, page: "GridPage | None") -> dict[str, Any]:
+    """Returns the content of results.json."""
+    tried: list[dict[str, Any]] = page.tried if page else []
     for lr, trial in zip(config.lr, trials, strict=True):
         try:
-            tried.append({"lr": lr, **run_to_end(trial, config, start)})
+            tried.append({"lr": lr, **run_to_end(trial, config, start, page)})
         except DivergedError as error:  # A diverged trial is a result: this rate is not chosen.
             print(f"{config.name}: lr {lr:g} diverged")
             tried.append({"lr": lr, "diverged": str(error)})
+        if page:
+            page.ended(trial.folder)
     best, num_dev = best_rate(tried)
     print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {num_dev:,} dev images")
 
     finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
-    runs = []
+    runs: list[dict[str, Any]] = page.runs if page else []
+    if page:
+        page.chosen = best
     for seed, final in zip(config.seeds, finals, strict=True):
         try:
-            scores = run_to_end(final, config, start)
+            scores = run_to_end(final, config, start, page)
         except DivergedError as error:
             raise UserError(f"{error} Or leave {best:g} out of lr.") from error
         runs.append({"seed": seed, "top1": scores["top1"], "num_samples": scores["num_samples"]})
+        if page:
+            page.ended(final.folder)
     settings = finals[0].config
-    result: dict[str, Any] = {
+    return {
         "name": config.name, "run": config.run, "settings": config.settings, "lr": best, "dev_share": config.dev_share,
         "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
         "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
         "also": {data: _scores_on(data, finals) for data in config.also},
     }  # fmt: skip
-    _write_report(result, config)
-    return result
 
 
 def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> GridRun:
@@ -117,8 +139,8 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
     return GridRun(name, settings, overrides)
 
 
-def _check_data(trial: GridRun, config: GridConfig) -> None:
-    """Raise UserError for splits and data sets that would otherwise fail in the final runs, after days."""
+def _check_data(trial: GridRun, config: GridConfig) -> Dataset:
+    """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
     dataset = open_dataset(settings.path)
     for share in (config.dev_share, 0.0):
@@ -132,14 +154,15 @@ def _check_data(trial: GridRun, config: GridConfig) -> None:
                 f"also: {data} has {other.num_classes:,} classes, {settings.path} has {dataset.num_classes:,}. They must be "
                 "the same, in the same order."
             )
+    return dataset
 
 
-def run_to_end(grid_run: GridRun, config: GridConfig, start: Start) -> dict[str, Any]:
+def run_to_end(grid_run: GridRun, config: GridConfig, start: Start, page: "GridPage | None" = None) -> dict[str, Any]:
     """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
     outcome = read_outcome(grid_run)
     if outcome is None:
         print(f"{config.name}: {grid_run.name}", flush=True)
-        code = start(grid_run, config)
+        code = start(_tracked(grid_run, page) if page else grid_run, config)
         if code == RESUME:
             print(f"{config.name}: {grid_run.name} was asked to stop: the same command continues (exit code {RESUME})")
             sys.exit(RESUME)
@@ -149,6 +172,13 @@ def run_to_end(grid_run: GridRun, config: GridConfig, start: Start) -> dict[str,
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
     return asdict(outcome)
+
+
+def _tracked(grid_run: GridRun, page: "GridPage") -> GridRun:
+    """The run with settings by which MLflow shows it below the grid."""
+    track = page.tracking(grid_run.config.track)
+    overrides = [f"track.uri={track.uri}", f"track.parent_run={track.parent_run}"] if track.enabled else []
+    return GridRun(grid_run.name, replace(grid_run.config, track=track), [*grid_run.overrides, *overrides])
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
@@ -169,7 +199,7 @@ def mean_and_deviation(accuracies: list[float]) -> dict[str, float | None]:
 
 
 def _write_report(result: dict[str, Any], config: GridConfig) -> None:
-    """Write report.md and results.json, and send both to MLflow."""
+    """Write report.md and results.json."""
     folder = Path(config.out) / config.name
     title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
     files = {
@@ -179,16 +209,6 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     write_files(folder, files)
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
     print(f"{title}, {spread}{in_seeds(len(result['runs']))}; report: {folder / 'report.md'}")
-    if config.mlflow:
-        metrics = {"top1": result["top1"], "best_lr": result["lr"]}
-        if result["std"] is not None:
-            metrics["top1_std"] = result["std"]
-        metrics |= {
-            f"top1_{Path(data).name.replace(':', '_')}": scores["top1"] for data, scores in result["also"].items()
-        }
-        tags = {"weights": str(result["weights"]), "data": result["data"]}
-        facts = RunFacts(config.name, "grid", tags=tags)
-        send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], "finetune")
 
 
 def page(result: dict[str, Any]) -> list[Block]:
@@ -264,14 +284,9 @@ def read_outcome(grid_run: GridRun) -> Scores | str | None:
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
         return None
-    if _without_password(finished) != _without_password(grid_run.config):
+    if replace(finished, track=grid_run.config.track) != grid_run.config:
         return None
     return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
-
-
-def _without_password(config: RunConfig) -> RunConfig:
-    """As config.json has it. Earlier versions wrote the password there."""
-    return replace(config, track=replace(config.track, uri=hide_passwords(config.track.uri)))
 
 
 def _read_scores(grid_run: GridRun) -> Scores | None:

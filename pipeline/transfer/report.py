@@ -17,6 +17,7 @@ from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.transfer.score_table import OVERALL, Column, Score, columns, common_tasks, mean_of, members
+from pipeline.transfer.track.children import attach
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 
@@ -45,8 +46,10 @@ def run(config: VtabReportConfig) -> list[Column]:
     print(f"report: {folder / 'report.md'}")
     if config.mlflow:
         metrics, tags = for_mlflow(table[0])
-        facts = RunFacts(title, "vtab", tags=tags)
-        send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], "vtab")
+        paths = [folder / name for name in files]
+        if not attach(config.mlflow, first, metrics, paths, "report"):  # A sweep that was not sent there.
+            facts = RunFacts(title, "vtab", tags=tags)
+            send_report(config.mlflow, folder, facts, metrics, paths, "vtab")
     return table
 
 
@@ -172,17 +175,22 @@ def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:
     }
     metrics["tasks_scored"] = len(column.tasks)
     facts = column.facts
+    tags = tags_of(facts)
+    if run_id := facts["checkpoint"].get("run_id"):
+        # With the second tag MLflow shows it below the pre-training run, if both are in one store.
+        tags |= {"pretraining_run_id": run_id, "mlflow.parentRunId": run_id}
+    return metrics, tags
+
+
+def tags_of(facts: dict[str, Any]) -> dict[str, str]:
+    """Tags that say what a sweep was made of. facts: content of its results.json."""
     copies = [count for count in (facts["contamination"] or {}).values() if count is not None]
-    tags = {
+    return {
         "protocol": facts["protocol"]["name"], "protocol_sha256": facts["protocol"]["sha256"], "method": facts["method"],
         "checkpoint": str(facts["checkpoint"]["path"]), "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
         "contamination": str(sum(copies)) if copies else "not searched",
         **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
     }  # fmt: skip
-    if run_id := facts["checkpoint"].get("run_id"):
-        # With the second tag MLflow shows it below the pre-training run, if both are in one store.
-        tags |= {"pretraining_run_id": run_id, "mlflow.parentRunId": run_id}
-    return metrics, tags
 
 
 def _score_text(score: Score | None) -> str:

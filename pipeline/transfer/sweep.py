@@ -111,7 +111,7 @@ class Sweep:
 
     def read(self, cell: Cell) -> Outcome | None:
         """The outcome of a cell; None if it is not done, or if its file cannot be used (see `unusable`)."""
-        file = self._file(cell)
+        file = self.file_of(cell)
         try:
             content = json_record.read(file, dict[str, Any])
             outcome = json_record.convert(content.pop("outcome", None), dict[str, Any], str(file), "outcome")
@@ -128,7 +128,7 @@ class Sweep:
         return outcome
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
-        write_text(self._file(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
+        write_text(self.file_of(cell), json.dumps({**self._about(cell), "outcome": outcome}, indent=1) + "\n")
 
     def claim(self) -> None:
         """Write sweep.json. Raises UserError if the folder holds another sweep, or other files.
@@ -159,7 +159,8 @@ class Sweep:
         if now != then:
             write_text(file, json.dumps(now, indent=1) + "\n")
 
-    def _file(self, cell: Cell) -> Path:
+    def file_of(self, cell: Cell) -> Path:
+        """The file of a cell's outcome."""
         return self.folder / CELLS / f"{cell_name(cell)}.json"
 
     def _about(self, cell: Cell) -> dict[str, Any]:

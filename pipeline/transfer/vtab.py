@@ -10,6 +10,7 @@ Where the cells run is decided by the caller, which passes a `RunCells`.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -27,6 +28,8 @@ from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.sweep_progress import SweepProgress
+from pipeline.transfer.track.children import Pace
+from pipeline.transfer.track.sweep_page import SweepPage
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
@@ -46,10 +49,13 @@ class RunCells(Protocol):
     ) -> Iterable[tuple[int, dict[str, Any]]]: ...
 
 
-def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any] | None:
+def run(
+    config: VtabConfig, folder: Path, run_cells: RunCells, uri: str = "", pace: Pace | None = None
+) -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
-    folder: for the results (see `output`), locked by the caller. Raises UserError for a sweep that cannot run or differs from
+    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty is none.
+    pace: of sending cells. Raises UserError for a sweep that cannot run or differs from
     the folder's, and at the end if a cell failed; all other results are written then.
     """
     sweep = open_sweep(config, folder)
@@ -67,32 +73,27 @@ def run(config: VtabConfig, folder: Path, run_cells: RunCells) -> dict[str, Any]
     cells = searches + [cell for task in sweep.tasks for cell in sweep.finals(task, any_setting)]
     _print_begin(sweep, len(cells), len(outcomes))
     failed: dict[Cell, str] = {}
-    with SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress:
-        _run(sweep, searches, outcomes, failed, progress, run_cells)
+    header = _header(sweep, contamination)
+    with (
+        SweepPage(sweep, header, uri, len(cells), outcomes, failed, pace) if uri else nullcontext() as page,
+        SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress,
+    ):
+        _run(sweep, searches, outcomes, failed, progress, page, run_cells)
         chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
         finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
-        _run(sweep, finals, outcomes, failed, progress, run_cells)
+        _run(sweep, finals, outcomes, failed, progress, page, run_cells)
 
-    # ---------------------------------------------------------------------- results
-    protocol = config.protocol
-    scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
-    results = {
-        "protocol": {**schema.to_dict(protocol), "name": protocol_title(protocol), "sha256": protocol_sha256(protocol)},
-        "method": config.method,
-        "precision": config.precision,
-        "micro_batch": config.micro_batch,
-        "checkpoint": {"path": sweep.config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(sweep.config.weights)},
-        "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
-        "contamination": contamination,
-        "scores": scores,
-        "failed": [
+        # ------------------------------------------------------------------ results
+        scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
+        failures = [
             {"task": cell.task.name, "cell": cell_name(cell), "seed": cell.seed, "reason": failed[cell]}
             for cell in [*searches, *finals] if cell in failed
-        ],
-        "missing": sweep.missing,
-    }  # fmt: skip
-    write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    _print_end(sweep, scores, folder)
+        ]  # fmt: skip
+        results = {**header, "scores": scores, "failed": failures, "missing": sweep.missing}
+        write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        _print_end(sweep, scores, folder)
+        if page:
+            page.scored(results)
     if failed:
         cell, reason = next(iter(failed.items()))
         raise UserError(
@@ -115,6 +116,7 @@ def _run(
     outcomes: dict[Cell, Outcome],
     failed: dict[Cell, str],
     progress: SweepProgress,
+    page: SweepPage | None,
     run_cells: RunCells,
 ) -> None:
     """Run the cells that have no outcome; add theirs to `outcomes` or `failed`."""
@@ -124,6 +126,8 @@ def _run(
         cell = jobs[index].cell
         failed[cell] = reason
         progress.gave_up(cell.task.name, str(cell), reason)
+        if page:
+            page.gave_up(cell, reason)
 
     if jobs:
         for index, outcome in run_cells(run_cell, jobs, progress.retried, fail):
@@ -131,6 +135,22 @@ def _run(
             outcomes[cell] = outcome
             sweep.write(cell, outcome)
             progress.ended(cell.task.name, str(cell), outcome)
+            if page:
+                page.ended(cell, outcome)
+
+
+def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any]:
+    """What results.json says of the sweep."""
+    config, protocol = sweep.config, sweep.config.protocol
+    return {
+        "protocol": {**schema.to_dict(protocol), "name": protocol_title(protocol), "sha256": protocol_sha256(protocol)},
+        "method": config.method,
+        "precision": config.precision,
+        "micro_batch": config.micro_batch,
+        "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(config.weights)},
+        "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
+        "contamination": contamination,
+    }
 
 
 def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
     reading = SplitReader(tested, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
     predictions = predict(logits, reading, "softmax")
     _refuse_unreadable(predictions.problems, tested)
-    return {**outcome, "accuracy": score(predictions, tested).top1}
+    scores = score(predictions, tested)
+    return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
 
 
 def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, device: torch.device) -> tuple[int, int]:

@@ -41,4 +41,7 @@ class DedupReport:
 def read_dedup_report(dataset: AnyPath) -> DedupReport:
     """Raises FileNotFoundError if the data set was not searched, and UserError for a damaged report."""
     path = locate(dataset, DEDUP_REPORT)
-    return json_record.parse(path.read_bytes(), DedupReport, str(path))
+    try:
+        return json_record.parse(path.read_bytes(), DedupReport, str(path))
+    except NotADirectoryError:
+        raise FileNotFoundError(str(path)) from None

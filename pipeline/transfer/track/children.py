@@ -1,0 +1,275 @@
+"""Sends the child runs of a sweep to MLflow from a background thread: at most a fixed number of requests a second.
+
+What MLflow has already is read from MLflow itself at each start: every child has a tag with its key. So a killed driver
+leaves neither doubles nor gaps, and the folder needs no list of what was sent.
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import replacing
+from pipeline.monitor.metrics_file import Record
+from pipeline.monitor.mlflow_store import KnownChild, MlflowStore
+from pipeline.monitor.page_folder import PAGE
+from pipeline.monitor.run_mirror import one_line
+from pipeline.monitor.run_page import DatasetFacts, hide_passwords
+from pipeline.monitor.sync_state import STATE_FILE, read_states
+from pipeline.progress import duration
+
+FIGURES = "figures"
+# Tags of a child: its key among the children of its parent, and the digest of what was sent.
+KEY_TAG, DIGEST_TAG = "cell", "cell_digest"
+# Requests for one child: create_run, log_batch, log_inputs, update_run. MLflow has none for several runs.
+REQUESTS_PER_CHILD = 4
+# Returns file name -> PNG.
+Draw = Callable[[], dict[str, bytes]]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """requests: at most so many a second. redraw: least time between two drawings. finish: how long the end waits for a store
+
+    that does not answer; while it answers, the end waits until all is sent. All in seconds.
+    """
+
+    requests: float = 10.0
+    poll: float = 1.0
+    retry: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
+    redraw: float = 60.0
+    finish: float = 30.0
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970."""
+
+    key: str
+    name: str
+    status: str
+    started: int
+    ended: int
+    parameters: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    datasets: tuple[DatasetFacts, ...] = ()
+
+    def digest(self) -> str:
+        """Of what is sent, except times, which a copied folder changes."""
+        content = json.dumps([self.status, self.metrics, self.parameters, self.tags], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+class ChildSender:
+    """Sends children below the MLflow run of `folder`, which another sender creates and names in mlflow.json.
+
+    tags: of all children. draw: draws the figures in <folder>/page/figures, which that sender uploads.
+    """
+
+    def __init__(
+        self, folder: Path, uri: str, tags: dict[str, str], draw: Draw | None = None, pace: Pace | None = None
+    ):
+        self.folder, self.uri, self.tags, self.pace = folder, uri, tags, pace or Pace()
+        self.num_sent = 0
+        self._draw, self._drawn, self._changed = draw, -1e9, False
+        self._queue: dict[str, ChildRun] = {}
+        self._lock = threading.Lock()
+        self._store: MlflowStore | None = None
+        self._parent, self._experiment = "", ""
+        self._known: dict[str, KnownChild] = {}
+        self._next_request = 0.0
+        self._warned = set[str]()
+        self._stop = threading.Event()
+        self._deadline = float("inf")
+        self._thread = threading.Thread(target=self._run, name="mlflow children", daemon=True)
+
+    # ---------------------------------------------------------------- called by the driver
+    def begin(self) -> None:
+        self._thread.start()
+
+    def add(self, children: Iterable[ChildRun]) -> None:
+        """Queue children. One of a key that was added before replaces it."""
+        with self._lock:
+            self._queue |= {child.key: child for child in children}
+            self._changed = True
+
+    def end(self) -> bool:
+        """Send the rest and draw the figures. Returns whether all was sent."""
+        seconds = len(self._queue) * REQUESTS_PER_CHILD / self.pace.requests
+        if seconds > self.pace.finish:
+            print(
+                f"sending {len(self._queue):,} cells to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
+                "leaves those that are missing to the next start of this command",
+                flush=True,
+            )
+        self._deadline = time.monotonic() + self.pace.finish
+        self._stop.set()
+        self._thread.join()
+        if self._queue:
+            _warn(
+                f"MLflow at {hide_passwords(self.uri)} has not received {len(self._queue):,} cells of {self.folder}: the same "
+                "command sends them at its next start."
+            )
+        return not self._queue
+
+    # ---------------------------------------------------------------- the thread
+    def _run(self) -> None:
+        num_failures = 0
+        while True:
+            stopping = self._stop.is_set()
+            self._redraw(stopping)
+            try:
+                complete = self._send()
+                num_failures = 0
+            except Exception as error:  # Whatever the server or its client raises, the sweep goes on.
+                complete, self._store = False, None
+                num_failures += 1
+                self._warn_once(
+                    f"MLflow at {hide_passwords(self.uri)} cannot be reached ({one_line(error)}): the sweep goes on, and its "
+                    "cells are sent later."
+                )
+            if stopping and (complete or time.monotonic() > self._deadline):
+                return
+            retry = self.pace.retry[min(num_failures, len(self.pace.retry)) - 1]
+            wait = retry if num_failures else self.pace.poll
+            if stopping:
+                time.sleep(min(wait, 1.0))
+            else:
+                self._stop.wait(wait)
+
+    def _redraw(self, final: bool) -> None:
+        now = time.monotonic()
+        if self._draw is None or not (final or (self._changed and now - self._drawn >= self.pace.redraw)):
+            return
+        self._drawn, self._changed = now, False
+        draw, self._draw = self._draw, None if final else self._draw
+        try:
+            pictures = draw()
+            folder = self.folder / PAGE / FIGURES
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in pictures.items():
+                with replacing(folder / name) as file:
+                    file.write(content)
+        except Exception as error:  # A picture must not end a sweep.
+            self._warn_once(
+                f"the figures of {self.folder} cannot be drawn ({type(error).__name__}: {one_line(error)})."
+            )
+
+    def _send(self) -> bool:
+        """Send what is queued. Returns False while the parent's run does not exist yet."""
+        while True:
+            with self._lock:
+                child = next(iter(self._queue.values()), None)
+            if child is None:
+                return True
+            if self._store is None and not self._connect():
+                return False
+            assert self._store is not None
+            try:
+                self._send_child(self._store, child)
+            except Exception as error:
+                if not self._store.is_refusal(error):
+                    raise
+                self._warn_once(f"MLflow at {hide_passwords(self.uri)} refused cell {child.key} ({one_line(error)}).")
+            if self._stop.is_set():
+                self._deadline = time.monotonic() + self.pace.finish  # It answers: go on.
+            with self._lock:
+                if self._queue.get(child.key) is child:  # Else it was replaced meanwhile.
+                    del self._queue[child.key]
+
+    def _connect(self) -> bool:
+        """Find the parent and the children that it has."""
+        states, _ = read_states(self.folder / STATE_FILE)
+        state = states.get(self.uri) or states.get(hide_passwords(self.uri))
+        if state is None or not state.run_id:
+            return False
+        store = MlflowStore(self.uri)
+        self._pause()
+        experiment = store.experiment_of(state.run_id)
+        if experiment is None:  # Deleted: the other sender creates another one.
+            return False
+        if state.run_id != self._parent:
+            self._known = {}
+        for found in store.find_children(experiment, state.run_id, KEY_TAG, DIGEST_TAG, self._pause):
+            self._known[found.key] = found
+        self._parent, self._experiment, self._store = state.run_id, experiment, store
+        return True
+
+    def _send_child(self, store: MlflowStore, child: ChildRun) -> None:
+        digest, known = child.digest(), self._known.get(child.key)
+        if known and (known.status, known.digest) == (child.status, digest):
+            return
+        tags = {**self.tags, **child.tags, KEY_TAG: child.key}
+        if known is None:
+            self._pause()
+            run_id = store.create_child(self._experiment, self._parent, child.name, tags, child.started)
+            known = KnownChild(child.key, run_id, "RUNNING", "")
+            self._known[child.key] = known
+        self._pause()
+        # The tags may have changed: a cell that failed before has an outcome now.
+        store.log_child(known.run_id, child.parameters, child.metrics, {**child.tags, DIGEST_TAG: digest}, child.ended)
+        if child.datasets:
+            self._pause()
+            store.log_datasets(known.run_id, child.datasets)
+        self._pause()
+        store.end_child(known.run_id, child.status, child.ended)
+        self._known[child.key] = KnownChild(child.key, known.run_id, child.status, digest)
+        self.num_sent += 1
+
+    def _pause(self) -> None:
+        """Wait until the next request is due."""
+        wait = self._next_request - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        self._next_request = time.monotonic() + 1 / self.pace.requests
+
+    def _warn_once(self, line: str) -> None:
+        kind = line.partition("(")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _warn(line)
+
+
+def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Path], artifacts: str) -> bool:
+    """Add numbers and files to the MLflow run of a folder. Returns False if it has none in this store. Raises UserError.
+
+    artifacts: folder of the files among the run's artifacts.
+    """
+    states, _ = read_states(folder / STATE_FILE)
+    if (state := states.get(uri)) is None or not state.run_id:
+        return False
+    try:
+        store = MlflowStore(uri)
+        if not store.is_active(state.run_id):
+            return False
+        store.log_metrics(state.run_id, [Record(0, round(time.time() * 1000), metrics)], {})
+        for path in files:
+            store.log_artifact(state.run_id, path, artifacts)
+    except Exception as error:  # Whatever the server or its client raises.
+        raise UserError(
+            f"MLflow at {hide_passwords(uri)} did not take all of the report ({one_line(error)}). Run the command again."
+        ) from None
+    return True
+
+
+def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
+    """Show the MLflow runs of these run folders below a parent. Runs of folders that were not sent are left out."""
+    store = MlflowStore(uri)
+    for folder in folders:
+        states, _ = read_states(folder / STATE_FILE)
+        state = states.get(uri) or states.get(hide_passwords(uri))
+        if state and state.run_id:
+            with contextlib.suppress(LookupError):
+                store.nest(state.run_id, parent)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)

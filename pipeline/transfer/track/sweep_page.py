@@ -1,0 +1,266 @@
+"""The MLflow page of a VTAB sweep: a parent run, and a child run for each cell, sent by the driver while cells run elsewhere."""
+
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, source_tags
+from pipeline.monitor.sync_state import STATE_FILE, read_states, tracked_folder_of
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings import schema
+from pipeline.settings.run import TrackConfig
+from pipeline.settings.transfer import VtabConfig
+from pipeline.transfer import charts
+from pipeline.transfer.report import for_mlflow, tags_of
+from pipeline.transfer.score_table import Column, column_of
+from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, settings_of
+from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
+from pipeline.transfer.track.figures import draw_rates_of_groups
+from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell
+from pipeline.transfer.vtab_tasks import TASKS
+
+EXPERIMENT = "vtab"
+_LOG_EVERY = 60.0  # Seconds between two points of the number of cells.
+_CHILD_SOURCE = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
+
+
+def tracking_uri(config: VtabConfig) -> str:
+    """Where a sweep is sent to; "" for mlflow=none. config.weights: a path."""
+    if config.mlflow:
+        return "" if config.mlflow == "none" else config.mlflow
+    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+        return uri
+    if run := tracked_folder_of(config.weights):
+        uri = next(reversed(read_states(run / STATE_FILE)[0]))
+        if "***" not in uri:  # A password that was not kept.
+            return uri
+    return default_uri(Path(config.out).parent if config.out else Path("runs"))
+
+
+class SweepPage:
+    """Sends a sweep that is running. A context manager: on leaving, what is left is sent, and the parent run ends.
+
+    header: what results.json says of the sweep, beside scores. outcomes, failed: filled by the driver; read here to draw.
+    """
+
+    def __init__(
+        self, sweep: Sweep, header: dict[str, Any], uri: str, num_cells: int, outcomes: dict[Cell, Outcome],
+        failed: dict[Cell, str], pace: Pace | None = None,
+    ) -> None:  # fmt: skip
+        self.sweep, self.num_cells, self.outcomes, self.failed = sweep, num_cells, outcomes, failed
+        self._column: Column | None = None
+        self._next_log = 0.0
+        facts = _facts(sweep, header, num_cells, uri)
+        self._tracker = Tracker(TrackConfig(uri=uri, experiment=EXPERIMENT), sweep.folder.parent, sweep.folder, facts)
+        source = source_tags()
+        tags = {"kind": "cell", **{name: source[name] for name in _CHILD_SOURCE if name in source}}
+        self._children = ChildSender(sweep.folder, uri, tags, self._draw, pace)
+
+    def __enter__(self) -> "SweepPage":
+        self._children.add([child_of(self.sweep, cell, outcome) for cell, outcome in self.outcomes.items()])
+        self._children.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: the next start sends what is missing.
+            self._tracker.finish("KILLED", in_a_hurry=True, outcome="interrupted")
+            return
+        self._log()
+        self._children.end()
+        outcome = "finished"
+        if error is not None:
+            outcome = f"failed: {error}"
+        elif self.failed:
+            outcome = (
+                f"failed: {len(self.failed):,} of {self.num_cells:,} cells, such as {next(iter(self.failed.values()))}"
+            )
+        self._tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=self._result())
+
+    def ended(self, cell: Cell, outcome: Outcome) -> None:
+        """A cell is done, and its file is written."""
+        self._children.add([child_of(self.sweep, cell, outcome)])
+        self._log_now_and_then()
+
+    def gave_up(self, cell: Cell, reason: str) -> None:
+        """A cell failed and is not retried."""
+        self._children.add([failed_child(self.sweep, cell, reason)])
+        self._log_now_and_then()
+
+    def scored(self, results: dict[str, Any]) -> None:
+        """results.json is complete."""
+        self._column = column_of("this sweep", results)
+        metrics, _ = for_mlflow(self._column)
+        self._tracker.log(0, metrics)
+
+    # ---------------------------------------------------------------- what is shown
+    def _log_now_and_then(self) -> None:
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_EVERY
+            self._log()
+
+    def _log(self) -> None:
+        num_diverged = sum("diverged" in outcome for outcome in list(self.outcomes.values()))
+        counts: dict[str, float] = {
+            "cells_done": len(self.outcomes),
+            "cells_failed": len(self.failed),
+            "cells_diverged": num_diverged,
+        }
+        self._tracker.log(0, counts)
+
+    def _draw(self) -> dict[str, bytes]:
+        """The figures of what is done so far; called by the sender's thread."""
+        outcomes, pictures = dict(self.outcomes), dict[str, bytes]()
+        tried = _tried(outcomes)
+        if len({rate for of_task in tried.values() for rate in of_task}) > 1:
+            pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(tried)
+        column = self._column or _column_so_far(outcomes)
+        if column.tasks:
+            pictures["accuracy_by_task.png"] = charts.draw_tasks([column])
+        return pictures
+
+    def _result(self) -> str:
+        """Markdown: the scores of tasks and means."""
+        if self._column is None or not self._column.tasks:
+            return ""
+        means = [f"{name} {100 * score.accuracy:.2f} %" for name, score in self._column.means.items()]
+        lines = [
+            "**Result**",
+            "",
+            *(["; ".join(means), ""] if means else []),
+            "| task | top-1, % | chosen |",
+            "|---|---:|---|",
+        ]
+        for task in TASKS:
+            if score := self._column.tasks.get(task.name):
+                chosen = self._column.facts["details"].get(task.name, "")
+                lines.append(f"| {task.title} | {100 * score.accuracy:.2f} | {chosen} |")
+        return "\n".join(lines)
+
+
+def child_of(sweep: Sweep, cell: Cell, outcome: Outcome) -> ChildRun:
+    """The child run of a cell that is done. Its times are those of its file."""
+    try:
+        ended = sweep.file_of(cell).stat().st_mtime
+    except FileNotFoundError:  # Removed meanwhile.
+        ended = time.time()
+    diverged = outcome.get("diverged")
+    metrics = {name: float(outcome[name]) for name in ("loss", "seconds") if outcome.get(name) is not None}
+    if not diverged:  # Its accuracy of 0 only keeps the setting from being chosen.
+        metrics["val_top1" if cell.stage == "search" else "test_top1"] = outcome["accuracy"]
+    if outcome.get("val_accuracy") is not None:
+        metrics["val_top1"] = outcome["val_accuracy"]
+    chosen: dict[str, Any] = {name: outcome[name] for name in ("l2", "neighbours") if name in outcome}
+    return _child(
+        sweep, cell, "FAILED" if diverged else "FINISHED", f"diverged by step {diverged:,}" if diverged else "finished",
+        ended, outcome.get("seconds", 0.0), {"steps": outcome["steps"], **chosen}, metrics,
+        {"device": str(outcome["device"])} if outcome.get("device") else {},
+    )  # fmt: skip
+
+
+def failed_child(sweep: Sweep, cell: Cell, reason: str) -> ChildRun:
+    """The child run of a cell that failed."""
+    return _child(sweep, cell, "FAILED", f"failed: {reason}"[:500], time.time(), 0.0, {}, {}, {})
+
+
+def _child(
+    sweep: Sweep, cell: Cell, status: str, outcome: str, ended: float, seconds: float, more: dict[str, Any],
+    metrics: dict[str, float], tags: dict[str, str],
+) -> ChildRun:  # fmt: skip
+    parameters: dict[str, Any] = {
+        "task": cell.task.name,
+        "group": cell.task.group,
+        "stage": cell.stage,
+        "seed": cell.seed,
+    }
+    if cell.setting:
+        parameters |= {
+            "lr": cell.setting.lr,
+            "weight_decay": cell.setting.weight_decay,
+            "length": str(cell.setting.length),
+        }
+    dataset = sweep.datasets[cell.task.name]
+    splits = [
+        (TRAIN if cell.stage == "search" else ALL, "training"),
+        (VAL if cell.stage == "search" else TEST, "evaluation"),
+    ]
+    parameters |= {name: value for name, value in more.items() if value is not None}
+    return ChildRun(
+        cell_name(cell), str(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
+        {"outcome": outcome, "task": cell.task.name, "stage": cell.stage, **tags},
+        tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
+    )  # fmt: skip
+
+
+def _split_facts(task: str, dataset: Dataset, split: str, context: str) -> DatasetFacts:
+    num_samples = dataset.info["samples"][split]
+    return DatasetFacts(task, str(dataset.path), dataset.fingerprint, split, num_samples, dataset.num_classes, context)
+
+
+def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> RunFacts:
+    config, protocol = sweep.config, header["protocol"]
+    run = tracked_folder_of(config.weights)
+    parent = header["checkpoint"]["run_id"]
+    tags = {**tags_of(header), "run_folder_path": str(sweep.folder.resolve())}
+    if (
+        run and uri in read_states(run / STATE_FILE)[0]
+    ):  # The same store: MLflow shows a link to the run of the weights.
+        tags["mlflow.parentRunId"] = str(parent)
+    datasets = []
+    for task, dataset in sweep.datasets.items():
+        copies = (header["contamination"] or {}).get(task)
+        for split, context in ((ALL, "training"), (TEST, "evaluation")):
+            facts = _split_facts(task, dataset, split, context)
+            if split == TEST:
+                facts.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
+            datasets.append(facts)
+    settings = {f"protocol.{name}": value for name, value in schema.flatten(protocol).items()}
+    settings |= {name: getattr(config, name) for name in ("method", "precision", "micro_batch", "seeds")}
+    searched = [f"{facts.name}: {facts.notes['copies_in_pretraining_data']}" for facts in datasets if facts.notes]
+    found = any(count is not None for count in (header["contamination"] or {}).values())
+    description = [
+        f"**VTAB-1k of `{Path(config.weights).name}`** (`{sweep.sha256[:16]}`) by protocol {protocol['name']}, {config.method}: "
+        f"{num_cells:,} cells on {len(sweep.datasets)} of {len(TASKS)} tasks, {len(settings_of(config.protocol))} settings.",
+        "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
+        "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
+    ]
+    if sweep.missing:
+        description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
+    return RunFacts(
+        f"{_weights_name(config.weights, run)} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
+        tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
+        artifacts=("results.json", SWEEP_FILE),
+    )  # fmt: skip
+
+
+def _weights_name(weights: str, run: Path | None) -> str:
+    return run.name if run else Path(weights).stem
+
+
+def _tried(outcomes: dict[Cell, Outcome]) -> dict[str, dict[float, tuple[float, int, int]]]:
+    """Task -> learning rate -> (best accuracy, cells, diverged cells) of the search."""
+    tried: dict[str, dict[float, tuple[float, int, int]]] = {}
+    for cell, outcome in outcomes.items():
+        if cell.stage == "search" and cell.setting:
+            of_task = tried.setdefault(cell.task.name, {})
+            best, num, num_diverged = of_task.get(cell.setting.lr, (0.0, 0, 0))
+            of_task[cell.setting.lr] = max(best, outcome["accuracy"]), num + 1, num_diverged + ("diverged" in outcome)
+    return tried
+
+
+def _column_so_far(outcomes: dict[Cell, Outcome]) -> Column:
+    scores = [_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
+    return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": []})
+
+
+def _row(cell: Cell, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "task": cell.task.name,
+        "seed": cell.seed,
+        "accuracy": outcome["accuracy"],
+        "num_test": outcome["num_images"],
+    }

@@ -1,0 +1,306 @@
+"""A sweep in MLflow: a parent and a child for each cell, in a real database and on a real server."""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measure_tracking import serving
+from tiny import make_dataset
+
+from pipeline import model as models
+from pipeline.errors import UserError
+from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.sync_state import SyncState, run_id_of, write_states
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings import schema
+from pipeline.settings.reports import VtabReportConfig
+from pipeline.settings.run import TrackConfig
+from pipeline.settings.transfer import VtabConfig
+from pipeline.transfer import report, vtab
+from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
+from pipeline.transfer.track.sweep_page import tracking_uri
+from pipeline.transfer.vtab_cell import Cell, Job
+
+FAST = Pace(requests=1000, poll=0.05, retry=(0.05,), redraw=0.2, finish=1.0)
+SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
+TASKS = ("dtd", "pets", "svhn")
+TINY = [
+    "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]",
+    "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
+    "protocol.augment.eval_crop=resize", "threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings with tiny weights and three tasks."""
+    folder = tmp_path_factory.mktemp("vtab")
+    models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
+    for seed, name in enumerate(TASKS):
+        make_dataset(folder / "tasks" / name, SPLITS, seed=seed)
+    return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *TINY]
+
+
+@pytest.fixture
+def uri(database: Path, tmp_path: Path) -> str:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+def client(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def parent_and_children(uri: str) -> tuple[Any, dict[str, Any]]:
+    """The only sweep of a store, and its cells by their key; fails if there are doubles, or runs outside of the sweep."""
+    experiment = client(uri).get_experiment_by_name("vtab").experiment_id
+    runs = list(client(uri).search_runs([experiment], max_results=5000))
+    (parent,) = [run for run in runs if run.data.tags["kind"] == "vtab"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert len(children) == len(runs) - 1
+    by_key = {run.data.tags["cell"]: run for run in children}
+    assert len(by_key) == len(children)
+    return parent, by_key
+
+
+def made_up(cell: Cell) -> dict[str, Any]:
+    """The outcome of a cell, which diverges at the highest rate."""
+    assert cell.setting is not None
+    outcome = {
+        "steps": 2,
+        "num_images": 12,
+        "seconds": 3.0,
+        "device": "cpu",
+        "accuracy": 0.5 + cell.setting.lr,
+        "loss": 1.5,
+    }
+    return {**outcome, "accuracy": 0.0, "diverged": 1} if cell.setting.lr == 0.1 else outcome
+
+
+def in_turn(outcome: Callable[[Cell], dict[str, Any] | str]) -> vtab.RunCells:
+    """Yields made-up outcomes; a text is the reason of a failure."""
+
+    def run_cells(
+        function: object, jobs: Sequence[Job], on_retry: object, on_failure: Callable[[int, str], None]
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        for number, job in enumerate(jobs):
+            found = outcome(job.cell)
+            if isinstance(found, str):
+                on_failure(number, found)
+            else:
+                yield number, found
+
+    return run_cells
+
+
+def run_here(
+    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
+) -> Iterable[tuple[int, dict[str, Any]]]:
+    for number, job in enumerate(jobs):
+        yield number, function(job)
+
+
+@pytest.mark.slow
+def test_real_cells_are_runs_below_the_sweep(
+    prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1,0.01]", "seeds=[4,5]", "tasks=[dtd,svhn]"])
+    results = vtab.run(config, tmp_path / "out", run_here, uri, FAST)
+    assert results is not None
+    parent, children = parent_and_children(uri)
+    assert (parent.info.status, parent.data.tags["outcome"]) == ("FINISHED", "finished")
+    assert parent.data.tags["contamination"] == "not searched"
+    assert "| DTD |" in parent.data.tags["mlflow.note.content"]
+    assert parent.data.metrics["cells_done"] == 8
+    assert len(parent.inputs.dataset_inputs) == 4
+    assert len(children) == 8
+    scores = {(row["task"], row["seed"]): row["accuracy"] for row in results["scores"]}
+    for run in children.values():
+        assert run.info.status == "FINISHED"
+        assert run.info.end_time >= run.info.start_time
+        assert run.data.metrics["train/loss"] > 0
+        if run.data.params["stage"] == "final":
+            assert run.data.metrics["eval/test_top1"] == scores[run.data.params["task"], int(run.data.params["seed"])]
+        (training, evaluation) = run.inputs.dataset_inputs
+        assert training.dataset.digest == evaluation.dataset.digest == results["data"][run.data.params["task"]]
+    final = next(run for key, run in children.items() if key.startswith("dtd-final"))
+    assert [found.dataset.name for found in final.inputs.dataset_inputs] == ["dtd:train800val200", "dtd:test"]
+    figures = {file.path for file in client(uri).list_artifacts(parent.info.run_id, "figures")}
+    assert figures == {"figures/accuracy_by_learning_rate.png", "figures/accuracy_by_task.png"}
+    assert "warning" not in capfd.readouterr().err
+
+    # The report is added to the same run.
+    report.run(VtabReportConfig(sweeps=[str(tmp_path / "out")], mlflow=uri))
+    parent, again = parent_and_children(uri)
+    assert len(again) == 8
+    assert parent.data.metrics["task_dtd"] == pytest.approx(
+        sum(v for (task, _), v in scores.items() if task == "dtd") / 2
+    )
+    assert "report/report.md" in {file.path for file in client(uri).list_artifacts(parent.info.run_id, "report")}
+
+
+@pytest.mark.slow
+def test_hundreds_of_cells_of_which_some_fail_or_diverge(
+    prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = [
+        *prepared, "protocol.lr=[0.1,0.03,0.01,0.003,0.001]", "protocol.weight_decay=[0,0.1,0.01,0.001,0.0001]",
+        "protocol.length=[2 steps,3 steps,4 steps,5 steps]", "tasks=[dtd,pets,svhn]",
+    ]  # fmt: skip
+    config = schema.load(VtabConfig, None, settings)
+
+    def first(cell: Cell) -> dict[str, Any] | str:
+        return "the disk is full." if cell.task.name == "svhn" and cell.setting.weight_decay == 0.1 else made_up(cell)
+
+    with pytest.raises(UserError, match="20 of 303 cells failed"):
+        vtab.run(config, tmp_path / "out", in_turn(first), uri, FAST)
+    parent, children = parent_and_children(uri)
+    assert parent.info.status == "FAILED"
+    assert "20 of 303 cells, such as the disk is full" in parent.data.tags["outcome"]
+    assert (parent.data.metrics["cells_done"], parent.data.metrics["cells_failed"]) == (282, 20)
+    assert len(children) == 302  # Without the final cell of svhn, whose search is not complete.
+    outcomes = Counter((run.info.status, run.data.tags["outcome"]) for run in children.values())
+    assert outcomes == {
+        ("FINISHED", "finished"): 226, ("FAILED", "diverged by step 1"): 56, ("FAILED", "failed: the disk is full."): 20,
+    }  # fmt: skip
+    diverged = next(run for run in children.values() if run.data.tags["outcome"].startswith("diverged"))
+    assert "eval/val_top1" not in diverged.data.metrics
+
+    # The same command again: cells that failed are sent again, into the same runs; the others are left alone.
+    ended = {key: run.info.end_time for key, run in children.items() if run.info.status == "FINISHED"}
+    vtab.run(config, tmp_path / "out", in_turn(made_up), uri, FAST)
+    parent, again = parent_and_children(uri)
+    assert (parent.info.status, len(again)) == ("FINISHED", 303)
+    assert {key: again[key].info.run_id for key in children} == {key: run.info.run_id for key, run in children.items()}
+    assert {key: again[key].info.end_time for key in ended} == ended
+    assert Counter(run.info.status for run in again.values()) == {"FINISHED": 243, "FAILED": 60}
+    assert parent.data.metrics["task_svhn"] == pytest.approx(0.53)
+    assert "warning" not in capfd.readouterr().err
+
+
+def cell_of(number: int, accuracy: float = 0.5) -> ChildRun:
+    return ChildRun(
+        f"cell-{number}", f"cell {number}", "FINISHED", 1_000_000, 2_000_000, {"lr": 0.1, "seed": number},
+        {"val_top1": accuracy}, {"outcome": "finished"},
+        (DatasetFacts("dtd", "/data/dtd", "0123456789abcdef", "val200", 200, 47, "evaluation"),),
+    )  # fmt: skip
+
+
+class Killed(ChildSender):
+    """A sender that is killed before its request of a given number."""
+
+    left = 0
+
+    def _pause(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise SystemExit  # Ends the thread.
+        super()._pause()
+
+
+def begin_parent(uri: str, folder: Path) -> Tracker:
+    tracker = Tracker(TrackConfig(uri=uri, experiment="vtab"), folder, folder / "sweep", RunFacts("sweep", "vtab"))
+    while not run_id_of(folder / "sweep"):
+        time.sleep(0.05)
+    return tracker
+
+
+@pytest.mark.slow
+def test_a_sender_killed_between_any_two_requests_leaves_neither_doubles_nor_gaps(uri: str, tmp_path: Path) -> None:
+    tracker = begin_parent(uri, tmp_path)
+    for request in range(1, 12):
+        sender = Killed(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
+        sender.left = request
+        sender.add([cell_of(number, request / 100) for number in range(3)])
+        sender.begin()
+        sender._thread.join(60)
+        assert not sender._thread.is_alive()
+    # Two requests find the parent's children; three cells take twelve.
+    sender = ChildSender(tmp_path / "sweep", uri, {"kind": "cell"}, pace=FAST)
+    sender.add([cell_of(number) for number in range(3)])
+    sender.begin()
+    assert sender.end()
+    tracker.finish("FINISHED")
+    _, children = parent_and_children(uri)
+    assert sorted(children) == ["cell-0", "cell-1", "cell-2"]
+    for run in children.values():
+        assert run.info.status == "FINISHED"
+        assert (run.info.start_time, run.info.end_time) == (1_000_000, 2_000_000)
+        assert run.data.metrics["eval/val_top1"] == 0.5
+        assert len(run.inputs.dataset_inputs) == 1
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_delays_nothing_and_gets_all_at_the_next_start(
+    prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]"])
+    away = f"sqlite:///{tmp_path / 'away' / 'mlflow.db'}"
+    (tmp_path / "away").touch()  # A file where the database's folder should be.
+    seconds = []
+
+    def timed(cell: Cell) -> dict[str, Any]:
+        seconds.append(time.monotonic())
+        return made_up(cell)
+
+    results = vtab.run(config, tmp_path / "out", in_turn(timed), away, FAST)
+    assert seconds[-1] - seconds[0] < 1
+    said = capfd.readouterr().err
+    assert said.count("cells are sent later") <= 1
+    assert f"MLflow at {away} has not received 3 cells of {tmp_path / 'out'}: the same command sends them" in said
+    (tmp_path / "away").unlink()
+    (tmp_path / "away").mkdir()
+    shutil.copy(tmp_path / "mlflow.db", tmp_path / "away" / "mlflow.db")
+    assert vtab.run(config, tmp_path / "out", in_turn(timed), away, FAST) == results
+    assert len(parent_and_children(away)[1]) == 3
+    # Another store gets all of it.
+    vtab.run(config, tmp_path / "out", in_turn(timed), uri, FAST)
+    assert len(parent_and_children(uri)[1]) == 3
+
+
+@pytest.mark.slow
+def test_a_server_receives_at_most_the_stated_requests_a_second(database: Path, tmp_path: Path) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    with serving(tmp_path / "mlflow.db") as url:
+        tracker = begin_parent(url, tmp_path)
+        log = tmp_path / "server.log"
+
+        def num_requests() -> int:
+            return sum(" /api/2.0/mlflow/runs/" in line for line in log.read_text().splitlines())
+
+        sender = ChildSender(tmp_path / "sweep", url, {"kind": "cell"}, pace=Pace(requests=20))
+        sender.add([cell_of(number) for number in range(25)])
+        time.sleep(2)  # The parent's own requests are over.
+        before, begin = num_requests(), time.monotonic()
+        sender.begin()
+        assert sender.end()
+        seconds = time.monotonic() - begin
+        # 25 cells of 4 requests, 3 to find the parent and its children, and some of the parent, which polls nothing.
+        assert 100 <= num_requests() - before <= 110
+        assert (num_requests() - before) / seconds <= 20
+        tracker.finish("FINISHED")
+        assert len(parent_and_children(url)[1]) == 25
+
+
+def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = schema.load(VtabConfig, None, prepared)
+    assert tracking_uri(config) == f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    assert tracking_uri(replace(config, out="results/a")) == f"sqlite:///{tmp_path / 'results' / 'mlflow.db'}"
+    assert tracking_uri(replace(config, mlflow="http://host:5000")) == "http://host:5000"
+    assert tracking_uri(replace(config, mlflow="none")) == ""
+    run = tmp_path / "runs" / "vit"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    write_states(run / "mlflow.json", {"http://team:5000": SyncState("abc")})
+    for weights in (run, run / "checkpoints" / "step-00000001" / "model.safetensors"):
+        assert tracking_uri(replace(config, weights=str(weights))) == "http://team:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other:5000")
+    assert tracking_uri(replace(config, weights=str(run))) == "http://other:5000"
