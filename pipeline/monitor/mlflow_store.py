@@ -8,7 +8,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,6 @@ _MAX_VALUE = 6000
 _MAX_PARAMETERS = 100
 # Rows of the table of metrics that are held in memory at once while a run is read.
 _ROWS_AT_ONCE = 50_000
-# Runs that one request lists.
-_MAX_RUNS = 1000
-# Tag by which MLflow shows a run below another.
-_PARENT = "mlflow.parentRunId"
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
 )
@@ -48,16 +43,6 @@ _WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of th
 _NOTE_DIGEST = "mlflow.note.digest"
 # Prefix of the tags of a run that name the runs made from it, and the heading above them in its description.
 _CHILD, _CHILDREN = "made_from_this.", "\n\n**Made from this run**\n\n"
-
-
-@dataclass(frozen=True)
-class KnownChild:
-    """A child run that a store has. key: what tells it from the other children. digest: of what was sent of it."""
-
-    key: str
-    run_id: str
-    status: str
-    digest: str
 
 
 class MlflowStore:
@@ -195,16 +180,19 @@ class MlflowStore:
         for first in range(0, len(params), _MAX_PARAMETERS):
             self.client.log_batch(run_id, params=params[first : first + _MAX_PARAMETERS])
 
-    def log_metrics(self, run_id: str, records: Iterable[Record], tags: dict[str, str]) -> None:
-        """Log metrics under the names that group them, and set tags, in one request."""
-        from mlflow.entities import Metric, RunTag
+    def log_metrics(
+        self, run_id: str, records: Iterable[Record], tags: dict[str, str], parameters: dict[str, Any] | None = None
+    ) -> None:
+        """Log metrics under the names that group them, tags, and at most 100 parameters, in one request."""
+        from mlflow.entities import Metric, Param, RunTag
 
         points = [
             Metric(metric_name(name), value, record.time, record.step)
             for record in records
             for name, value in record.metrics.items()
         ]
-        self.client.log_batch(run_id, metrics=points, tags=[RunTag(name, text) for name, text in tags.items()])
+        params = [Param(name, str(value)[:_MAX_VALUE]) for name, value in (parameters or {}).items()]
+        self.client.log_batch(run_id, points, params, [RunTag(name, text) for name, text in tags.items()])
 
     def log_datasets(self, run_id: str, datasets: Iterable[DatasetFacts]) -> None:
         """Show which data a run used. MLflow keeps a data set that was logged before once."""
@@ -469,58 +457,6 @@ class MlflowStore:
         found = self.client.search_logged_models([run.experiment_id], mine)
         found.sort(key=lambda model: model.creation_timestamp)
         return [{**model.params, **model.tags, "model_id": model.model_id} for model in found]
-
-    # ---- child runs
-    def experiment_of(self, run_id: str) -> str | None:
-        """ID of a run's experiment; None if the run does not exist or is deleted."""
-        return self.client.get_run(run_id).info.experiment_id if self.is_active(run_id) else None
-
-    def find_children(
-        self, experiment_id: str, parent: str, key: str, digest: str, before_request: Callable[[], None]
-    ) -> Iterator[KnownChild]:
-        """Yield the child runs of a run. key, digest: tags that hold these. before_request: called before each request."""
-        mine, token = f"tags.`{_PARENT}` = '{parent}' AND tags.`{key}` != ''", None
-        while True:
-            before_request()
-            page = self.client.search_runs([experiment_id], mine, max_results=_MAX_RUNS, page_token=token)
-            for run in page:
-                tags = run.data.tags
-                yield KnownChild(tags[key], run.info.run_id, run.info.status, tags.get(digest, ""))
-            if not (token := page.token):
-                return
-
-    def create_child(self, experiment_id: str, parent: str, name: str, tags: dict[str, str], started: int) -> str:
-        """Returns the ID of a new run below another. started: milliseconds since 1970. One request."""
-        return self.create_run(experiment_id, name, {**tags, _PARENT: parent}, started)
-
-    def log_child(
-        self, run_id: str, parameters: dict[str, Any], metrics: dict[str, float], tags: dict[str, str], time: int
-    ) -> None:
-        """Log all of a child run in one request. At most 100 parameters. time: milliseconds since 1970."""
-        from mlflow.entities import Metric, Param, RunTag
-
-        self.client.log_batch(
-            run_id,
-            [Metric(metric_name(name), value, time, 0) for name, value in metrics.items()],
-            [Param(name, str(value)[:_MAX_VALUE]) for name, value in parameters.items()],
-            [RunTag(name, text) for name, text in tags.items()],
-        )
-
-    def end_child(self, run_id: str, status: str, ended: int) -> None:
-        """Close a run as of a time in milliseconds since 1970. One request."""
-        self.client.set_terminated(run_id, status, ended)
-
-    def nest(self, run_id: str, parent: str) -> None:
-        """Show a run below another. Raises LookupError if it does not exist."""
-        if not self.is_active(run_id):
-            raise LookupError(run_id)
-        self.client.set_tag(run_id, _PARENT, parent)
-
-    def is_refusal(self, error: Exception) -> bool:
-        """Whether the store answered that this request is wrong, so that it would refuse it again."""
-        from mlflow.exceptions import MlflowException
-
-        return isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def _with_children(note: str, tags: dict[str, str]) -> str:

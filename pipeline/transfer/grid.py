@@ -177,7 +177,9 @@ def run_to_end(grid_run: GridRun, config: GridConfig, start: Start, page: "GridP
 def _tracked(grid_run: GridRun, page: "GridPage") -> GridRun:
     """The run with settings by which MLflow shows it below the grid."""
     track = page.tracking(grid_run.config.track)
-    overrides = [f"track.uri={track.uri}", f"track.parent_run={track.parent_run}"] if track.enabled else []
+    overrides = [f"track.parent_run={track.parent_run}"] if track.enabled else []
+    if track.uri != grid_run.config.track.uri:
+        overrides.append(f"track.uri={track.uri}")
     return GridRun(grid_run.name, replace(grid_run.config, track=track), [*grid_run.overrides, *overrides])
 
 
@@ -284,6 +286,7 @@ def read_outcome(grid_run: GridRun) -> Scores | str | None:
     except UserError as error:
         print(f"{error} The run is started again, which writes it anew.")
         return None
+    # Where a run was sent to does not change what came of it.
     if replace(finished, track=grid_run.config.track) != grid_run.config:
         return None
     return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)

@@ -292,7 +292,7 @@ def test_a_server_receives_at_most_the_stated_requests_a_second(database: Path, 
 def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = schema.load(VtabConfig, None, prepared)
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1]"])
     assert tracking_uri(config) == f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
     assert tracking_uri(replace(config, out="results/a")) == f"sqlite:///{tmp_path / 'results' / 'mlflow.db'}"
     assert tracking_uri(replace(config, mlflow="http://host:5000")) == "http://host:5000"

@@ -18,12 +18,13 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow_store import KnownChild, MlflowStore
+from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_mirror import one_line
 from pipeline.monitor.run_page import DatasetFacts, hide_passwords
 from pipeline.monitor.sync_state import STATE_FILE, read_states
 from pipeline.progress import duration
+from pipeline.transfer.track.child_store import ChildStore, KnownChild, is_refusal
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
@@ -82,7 +83,7 @@ class ChildSender:
         self._draw, self._drawn, self._changed = draw, -1e9, False
         self._queue: dict[str, ChildRun] = {}
         self._lock = threading.Lock()
-        self._store: MlflowStore | None = None
+        self._store: ChildStore | None = None
         self._parent, self._experiment = "", ""
         self._known: dict[str, KnownChild] = {}
         self._next_request = 0.0
@@ -176,7 +177,7 @@ class ChildSender:
             try:
                 self._send_child(self._store, child)
             except Exception as error:
-                if not self._store.is_refusal(error):
+                if not is_refusal(error):
                     raise
                 self._warn_once(f"MLflow at {hide_passwords(self.uri)} refused cell {child.key} ({one_line(error)}).")
             if self._stop.is_set():
@@ -188,10 +189,10 @@ class ChildSender:
     def _connect(self) -> bool:
         """Find the parent and the children that it has."""
         states, _ = read_states(self.folder / STATE_FILE)
-        state = states.get(self.uri) or states.get(hide_passwords(self.uri))
+        state = states.get(hide_passwords(self.uri))
         if state is None or not state.run_id:
             return False
-        store = MlflowStore(self.uri)
+        store = ChildStore(self.uri)
         self._pause()
         experiment = store.experiment_of(state.run_id)
         if experiment is None:  # Deleted: the other sender creates another one.
@@ -203,7 +204,7 @@ class ChildSender:
         self._parent, self._experiment, self._store = state.run_id, experiment, store
         return True
 
-    def _send_child(self, store: MlflowStore, child: ChildRun) -> None:
+    def _send_child(self, store: ChildStore, child: ChildRun) -> None:
         digest, known = child.digest(), self._known.get(child.key)
         if known and (known.status, known.digest) == (child.status, digest):
             return
@@ -215,7 +216,8 @@ class ChildSender:
             self._known[child.key] = known
         self._pause()
         # The tags may have changed: a cell that failed before has an outcome now.
-        store.log_child(known.run_id, child.parameters, child.metrics, {**child.tags, DIGEST_TAG: digest}, child.ended)
+        record = Record(0, child.ended, child.metrics)
+        store.log_metrics(known.run_id, [record], {**child.tags, DIGEST_TAG: digest}, child.parameters)
         if child.datasets:
             self._pause()
             store.log_datasets(known.run_id, child.datasets)
@@ -244,7 +246,7 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
     artifacts: folder of the files among the run's artifacts.
     """
     states, _ = read_states(folder / STATE_FILE)
-    if (state := states.get(uri)) is None or not state.run_id:
+    if (state := states.get(hide_passwords(uri))) is None or not state.run_id:
         return False
     try:
         store = MlflowStore(uri)
@@ -262,10 +264,10 @@ def attach(uri: str, folder: Path, metrics: dict[str, float], files: Iterable[Pa
 
 def link_below(uri: str, folders: Iterable[Path], parent: str) -> None:
     """Show the MLflow runs of these run folders below a parent. Runs of folders that were not sent are left out."""
-    store = MlflowStore(uri)
+    store = ChildStore(uri)
     for folder in folders:
         states, _ = read_states(folder / STATE_FILE)
-        state = states.get(uri) or states.get(hide_passwords(uri))
+        state = states.get(hide_passwords(uri))
         if state and state.run_id:
             with contextlib.suppress(LookupError):
                 store.nest(state.run_id, parent)

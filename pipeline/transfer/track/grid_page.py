@@ -14,7 +14,7 @@ from pipeline.monitor.mlflow_store import MlflowStore
 from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_mirror import one_line
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords
-from pipeline.monitor.sync_state import STATE_FILE, read_states, run_id_of, tracked_folder_of
+from pipeline.monitor.sync_state import STATE_FILE, read_states, run_id_of, run_of_weights
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig, TrackConfig
@@ -77,7 +77,7 @@ class GridPage:
         end, self._wait = time.monotonic() + self._wait, 1.0  # A store that is away is not waited for again.
         while time.monotonic() < end:
             states, _ = read_states(self.folder / STATE_FILE)
-            state = states.get(self.uri)
+            state = states.get(hide_passwords(self.uri))
             # The state is of this start once its parameters are sent; before, its run may have been deleted.
             if state and state.run_id and state.has_parameters and self._is_active(state.run_id):
                 self._parent = state.run_id
@@ -137,8 +137,7 @@ class GridPage:
 
 def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: int) -> RunFacts:
     weights, data = settings.init.weights, settings.data
-    run = tracked_folder_of(str(weights))
-    parent = run_id_of(run) if run else None
+    parent = run_of_weights(str(weights))
     parameters = {
         "run": config.run, "settings": " ".join(config.settings), "lr": config.lr, "seeds": config.seeds,
         "dev_share": config.dev_share, "also": config.also,

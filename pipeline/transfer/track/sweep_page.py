@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, source_tags
-from pipeline.monitor.sync_state import STATE_FILE, read_states, tracked_folder_of
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
+from pipeline.monitor.sync_state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.run import TrackConfig
@@ -33,11 +33,17 @@ def tracking_uri(config: VtabConfig) -> str:
         return "" if config.mlflow == "none" else config.mlflow
     if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
         return uri
-    if run := tracked_folder_of(config.weights):
+    if run := folder_of_weights(config.weights):
         uri = next(reversed(read_states(run / STATE_FILE)[0]))
         if "***" not in uri:  # A password that was not kept.
             return uri
     return default_uri(Path(config.out).parent if config.out else Path("runs"))
+
+
+def folder_of_weights(weights: str) -> Path | None:
+    """The folder of the tracked run that weights belong to."""
+    path = Path(weights).absolute()
+    return next((folder for folder in (path, *path.parents[:3]) if run_id_of(folder)), None)
 
 
 class SweepPage:
@@ -191,7 +197,7 @@ def _child(
     parameters |= {name: value for name, value in more.items() if value is not None}
     return ChildRun(
         cell_name(cell), str(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
-        {"outcome": outcome, "task": cell.task.name, "stage": cell.stage, **tags},
+        {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
         tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
     )  # fmt: skip
 
@@ -203,11 +209,11 @@ def _split_facts(task: str, dataset: Dataset, split: str, context: str) -> Datas
 
 def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> RunFacts:
     config, protocol = sweep.config, header["protocol"]
-    run = tracked_folder_of(config.weights)
+    run = folder_of_weights(config.weights)
     parent = header["checkpoint"]["run_id"]
     tags = {**tags_of(header), "run_folder_path": str(sweep.folder.resolve())}
     if (
-        run and uri in read_states(run / STATE_FILE)[0]
+        run and hide_passwords(uri) in read_states(run / STATE_FILE)[0]
     ):  # The same store: MLflow shows a link to the run of the weights.
         tags["mlflow.parentRunId"] = str(parent)
     datasets = []
