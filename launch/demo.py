@@ -91,7 +91,7 @@ def demo(config: DemoConfig) -> None:
         "seconds": time.perf_counter() - begin,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    from pipeline.monitor.mlflow_store import MlflowStore  # Late: imports MLflow.
+    from pipeline.monitor.mlflow.store import MlflowStore  # Late: imports MLflow.
 
     page = MlflowStore(store).page_of("demo")
     title("Done")

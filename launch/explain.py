@@ -15,13 +15,13 @@ from pipeline.settings.weights import ExplainConfig
 
 def explain(config: ExplainConfig) -> None:
     from pipeline.explain import explain  # Late: --help and mistakes in the settings need no torch.
-    from pipeline.monitor.weights_uri import with_local_weights
+    from pipeline.monitor.mlflow.weights import with_local_weights
 
     config = with_local_weights(config)
     numbers, files = explain.run(config)
     if config.mlflow:
+        from pipeline.monitor.mlflow.state import run_of_weights
         from pipeline.monitor.run_page import RunFacts
-        from pipeline.monitor.sync_state import run_of_weights
         from pipeline.monitor.tracking import send_report
 
         folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}

@@ -43,7 +43,7 @@ is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a run b
 
 def vtab(config: VtabConfig) -> None:
     from data_tools.driver import only_driver
-    from pipeline.monitor.weights_uri import with_local_weights
+    from pipeline.monitor.mlflow.weights import with_local_weights
     from pipeline.ray_tasks import shared_path  # Late: --help and mistakes in the settings need no torch.
     from pipeline.transfer.track.sweep_page import tracking_uri
     from pipeline.transfer.vtab import output, run

@@ -22,7 +22,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
 from pipeline.model import Config, ViTConfig
-from pipeline.monitor.weights_uri import weights_path
+from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig

@@ -22,7 +22,7 @@ from pipeline import model as models
 from pipeline.errors import UserError
 from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
-from pipeline.monitor.weights_uri import with_local_weights
+from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import ExportConfig
 
 NUM_IMAGES = 4

@@ -14,7 +14,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
-from pipeline.monitor.weights_uri import with_local_weights
+from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.

@@ -18,10 +18,10 @@ from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_c
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
+from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
-from pipeline.monitor.sync_state import run_of_weights
 from pipeline.monitor.tracking import send_report
-from pipeline.monitor.weights_uri import with_local_weights
 from pipeline.settings.weights import ScoreConfig
 
 _NUM_CONFUSED = 10

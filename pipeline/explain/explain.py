@@ -28,7 +28,7 @@ from pipeline.explain.attention import compute_attention, concatenate, patch_dis
 from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
-from pipeline.monitor.weights_uri import with_local_weights
+from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
 from pipeline.settings.weights import DRAWINGS, ExplainConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.monitor.shared_view import VIEW_TAG, view_tag
+from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"

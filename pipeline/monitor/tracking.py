@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
-from pipeline.monitor.mlflow_sender import Experiment, MlflowSender, Timing
+from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
+from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, Timing
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
-from pipeline.monitor.run_mirror import FindModels, MirrorSettings
 from pipeline.monitor.run_page import ModelFacts, RunFacts
 from pipeline.settings.run import TrackConfig
 

@@ -22,8 +22,8 @@ from pipeline.errors import UserError
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
+from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, StoredRun, hide_passwords, plain_name
-from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.record import Files, RunRecord, Series
 from pipeline.settings import schema
@@ -123,7 +123,7 @@ def _from_checkpoint(folder: Path, parameters: dict[str, str]) -> dict[str, str]
 # ---------------------------------------------------------------------- from MLflow
 @dataclass(frozen=True)
 class StoredFiles:
-    """The artifacts of an MLflow run. store: a `MlflowStore`."""
+    """The artifacts of an MLflow run. store: a `ReadingStore`."""
 
     store: Any
     run_id: str
@@ -144,7 +144,7 @@ class StoredFiles:
 
 
 def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
-    """The record of an MLflow run. store: a `MlflowStore`. Raises UserError for a run that does not exist.
+    """The record of an MLflow run. store: a `ReadingStore`. Raises UserError for a run that does not exist.
 
     with_points: read all points of the metrics; otherwise each metric has its last value only, at step 0.
     """
@@ -335,7 +335,7 @@ def open_store(uri: str) -> Any:
 
     Raises UserError for a database that does not exist, which MLflow would otherwise create, and one that cannot be opened.
     """
-    from pipeline.monitor.mlflow_store import MlflowStore  # Late: the import takes seconds, and folders need none.
+    from pipeline.monitor.mlflow.reading import ReadingStore  # Late: the import takes seconds, and folders need none.
 
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(Path("runs"))
     database = uri.removeprefix("sqlite:///")
@@ -344,7 +344,7 @@ def open_store(uri: str) -> Any:
             f"{database} is not an MLflow database. Set mlflow=... or MLFLOW_TRACKING_URI to the runs' store."
         )
     try:
-        return MlflowStore(uri)
+        return ReadingStore(uri)
     except Exception as error:  # Whatever MLflow and its database drivers raise.
         reason = hide_passwords(" ".join(str(error).split())[:200])
         raise UserError(f"MLflow at {hide_passwords(uri)} cannot be opened: {reason}") from None

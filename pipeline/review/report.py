@@ -12,7 +12,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import of_samples
-from pipeline.monitor.sync_state import STATE_FILE, read_states
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.outputs import try_output
 from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.review import lineage

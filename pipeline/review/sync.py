@@ -8,10 +8,10 @@ from pipeline import json_record
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
+from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import PAGE, End, PageFolder
-from pipeline.monitor.run_mirror import one_line
 from pipeline.monitor.run_page import ModelFacts, hide_passwords
-from pipeline.monitor.sync_state import STATE_FILE, read_states
 from pipeline.monitor.tracking import default_uri, make_sender
 from pipeline.settings import schema
 from pipeline.settings.reports import SyncConfig

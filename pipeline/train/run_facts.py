@@ -17,8 +17,8 @@ from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.model import Model
+from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, installed_packages
-from pipeline.monitor.sync_state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings

@@ -24,12 +24,12 @@ from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
-from pipeline.monitor.weights_uri import weights_path
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume

@@ -69,7 +69,7 @@ def _find_weights(config: RunConfig, weights: str) -> None:
     """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
     from pipeline.checkpoint.store import Checkpoints, checkpoint_folder  # Imports torch.
     from pipeline.model.files import find_file
-    from pipeline.monitor.weights_uri import is_uri
+    from pipeline.monitor.mlflow.weights import is_uri
 
     if not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
         find_file(Path(weights))

@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.evaluate.intervals import in_seeds, sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.files import write_text
-from pipeline.monitor.sync_state import run_of_weights
+from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words

@@ -21,7 +21,7 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
 from pipeline.evaluate import render, report
 from pipeline.evaluate.loaded_model import evaluation_view, load_model
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.page import markdown

@@ -24,9 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
-from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
-from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer.track.children import REQUESTS_PER_CHILD, ChildRun, ChildSender, Pace

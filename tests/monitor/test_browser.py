@@ -13,8 +13,8 @@ import servers
 from browser import Browser, open_browser
 from servers import MlflowServer
 
-from pipeline.monitor.mlflow_sender import Timing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
-from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitor.mlflow_sender import Timing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig

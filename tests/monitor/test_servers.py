@@ -18,8 +18,8 @@ import servers
 import track_a_run
 from servers import MlflowServer, Postgres, Proxy, Recorder
 
-from pipeline.monitor.mlflow_sender import Timing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.quantities import Length

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.monitor import mlflow_sender
-from pipeline.monitor.mlflow_sender import Timing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow import sender as mlflow_sender
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts, metric_name
-from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 

@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.run import TrackConfig

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline import model as models
-from pipeline.monitor.mlflow_sender import Timing
+from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
@@ -75,7 +75,7 @@ def upload(folder: Path, *names: str, to: str = "") -> None:
     """Add files of a run folder to the artifacts of its MLflow run."""
     from mlflow.tracking import MlflowClient
 
-    from pipeline.monitor.sync_state import run_id_of
+    from pipeline.monitor.mlflow.state import run_id_of
 
     client: Any = MlflowClient(tracking_uri=default_uri(folder.parent))
     for name in names:

@@ -17,9 +17,9 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
 from pipeline.evaluate.classify import Predictions, label_table
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
-from pipeline.monitor.weights_uri import weights_path
 from pipeline.review.draw import draw, others
 from pipeline.review.figures import draw_matrix, draw_run, draw_worst, read_predictions
 from pipeline.review.reader import from_folder

@@ -12,9 +12,9 @@ from review_runs import MODEL, upload, write_run
 from pipeline import model as models
 from pipeline.checkpoint.store import FORMAT
 from pipeline.errors import UserError
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.reading import ReadingStore
+from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import plain_name
-from pipeline.monitor.sync_state import run_id_of
 from pipeline.monitor.tracking import default_uri
 from pipeline.page import markdown
 from pipeline.review import lineage, report
@@ -24,7 +24,7 @@ from pipeline.settings.reports import RunReportConfig
 
 
 def reader(out: Path) -> RunReader:
-    return RunReader(lambda: MlflowStore(default_uri(out)))
+    return RunReader(lambda: ReadingStore(default_uri(out)))
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -40,7 +40,7 @@ def checkpoint(run: Path, step: int) -> Path:
 def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
     parent = write_run(out / "parent", evaluations={10: 0.6, 20: 0.7}, tracked=True, digest="aaaa")
     child = write_run(out / "child", f"init.weights={parent}", evaluations={5: 0.8, 20: 0.9}, tracked=True)
-    store = MlflowStore(default_uri(out))
+    store = ReadingStore(default_uri(out))
     for tag, value in (("parent_run_id", run_id_of(parent)), ("run_folder_path", str(child.resolve()))):
         store.set_tags(str(run_id_of(child)), {tag: str(value)})
     facts = json.loads((child / "page" / "facts.json").read_text())
@@ -74,7 +74,7 @@ def test_points_come_back_as_they_were_logged(out: Path) -> None:
     folder = write_run(out / "a", steps=30, tracked=True, evaluations={30: 0.5})
     with open(folder / "metrics.jsonl") as file:
         written = [json.loads(line) for line in file]
-    store = MlflowStore(default_uri(out))
+    store = ReadingStore(default_uri(out))
     run_id = str(run_id_of(folder))
     from mlflow.entities import Metric
 

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import RunFolder, Status
-from pipeline.monitor.mlflow_sender import Timing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.sender import Timing
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run

@@ -14,8 +14,8 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.errors import UserError
+from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
-from pipeline.monitor.sync_state import SyncState, run_id_of, write_states
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig

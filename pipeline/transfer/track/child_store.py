@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore
 
 # Runs that one request lists.
 _MAX_RUNS = 1000

@@ -18,11 +18,11 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_mirror import one_line
 from pipeline.monitor.run_page import DatasetFacts, hide_passwords
-from pipeline.monitor.sync_state import STATE_FILE, read_states
 from pipeline.progress import duration
 from pipeline.transfer.track.child_store import ChildStore, KnownChild, is_refusal
 

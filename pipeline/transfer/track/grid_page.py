@@ -10,11 +10,11 @@ from typing import Any
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate.intervals import in_seeds
 from pipeline.files import replacing
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of, run_of_weights
+from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_mirror import one_line
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords
-from pipeline.monitor.sync_state import STATE_FILE, read_states, run_id_of, run_of_weights
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig, TrackConfig

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
-from pipeline.monitor.sync_state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.run import TrackConfig

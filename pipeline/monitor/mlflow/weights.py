@@ -3,7 +3,7 @@
 python launch/evaluate.py weights=models:/vit@best data=datasets/pets
 
 from pipeline.model import load
-from pipeline.monitor.weights_uri import weights_path
+from pipeline.monitor.mlflow.weights import weights_path
 model = load(weights_path("models:/m-5adfe06462174153a4f8cbb493d9510b"))
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from pipeline.committed import read_checksums
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.errors import UserError
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.models import ModelStore
 
 C = TypeVar("C", bound="_HasWeights")
 
@@ -45,7 +45,7 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
     if not is_uri(weights):
         return weights
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _default_store(weights)
-    store = MlflowStore(uri)
+    store = ModelStore(uri)
     model_id, tags = store.find_model(weights)
     path, sha256 = tags.get("path", ""), tags.get("sha256", "")
     if not path or not sha256:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, hide_passwords
-from pipeline.monitor.sync_state import SentModel, SyncState
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
@@ -49,7 +49,7 @@ class RunMirror:
         self._uploaded_at: dict[str, float] = {}
         self._warned: set[str] = set()
 
-    def look(self, store: MlflowStore, state: SyncState, final: bool = False) -> bool:
+    def look(self, store: ModelStore, state: SyncState, final: bool = False) -> bool:
         """Send what has changed in the folder. final: the run has ended. Returns whether all of it was sent."""
         now = time.monotonic()
         complete = True
@@ -63,7 +63,7 @@ class RunMirror:
         return complete
 
     # ---------------------------------------------------------------- artifacts
-    def _upload(self, store: MlflowStore, state: SyncState, final: bool) -> bool:
+    def _upload(self, store: ModelStore, state: SyncState, final: bool) -> bool:
         assert state.run_id is not None
         failures = 0
         for path, folder in self.page.artifacts(self.facts.artifacts):
@@ -96,7 +96,7 @@ class RunMirror:
             return name, True
 
     # ---------------------------------------------------------------- logged models
-    def _show_models(self, store: MlflowStore, state: SyncState, final: bool) -> None:
+    def _show_models(self, store: ModelStore, state: SyncState, final: bool) -> None:
         assert state.run_id is not None
         present = {model.sha256: model for model in self.find_models(final)}
         for sha256 in state.models.keys() - present.keys():  # The checkpoint was removed.
@@ -123,7 +123,7 @@ class RunMirror:
     def _evaluation_data(self) -> DatasetFacts | None:
         return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
 
-    def _create(self, store: MlflowStore, run_id: str, model: ModelFacts) -> SentModel:
+    def _create(self, store: ModelStore, run_id: str, model: ModelFacts) -> SentModel:
         files = [Path(model.path) / _WEIGHTS] if self.settings.upload_weights and "://" not in model.path else []
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{self.facts.name}-step-{model.step:08d}"
@@ -131,7 +131,7 @@ class RunMirror:
         return SentModel(store.create_model(run_id, name, model.step, kind, tags, files), model.roles)
 
     def _register(
-        self, store: MlflowStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]
+        self, store: ModelStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]
     ) -> SentModel:
         """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
         name = self.settings.register

@@ -12,11 +12,11 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
-from pipeline.monitor.mlflow_store import MlflowStore
+from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror, one_line
+from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_mirror import FindModels, MirrorSettings, RunMirror, one_line
 from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, metric_name
-from pipeline.monitor.sync_state import STATE_FILE, SyncState, read_states, write_states
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -71,7 +71,7 @@ class MlflowSender:
         self._links: dict[str, str] = {}  # ID of a parent, as descriptions have it -> a link to its page.
         self._all_sent = False
         self._stop = threading.Event()
-        self._store: MlflowStore | None = None
+        self._store: ModelStore | None = None
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     # ---------------------------------------------------------------- called by the training thread
@@ -150,7 +150,7 @@ class MlflowSender:
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 
-    def _send(self) -> tuple[MlflowStore, SyncState]:
+    def _send(self) -> tuple[ModelStore, SyncState]:
         """Send all unsent lines in batches, and save after each how much was sent."""
         store, state = self._connect()
         assert state.run_id is not None
@@ -205,11 +205,11 @@ class MlflowSender:
             # A line without its end is still being written.
             return deque(line for line in file if line.endswith(b"\n"))
 
-    def _connect(self, starts: bool = True) -> tuple[MlflowStore, SyncState]:
+    def _connect(self, starts: bool = True) -> tuple[ModelStore, SyncState]:
         """Open the store, and find or create the MLflow run, once. starts: mark it as running."""
         if self._store is not None:
             return self._store, self._states[self.shown_uri]
-        store = MlflowStore(self.uri)
+        store = ModelStore(self.uri)
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
         if not state.run_id or not store.is_active(state.run_id):
@@ -236,7 +236,7 @@ class MlflowSender:
         self._store = store
         return store, state
 
-    def _find_or_create_run(self, store: MlflowStore, state: SyncState) -> None:
+    def _find_or_create_run(self, store: ModelStore, state: SyncState) -> None:
         """Continue the MLflow run that carries this folder's tag, or create one."""
         experiment_id = store.experiment_id(self.experiment.name, self.experiment.artifact_location)
         if state.run_id and store.is_active(state.run_id):  # Its experiment was deleted, and was restored just now.
@@ -275,7 +275,7 @@ class MlflowSender:
         except Exception:  # Whatever the server or its client raises: the reason for the first failure is said.
             return False
 
-    def _delete_points_after(self, store: MlflowStore, state: SyncState, step: int) -> None:
+    def _delete_points_after(self, store: ModelStore, state: SyncState, step: int) -> None:
         """Delete the points of later steps: in a database these alone; on a server by a new run that replaces the old one."""
         assert state.run_id is not None
         if store.delete_points_after(state.run_id, step) or not store.has_points_after(state.run_id, step):
@@ -303,7 +303,7 @@ class MlflowSender:
             tags = {**tags, NOTE: tags[NOTE].replace(run_id, link)}
         return tags
 
-    def _close(self, store: MlflowStore, state: SyncState) -> bool:
+    def _close(self, store: ModelStore, state: SyncState) -> bool:
         """Say how the run ended, and send what has changed. Returns whether all was sent."""
         assert state.run_id is not None
         assert self._end is not None

@@ -1,0 +1,156 @@
+"""Requests about logged and registered models."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.run_page import DatasetFacts, dataset_name, hide_passwords
+
+_REGISTERED = (
+    "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+)
+_VERSIONS = "mlflow.modelVersions"
+_WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
+
+
+class ModelStore(MlflowStore):
+    """A store with requests about models. Methods raise what MLflow raises."""
+
+    def create_model(
+        self, run_id: str, name: str, step: int, kind: str, tags: dict[str, str], files: list[Path]
+    ) -> str:
+        """Show a checkpoint of a run as a logged model with these artifacts; returns its ID. One of a killed sender is used again."""
+        from mlflow.entities import LoggedModelOutput
+
+        experiment_id = self.client.get_run(run_id).info.experiment_id
+        mine = f"source_run_id = '{run_id}' AND name = '{name}'"
+        found = [
+            m for m in self.client.search_logged_models([experiment_id], mine) if m.tags.get("sha256") == tags["sha256"]
+        ]
+        model = (
+            found[0]
+            if found
+            else self.client.create_logged_model(experiment_id, name, run_id, tags, {"step": str(step)}, kind)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            facts = {"uri": model.model_uri, "step": step, **tags}
+            (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
+            self.client.log_model_artifacts(model.model_id, folder)
+        for file in files:
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                (Path(folder) / file.name).hardlink_to(file)
+                self.client.log_model_artifacts(model.model_id, folder)
+        self.client.finalize_logged_model(model.model_id, "READY")
+        if model.model_id not in {output.model_id for output in self.client.get_run(run_id).outputs.model_outputs}:
+            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+        return model.model_id
+
+    def set_model_tags(self, model_id: str, tags: dict[str, str]) -> None:
+        self.client.set_logged_model_tags(model_id, tags)
+
+    def delete_model(self, model_id: str) -> None:
+        """Delete a logged model if it exists."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.delete_logged_model(model_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+
+    def score_model(self, run_id: str, model_id: str, step: int, data: DatasetFacts | None) -> dict[str, float]:
+        """Link the run's scores at a step to the model, on the data of the evaluation; returns them all."""
+        from mlflow.entities import Metric
+
+        names = [name for name in self.client.get_run(run_id).data.metrics if name.startswith(("eval/", "probe/"))]
+        points = [p for name in names for p in self.client.get_metric_history(run_id, name) if p.step == step]
+        where = {"dataset_name": dataset_name(data), "dataset_digest": data.digest[:36]} if data else {}
+        linked = [Metric(p.key, p.value, p.timestamp, p.step, model_id, **where) for p in points]
+        if linked:
+            self.client.log_batch(run_id, metrics=linked)
+        return {point.key: point.value for point in points}
+
+    def register(self, name: str, run_id: str, model_id: str, tags: dict[str, str]) -> str:
+        """Register a logged model as a new version of the registered model `name`; returns the version."""
+        self._unless_another_run_did(
+            lambda: self.client.create_registered_model(name, description=_REGISTERED),
+            lambda: self.client.get_registered_model(name) is not None,
+        )
+        model = self.client.get_logged_model(model_id)
+        # The client of a database would look up models:/ in the default store.
+        source = model.model_uri if self.uri.startswith("http") else model.artifact_location
+        tags = {**tags, "model_id": model_id}
+        version = str(self.client.create_model_version(name, source, run_id, tags, model_id=model_id).version)
+        # By this tag, which `mlflow.register_model` sets, the page of the logged model names its versions.
+        known = json.loads(model.tags.get(_VERSIONS, "[]"))
+        if (here := {"name": name, "version": version}) not in known:
+            self.set_model_tags(model_id, {_VERSIONS: json.dumps([*known, here])})
+        return version
+
+    def set_version_tags(self, name: str, version: str, tags: dict[str, str]) -> None:
+        for tag, text in tags.items():
+            self.client.set_model_version_tag(name, version, tag, text)
+
+    def set_alias(self, name: str, alias: str, version: str) -> None:
+        self.client.set_registered_model_alias(name, alias, version)
+
+    def tags_of_alias(self, name: str, alias: str) -> dict[str, str] | None:
+        """Tags of the version that an alias names; None if there is no such alias."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_model_version_by_alias(name, alias).tags
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+
+    def find_model(self, uri: str) -> tuple[str, dict[str, str]]:
+        """(ID, tags) of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest).
+
+        Raises UserError if there is none.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            model = self.client.get_logged_model(self._model_id(uri))
+        except MlflowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{uri} is not found in MLflow at {hide_passwords(self.uri)} ({reason}). {_WHERE}"
+            ) from None
+        return model.model_id, model.tags
+
+    def _model_id(self, uri: str) -> str:
+        scheme, _, name = uri.partition(":/")
+        name = name.strip("/")
+        if scheme == "runs":
+            run = self.client.get_run(name)
+            mine = f"source_run_id = '{run.info.run_id}'"
+            found = self.client.search_logged_models([run.info.experiment_id], mine)
+            if not found:
+                raise UserError(f"{uri} has no logged model: only kept, best and last checkpoints are.")
+            found.sort(key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0))))
+            return found[-1].model_id
+        if "@" in name:
+            version = self.client.get_model_version_by_alias(*name.rsplit("@", 1))
+        elif "/" in name:
+            version = self.client.get_model_version(*name.rsplit("/", 1))
+        else:
+            return name
+        return version.model_id or version.tags.get("model_id", "")
+
+    def download_model_file(self, model_id: str, name: str, folder: Path) -> Path:
+        """Download a file of a logged model's artifacts. Raises UserError if it has none of this name."""
+        from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
+
+        try:
+            location = self.client.get_logged_model(model_id).artifact_location
+            return Path(download_artifacts(f"{location}/{name}", dst_path=str(folder), tracking_uri=self.uri))
+        except (MlflowException, OSError) as error:
+            raise UserError(
+                f"models:/{model_id} has no {name} in MLflow at {hide_passwords(self.uri)} ({error})."
+            ) from None

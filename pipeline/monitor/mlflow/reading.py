@@ -1,0 +1,88 @@
+"""Requests that read runs back."""
+
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.json_record import quoted
+from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.run_page import StoredRun, restored_value, stored_dataset
+
+# Rows of the table of metrics that are held in memory at once while a run is read.
+_ROWS_AT_ONCE = 50_000
+
+
+class ReadingStore(MlflowStore):
+    """A store with requests that read runs back. Methods raise what MLflow raises."""
+
+    def read_run(self, run_id: str) -> StoredRun:
+        """All of a run but its metrics and files. Raises UserError if the store has no such run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException as error:
+            raise UserError(f"MLflow run {quoted(run_id)}: {' '.join(str(error).split())[:200]}") from None
+        datasets = []
+        for used in run.inputs.dataset_inputs:
+            context = next((tag.value for tag in used.tags if tag.key == "mlflow.data.context"), "")
+            facts = (used.dataset.name, used.dataset.digest, used.dataset.source, used.dataset.profile)
+            datasets.append(stored_dataset(*facts, context))
+        info = run.info
+        metrics = {name: restored_value(value) for name, value in run.data.metrics.items()}
+        return StoredRun(
+            info.run_id, info.run_name, info.experiment_id, info.status, (info.start_time or 0) / 1000,
+            (info.end_time or 0) / 1000, dict(run.data.tags), dict(run.data.params), metrics, tuple(datasets),
+        )  # fmt: skip
+
+    def read_points(
+        self, run: StoredRun, names: Iterable[str]
+    ) -> Iterator[tuple[str, Iterable[tuple[int, float, int]]]]:
+        """Yields (metric, points) of each of these metrics; a point is (step, value, milliseconds since 1970).
+
+        A database is read by one query over all metrics, a server by pages of 25,000 points of one metric.
+        """
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        store = self.client._tracking_client.store
+        if not isinstance(store, SqlAlchemyStore):
+            for name in names:
+                history = self.client.get_metric_history(run.run_id, name)
+                yield name, [(point.step, restored_value(point.value), point.timestamp) for point in history]
+            return
+        from mlflow.store.tracking.dbmodels.models import SqlMetric
+
+        with store.ManagedSessionMaker() as session:
+            columns = (SqlMetric.key, SqlMetric.step, SqlMetric.value, SqlMetric.timestamp, SqlMetric.is_nan)
+            found = session.query(*columns).filter(SqlMetric.run_uuid == run.run_id, SqlMetric.key.in_(names))
+            ordered = found.order_by(SqlMetric.key, SqlMetric.step)
+            for key, rows in itertools.groupby(ordered.yield_per(_ROWS_AT_ONCE), key=lambda row: row[0]):
+                yield key, ((row[1], math.nan if row[4] else restored_value(row[2]), row[3]) for row in rows)
+
+    def list_files(self, run_id: str, folder: str = "") -> list[str]:
+        """Names of a run's artifacts in a folder, with the folder; without those in folders inside it."""
+        return [file.path for file in self.client.list_artifacts(run_id, folder or None) if not file.is_dir]
+
+    def read_file(self, run_id: str, name: str) -> bytes:
+        """Content of an artifact."""
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        with tempfile.TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
+
+    def runs_with_tag(self, tag: str, value: str) -> list[str]:
+        """IDs of the runs of all experiments that have a tag of this value, oldest first; at most 1,000."""
+        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
+        order = ["attributes.start_time ASC"]
+        found = self.client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=order, max_results=1000)
+        return [run.info.run_id for run in found]
+
+    def models_of(self, run: StoredRun) -> list[dict[str, str]]:
+        """The tags and parameters of the logged models of a run, with "model_id"; oldest first."""
+        mine = f"source_run_id = '{run.run_id}'"
+        found = self.client.search_logged_models([run.experiment_id], mine)
+        found.sort(key=lambda model: model.creation_timestamp)
+        return [{**model.params, **model.tags, "model_id": model.model_id} for model in found]
