@@ -172,7 +172,7 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
     remedy = f"launch/dedup.py data={pretrained_on} against=..."
     try:
         report = read_dedup_report(Path(pretrained_on))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is missing. Make it with {remedy}") from None
     except UserError as error:
         reason = str(error).removeprefix(str(path)).strip(" :.")

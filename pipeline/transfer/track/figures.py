@@ -39,7 +39,7 @@ def draw_rates_of_groups(tried: dict[str, dict[float, tuple[float, int, int]]]) 
             axes.text(0.5, 0.5, "no task tried yet", transform=axes.transAxes, ha="center", color="0.5")
         _style(axes, rates, "top-1 on val200, %" if number == 0 else "")
     num_diverged = sum(diverged for of_task in tried.values() for _, _, diverged in of_task.values())
-    note = f"; × {num_diverged:,} cells diverged" if num_diverged else ""
+    note = f"; × {num_diverged:,} cells diverged, which count as 0" if num_diverged else ""
     figure.suptitle(f"Accuracy by learning rate, the best of the other settings{note}")
     return png(figure)
 
@@ -49,7 +49,8 @@ def _draw_task(axes: Axes, of_task: dict[float, tuple[float, int, int]], colour:
     ended = [rate for rate in rates if of_task[rate][1] > of_task[rate][2]]
     axes.plot(ended, [100 * of_task[rate][0] for rate in ended], color=colour, alpha=0.35, linewidth=1, marker=".")
     lost = [rate for rate in rates if of_task[rate][2]]
-    axes.plot(lost, [0] * len(lost), linestyle="none", marker="x", color=_DIVERGED, clip_on=False)
+    if lost:  # The layout fails on an empty line that is not clipped.
+        axes.plot(lost, [0] * len(lost), linestyle="none", marker="x", color=_DIVERGED, clip_on=False)
 
 
 def draw_rates_of_grid(tried: Sequence[dict[str, Any]], chosen: float | None) -> bytes:
@@ -116,7 +117,8 @@ def _style(axes: Axes, rates: Sequence[float], label: str, zoomed: bool = False)
     if 0 < len(rates) <= 12:
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45)
         axes.set_xticks([], minor=True)
-        axes.set_xlim(rates[0] / 1.5, rates[-1] * 1.5)
+        room = max(1.5, (rates[-1] / rates[0]) ** 0.06)
+        axes.set_xlim(rates[0] / room, rates[-1] * room)
     if not zoomed:
         axes.set_ylim(0, 100)
     axes.set_xlabel("learning rate")

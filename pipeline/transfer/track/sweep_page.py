@@ -196,10 +196,18 @@ def _child(
     ]
     parameters |= {name: value for name, value in more.items() if value is not None}
     return ChildRun(
-        cell_name(cell), str(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
+        cell_name(cell), _short_name(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
         {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
         tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
     )  # fmt: skip
+
+
+def _short_name(cell: Cell) -> str:
+    """MLflow's pages show some forty characters."""
+    if cell.setting is None:
+        return f"{cell.task.title} {cell.stage}"
+    setting = cell.setting
+    return f"{cell.task.title} {cell.stage} lr {setting.lr:g} wd {setting.weight_decay:g} seed {cell.seed}, {setting.length}"
 
 
 def _split_facts(task: str, dataset: Dataset, split: str, context: str) -> DatasetFacts:
@@ -211,7 +219,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     config, protocol = sweep.config, header["protocol"]
     run = folder_of_weights(config.weights)
     parent = header["checkpoint"]["run_id"]
-    tags = {**tags_of(header), "run_folder_path": str(sweep.folder.resolve())}
+    tags = {**tags_of(header), "dataset": "VTAB-1k", "run_folder_path": str(sweep.folder.resolve())}
     if (
         run and hide_passwords(uri) in read_states(run / STATE_FILE)[0]
     ):  # The same store: MLflow shows a link to the run of the weights.
