@@ -1,0 +1,153 @@
+"""A fine-tuning grid in MLflow: its runs send themselves below it; here without training, by their trackers alone."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_dataset
+
+from pipeline.errors import UserError
+from pipeline.lifecycle.run_folder import RESUME
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings import schema
+from pipeline.settings.reports import GridConfig
+from pipeline.settings.run import TrackConfig
+from pipeline.transfer import grid
+from pipeline.transfer.track import figures
+from pipeline.transfer.track.grid_page import tracking_uri
+from pipeline.transfer.vtab_tasks import TASKS
+
+RUN = """
+name: x
+data: {path: DATA, streams: 4}
+train: {length: 12 steps, global_batch: 24, micro_batch: 24}
+track: {experiment: pets}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GridConfig:
+    make_dataset(tmp_path / "data", {"train": 30, "val": 12})
+    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(tmp_path / "data")))
+    return schema.load(
+        GridConfig, None,
+        [f"run={tmp_path / 'run.yaml'}", "name=tiny", f"out={tmp_path / 'runs'}", "settings=[init.weights=x]",
+         "lr=[0.1,0.01,10]", "seeds=[3,4]", "dev_share=0.2"],
+    )  # fmt: skip
+
+
+def start(run: grid.GridRun, config: GridConfig) -> int:
+    """What a run leaves behind, and sends; the highest rate diverges."""
+    settings = run.config
+    diverged = settings.optimizer.lr == 10
+    run.folder.mkdir(parents=True, exist_ok=True)
+    status = {"status": "diverged" if diverged else "finished", "step": 12, "code": 0, "reason": "the loss is nan."}
+    (run.folder / "status.json").write_text(json.dumps(status))
+    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(settings)))
+    top1 = 0.9 + settings.optimizer.lr / 10 + settings.seed / 1000
+    (run.folder / "scores.json").write_text(json.dumps({"top1": top1, "loss": 0.5, "num_samples": 12}))
+    if settings.track.enabled:
+        parent = settings.track.parent_run
+        tags = {"mlflow.parentRunId": parent} if parent else {}
+        facts = RunFacts(run.name, "finetune", tags=tags, parents={"grid": parent} if parent else {})
+        tracker = Tracker(settings.track, Path(settings.out), run.folder, facts)
+        tracker.log(12, {"val_top1": top1})
+        tracker.finish("FAILED" if diverged else "FINISHED")
+    return 2 if diverged else 0
+
+
+def client(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def parent_and_children(uri: str) -> tuple[Any, dict[str, Any]]:
+    runs = client(uri).search_runs([client(uri).get_experiment_by_name("pets").experiment_id])
+    (parent,) = [run for run in runs if run.data.tags["kind"] == "grid"]
+    children = {run.info.run_name: run for run in runs if run is not parent}
+    assert len(children) == len(runs) - 1
+    assert all(run.data.tags.get("mlflow.parentRunId") == parent.info.run_id for run in children.values())
+    return parent, children
+
+
+@pytest.mark.slow
+def test_a_grid_and_its_runs_find_each_other(
+    config: GridConfig, database: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    assert tracking_uri(config, TrackConfig()) == uri
+    (tmp_path / "runs").mkdir()
+    shutil.copy(database, tmp_path / "runs" / "mlflow.db")
+
+    def stop_at_the_second(run: grid.GridRun, config: GridConfig) -> int:
+        return RESUME if run.name == "lr-0.01" else start(run, config)
+
+    with pytest.raises(SystemExit):
+        grid.run(config, stop_at_the_second)
+    parent, children = parent_and_children(uri)
+    assert (parent.info.status, set(children)) == ("KILLED", {"lr-0.1"})
+    result = grid.run(config, start)
+    again, children = parent_and_children(uri)
+    assert (again.info.run_id, again.info.status) == (parent.info.run_id, "FINISHED")
+    assert set(children) == {"lr-0.1", "lr-0.01", "lr-10", "final-seed-3", "final-seed-4"}
+    # The other way: the grid's page names its runs.
+    for run in children.values():
+        assert f"runs/{run.info.run_id})" in again.data.tags["mlflow.note.content"]
+        assert run.data.tags["grid_run_id"] == parent.info.run_id
+    assert again.data.metrics["top1"] == result["top1"] == pytest.approx(0.9135)
+    assert (again.data.metrics["best_lr"], again.data.metrics["runs_done"]) == (0.1, 5)
+    assert [used.dataset.name for used in again.inputs.dataset_inputs] == ["data:train", "data:val"]
+    found = {file.path for file in client(uri).list_artifacts(parent.info.run_id, "figures")}
+    assert found == {"figures/accuracy_by_learning_rate.png", "figures/final_accuracy.png"}
+    assert {"report.md", "results.json"} <= {file.path for file in client(uri).list_artifacts(parent.info.run_id)}
+    assert "warning" not in capfd.readouterr().err
+
+    # In another store, to which its runs were sent before the grid was: they are linked at the end.
+    shutil.copy(database, tmp_path / "other.db")
+    other = replace(config, mlflow=f"sqlite:///{tmp_path / 'other.db'}")
+    for name in children:
+        facts = RunFacts(name, "finetune")
+        track = TrackConfig(uri=other.mlflow, experiment="pets")
+        Tracker(track, tmp_path, tmp_path / "runs" / "tiny" / name, facts).finish("FINISHED")
+    grid.run(other, lambda *_: pytest.fail("a finished run is started again"))
+    assert len(parent_and_children(other.mlflow)[1]) == 5
+
+
+@pytest.mark.slow
+def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, tmp_path: Path) -> None:
+    def fails(run: grid.GridRun, config: GridConfig) -> int:
+        return 1
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(database, tmp_path / "mlflow.db")
+    with pytest.raises(UserError, match=r"lr-0\.1 failed \(exit code 1\)"):
+        grid.run(replace(config, mlflow=uri), fails)
+    parent, _ = parent_and_children(uri)
+    assert parent.info.status == "FAILED"
+    assert "lr-0.1 failed (exit code 1)" in parent.data.tags["outcome"]
+    silent = replace(config, name="silent", settings=[*config.settings, "track.enabled=false"])
+    grid.run(silent, start)
+    assert not (tmp_path / "runs" / "mlflow.db").exists()
+    assert not (tmp_path / "runs" / "silent" / "mlflow.json").exists()
+    assert tracking_uri(replace(config, mlflow="none"), TrackConfig()) == ""
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_of_whatever_has_ended(tmp_path: Path) -> None:
+    whole = {task.name: {rate: (0.5, 2, int(rate == 1)) for rate in (0.1, 1.0)} for task in TASKS}
+    without_diverged = {**whole, "dtd": {0.1: (0.5, 1, 0), 1.0: (0.4, 1, 0)}}
+    trials = [{"lr": 0.1, "top1": 0.9}, {"lr": 1.0, "diverged": "the loss is nan."}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Matplotlib says by a warning that labels are cut off.
+        drawn = [
+            *(figures.draw_rates_of_groups(tried) for tried in (whole, without_diverged, {"dtd": {0.1: (0.0, 1, 1)}})),
+            *(figures.draw_rates_of_grid(tried, 0.1) for tried in (trials, trials[:1], trials[1:])),
+            *(figures.draw_finals([{"seed": seed, "top1": 0.9} for seed in range(num)], "val") for num in (1, 3)),
+        ]
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn)
