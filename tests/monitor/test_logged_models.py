@@ -25,7 +25,8 @@ DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "val", 90, 3, 
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Path) -> Path:
+    shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -163,7 +164,7 @@ def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert weights_path("runs/a") == "runs/a"
     with pytest.raises(UserError, match="models:/a@best: set MLFLOW_TRACKING_URI"):
         weights_path("models:/a@best")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["mlflow.db"]  # The fixture's; nothing was asked or written.
 
 
 def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import random
 import shutil
 import socket
@@ -27,17 +26,6 @@ from pipeline.settings.run import TrackConfig
 
 FAST = Timing(poll=0.05, retry=(0.05,))
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
-
-
-@pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database, made once: MLflow takes many seconds to create the tables."""
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    from mlflow.tracking import MlflowClient
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
 
 
 @pytest.fixture

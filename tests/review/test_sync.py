@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from dataclasses import asdict
@@ -24,7 +25,10 @@ DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, database: Path, tmp_path: Path) -> None:
+    for name in ("mlflow.db", "a/mlflow.db", "other.db"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(database, tmp_path / name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 

@@ -21,6 +21,8 @@ from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, metric_nam
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
 _METRICS_PER_REQUEST = 500
+# How long the end of a run tries a database to which it never connected.
+_FRESH_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class MlflowSender:
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
-        num_failures = 0
+        num_failures, first_failure = 0, float("inf")
         while True:
             stopping = self._stop.is_set()
             try:
@@ -144,9 +146,12 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 if stopping:
-                    if num_failures:
+                    # Runs that begin together on a fresh database disturb each other until one has made its tables.
+                    may_be_fresh = self._store is None and not self.uri.startswith("http")
+                    first_failure = min(first_failure, time.monotonic())
+                    if not may_be_fresh or time.monotonic() - first_failure > _FRESH_SECONDS:
                         return
-                    time.sleep(self.timing.retry[0])  # Once more: two runs on a fresh store can disturb each other.
+                    time.sleep(self.timing.retry[0])
                 self._stop.wait(self.timing.retry[min(num_failures, len(self.timing.retry) - 1)])
                 num_failures += 1
 
