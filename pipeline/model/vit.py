@@ -70,7 +70,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, N, D/H)
+        # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
+        q, k, v = (
+            part.transpose(1, 2) for part in self.qkv(x).view(B, N, 3, self.num_heads, -1).unbind(2)
+        )  # (B, H, N, D/H)
         logits = None if self.relative is None else self.relative(q)  # added to q k^T / sqrt(D/H)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=logits)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(B, N, D)))
@@ -158,7 +161,7 @@ class AttentionPooling(nn.Module):
         """(B, N, D) -> (B, D)"""
         B, N, D = x.shape
         q = self.query(self.probe).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
-        k, v = self.key_value(x).view(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        k, v = (part.transpose(1, 2) for part in self.key_value(x).view(B, N, 2, self.num_heads, -1).unbind(2))
         pooled = self.out(F.scaled_dot_product_attention(q, k, v).reshape(B, D))
         return pooled + self.mlp(self.mlp_norm(pooled))
 
