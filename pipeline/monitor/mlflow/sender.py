@@ -29,10 +29,10 @@ _FRESH_SECONDS = 15.0
 class Timing:
     """Waits of the thread, and how long the end of a run waits for it at most, in seconds.
 
-    poll: a request to a database takes 9 ms of processor time, and each record in it 3 ms, so several records share one.
+    poll: a request to a database takes 9 ms of processor time, and each record in it 3 ms, so many records share one.
     """
 
-    poll: float = 15.0
+    poll: float = 30.0
     retry: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
     finish: float = 30.0
     finish_in_a_hurry: float = 5.0
