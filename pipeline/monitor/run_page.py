@@ -60,6 +60,11 @@ def plain_name(name: str) -> str:
     return rest if slash and metric_name(rest) == f"{group}/{rest}" else name
 
 
+def is_score(name: str) -> bool:
+    """Whether a metric, under the name that MLflow shows, was measured by an evaluation or a probe."""
+    return name.startswith(("eval/", "probe/"))
+
+
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
     return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))

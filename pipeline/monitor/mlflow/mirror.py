@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.state import SentModel, SyncState
@@ -103,6 +104,7 @@ class RunMirror:
             store.delete_model(state.models[sha256].model_id)
             self.update(state, models={key: sent for key, sent in state.models.items() if key != sha256})
         newest = max((model.step for model in present.values()), default=0)
+        fetched: tuple[str, dict[int, list[Any]]] | None = None  # Once a look, and only if a model needs it.
         for sha256, model in sorted(present.items(), key=lambda item: item[1].step):
             known = state.models.get(sha256)
             # A checkpoint is scored right after it is saved: older ones get no more scores.
@@ -111,24 +113,28 @@ class RunMirror:
             )
             if known and known.roles == model.roles and not awaits_scores:
                 continue
-            sent = known or self._create(store, state.run_id, model)
+            experiment_id, points = fetched = fetched or store.scores(state.run_id)
+            sent = known or self._create(store, experiment_id, state.run_id, model)
             if sent.roles != model.roles:
                 store.set_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
-            scores = store.score_model(state.run_id, sent.model_id, model.step, self._evaluation_data())
+            of_model = points.get(model.step, [])
+            store.link_scores(state.run_id, sent.model_id, of_model, self._evaluation_data())
+            scores = {point.key: point.value for point in of_model}
             sent = replace(sent, roles=model.roles, num_scores=len(scores))
             if self.settings.register:
                 sent = self._register(store, state.run_id, model, sent, scores)
-            self.update(state, models={**state.models, sha256: sent})
+            if sent != known:
+                self.update(state, models={**state.models, sha256: sent})
 
     def _evaluation_data(self) -> DatasetFacts | None:
         return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
 
-    def _create(self, store: ModelStore, run_id: str, model: ModelFacts) -> SentModel:
+    def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
         files = [Path(model.path) / _WEIGHTS] if self.settings.upload_weights and "://" not in model.path else []
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{self.facts.name}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
-        return SentModel(store.create_model(run_id, name, model.step, kind, tags, files), model.roles)
+        return SentModel(store.create_model(experiment_id, run_id, name, model.step, kind, tags, files), model.roles)
 
     def _register(
         self, store: ModelStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]

@@ -3,10 +3,11 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import DatasetFacts, dataset_name, hide_passwords
+from pipeline.monitor.run_page import DatasetFacts, dataset_name, hide_passwords, is_score
 
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
@@ -19,21 +20,18 @@ class ModelStore(MlflowStore):
     """A store with requests about models. Methods raise what MLflow raises."""
 
     def create_model(
-        self, run_id: str, name: str, step: int, kind: str, tags: dict[str, str], files: list[Path]
+        self, experiment_id: str, run_id: str, name: str, step: int, kind: str, tags: dict[str, str], files: list[Path]
     ) -> str:
-        """Show a checkpoint of a run as a logged model with these artifacts; returns its ID. One of a killed sender is used again."""
+        """Show a checkpoint of a run as a logged model with these artifacts; returns its ID. One of a killed sender is used again.
+
+        Does not ask for the run, which takes longer the more models it has.
+        """
         from mlflow.entities import LoggedModelOutput
 
-        experiment_id = self.client.get_run(run_id).info.experiment_id
         mine = f"source_run_id = '{run_id}' AND name = '{name}'"
-        found = [
-            m for m in self.client.search_logged_models([experiment_id], mine) if m.tags.get("sha256") == tags["sha256"]
-        ]
-        model = (
-            found[0]
-            if found
-            else self.client.create_logged_model(experiment_id, name, run_id, tags, {"step": str(step)}, kind)
-        )
+        alike = self.client.search_logged_models([experiment_id], mine)
+        found = next((model for model in alike if model.tags.get("sha256") == tags["sha256"]), None)
+        model = found or self.client.create_logged_model(experiment_id, name, run_id, tags, {"step": str(step)}, kind)
         with tempfile.TemporaryDirectory() as folder:
             facts = {"uri": model.model_uri, "step": step, **tags}
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
@@ -43,9 +41,13 @@ class ModelStore(MlflowStore):
                 (Path(folder) / file.name).hardlink_to(file)
                 self.client.log_model_artifacts(model.model_id, folder)
         self.client.finalize_logged_model(model.model_id, "READY")
-        if model.model_id not in {output.model_id for output in self.client.get_run(run_id).outputs.model_outputs}:
+        if not found or model.model_id not in self._outputs(run_id):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
         return model.model_id
+
+    def _outputs(self, run_id: str) -> set[str]:
+        """IDs of the logged models of a run."""
+        return {output.model_id for output in self.client.get_run(run_id).outputs.model_outputs}
 
     def set_model_tags(self, model_id: str, tags: dict[str, str]) -> None:
         self.client.set_logged_model_tags(model_id, tags)
@@ -60,17 +62,24 @@ class ModelStore(MlflowStore):
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
 
-    def score_model(self, run_id: str, model_id: str, step: int, data: DatasetFacts | None) -> dict[str, float]:
-        """Link the run's scores at a step to the model, on the data of the evaluation; returns them all."""
+    def scores(self, run_id: str) -> tuple[str, dict[int, list[Any]]]:
+        """(ID of the run's experiment, its scores: step -> MLflow's points of evaluations and probes)."""
+        run = self.client.get_run(run_id)
+        points: dict[int, list[Any]] = {}
+        for name in run.data.metrics:
+            if is_score(name):
+                for point in self.client.get_metric_history(run_id, name):
+                    points.setdefault(point.step, []).append(point)
+        return run.info.experiment_id, points
+
+    def link_scores(self, run_id: str, model_id: str, points: list[Any], data: DatasetFacts | None) -> None:
+        """Show scores of a run at a logged model, as measured on the data of the evaluation."""
         from mlflow.entities import Metric
 
-        names = [name for name in self.client.get_run(run_id).data.metrics if name.startswith(("eval/", "probe/"))]
-        points = [p for name in names for p in self.client.get_metric_history(run_id, name) if p.step == step]
         where = {"dataset_name": dataset_name(data), "dataset_digest": data.digest[:36]} if data else {}
-        linked = [Metric(p.key, p.value, p.timestamp, p.step, model_id, **where) for p in points]
-        if linked:
+        if points:
+            linked = [Metric(p.key, p.value, p.timestamp, p.step, model_id, **where) for p in points]
             self.client.log_batch(run_id, metrics=linked)
-        return {point.key: point.value for point in points}
 
     def register(self, name: str, run_id: str, model_id: str, tags: dict[str, str]) -> str:
         """Register a logged model as a new version of the registered model `name`; returns the version."""

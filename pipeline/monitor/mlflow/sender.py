@@ -16,7 +16,7 @@ from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, metric_name
+from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, is_score, metric_name
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -183,7 +183,7 @@ class MlflowSender:
                 elif line.strip():
                     _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
             store.log_metrics(state.run_id, records, self._progress(records))
-            if any(metric_name(name).startswith(("eval/", "probe/")) for record in records for name in record.metrics):
+            if any(is_score(metric_name(name)) for record in records for name in record.metrics):
                 self._mirror.has_new_scores = True
             with self._lock:
                 if rewrites != self._num_rewrites:
