@@ -135,6 +135,23 @@ def from_environment() -> Ranks:
     return Ranks(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]), device)
 
 
+def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> None:
+    """Make a GPU compute float32 as IEEE 754 says, not as TF32, and the same bits each time. Call before the first operation.
+
+    deterministic: kernels whose result does not depend on the order in which threads finish; attention's backward pass is slower.
+    An operation without such a kernel warns once. No-op for a CPU, whose kernels are deterministic.
+    """
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False  # True by default: patch embeddings would differ from a CPU's by 1e-3.
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Otherwise each new tensor is filled, for programs that read uninitialised memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _stream_aside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import normalise
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
@@ -75,6 +75,7 @@ def load_model(config: WeightsConfig) -> LoadedModel:
     if config.device == "cuda" and not available:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    use_exact_arithmetic(device)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
     trained, state, extra = models.read_weights(config.weights, say=print)

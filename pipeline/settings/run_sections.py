@@ -270,6 +270,11 @@ class EngineConfig:
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
     activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
+    deterministic: bool = setting(
+        True,
+        "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
+        "A CPU always does.",
+    )
     peak_tflops: float = setting(0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0)
     timeout_minutes: float = setting(
         10.0, "Timeout of a collective call, after which the run fails.", above=0, max=MINUTES_PER_YEAR

@@ -14,7 +14,7 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.console import Console
-from pipeline.distributed import from_environment
+from pipeline.distributed import from_environment, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import Plan, new_model_config
@@ -50,6 +50,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
     # ------------------------------------------------------------------ plan, run folder's lock, ranks
     ranks = from_environment()
+    use_exact_arithmetic(ranks.device, config.engine.deterministic)
     dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
     facts = resume.identity(config, dataset, plan, split, evaluation)
     folder = stop.folder.path

@@ -9,7 +9,6 @@ Shapes: B batch, S image side, K classes, D features.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from pipeline.data.loading.loader import Loader, normalise, remembering_train_vi
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.storage.bucket import to_path
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import label_table, predict, score
 from pipeline.evaluate.probes import fewshot
@@ -307,10 +306,8 @@ def _prepare_device(threads: int) -> torch.device:
     if not torch.cuda.is_available():
         torch.set_num_threads(threads)
         return torch.device("cpu")
-    # Set before the first matrix product, for cuBLAS to choose deterministic kernels.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    return torch.device("cuda")
+    use_exact_arithmetic(device := torch.device("cuda"))
+    return device
 
 
 def _name(device: torch.device) -> str:
