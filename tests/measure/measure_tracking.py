@@ -47,7 +47,7 @@ METRICS = (
 
 
 @contextlib.contextmanager
-def serving(database: Path) -> Iterator[str]:
+def serving(database: Path, *options: str) -> Iterator[str]:
     """A server of a database; yields its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -59,9 +59,13 @@ def serving(database: Path) -> Iterator[str]:
         f"sqlite:///{database}",
         "--port",
         str(port),
+        *options,
     ]
     log = open(database.with_name("server.log"), "ab")  # noqa: SIM115
-    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=database.parent)
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen(
+        command, stdout=log, stderr=log, start_new_session=True, cwd=database.parent, env=environment
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         while True:

@@ -268,7 +268,7 @@ def test_a_store_that_is_away_delays_nothing_and_gets_all_at_the_next_start(
 @pytest.mark.slow
 def test_a_server_receives_at_most_the_stated_requests_a_second(database: Path, tmp_path: Path) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
-    with serving(tmp_path / "mlflow.db") as url:
+    with serving(tmp_path / "mlflow.db", "--workers", "1") as url:
         tracker = begin_parent(url, tmp_path)
         log = tmp_path / "server.log"
 
