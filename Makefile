@@ -6,7 +6,7 @@ STORE ?= runs/mlflow.db
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast lint mlflow install clean
+.PHONY: demo test test-fast lint mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
@@ -15,11 +15,32 @@ demo: install
 # Niceness: Ray's come first, because Ray gives up when it cannot start in 30 s; then those of ranks.
 test: install
 	@{ nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
-	nice -n 10 $(PY) -m pytest -m "not ranks and not ray"; plain=$$?; \
+	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray"; plain=$$?; \
 	$(PY) -m pytest -m ray; [ $$lint$$plain$$? = 000 ]; } >.pytest_rest.log 2>&1 & rest=$$!; \
 	trap "pkill -P $$rest; kill $$rest" INT TERM; \
 	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
 	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
+
+# What the GPU of this machine does: its tests, then its speed, each in under ten minutes; results in $(OUT). Without a network,
+# after `make gpu-wheels` elsewhere, with the Python that has torch (docs/performance.md).
+OUT ?= runs/gpu
+GPU_SECONDS ?= 560
+GPU_PY ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu: gpu-tests gpu-bench
+
+gpu-tests: gpu-packages
+	@mkdir -p $(OUT)
+	PYTHONPATH=.gpu-packages TEST_RESULTS=$(abspath $(OUT))/tests.jsonl timeout $(GPU_SECONDS) $(GPU_PY) -m pytest tests/gpu -m gpu -rs
+
+gpu-bench: gpu-packages
+	@mkdir -p $(OUT)
+	PYTHONPATH=.gpu-packages timeout $(GPU_SECONDS) $(GPU_PY) launch/bench.py gpu json=$(OUT)/bench.json
+
+gpu-packages:
+	@[ ! -d .gpu-wheels ] || $(GPU_PY) tests/gpu/bring.py install .gpu-wheels .gpu-packages
+
+gpu-wheels: install
+	$(PY) tests/gpu/bring.py fetch .gpu-wheels
 
 # To run while working: neither ranks, nor Ray, nor tests of over a second.
 test-fast: install
@@ -46,4 +67,4 @@ install: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv runs/demo .pytest_rest.log .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .gpu-wheels .gpu-packages runs/demo .pytest_rest.log .mypy_cache .ruff_cache .pytest_cache

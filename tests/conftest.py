@@ -1,6 +1,7 @@
 """A tiny data set, shared by the tests that train; servers that have S3's and Google's API."""
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -127,6 +128,27 @@ def _no_ray_without_the_fixture() -> Iterator[None]:
 
 def _ray_is_running() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those that are about them, which are then selected alone (`make gpu`)."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a line to $TEST_RESULTS as each test ends: what a time limit cuts off loses only the rest."""
+    if (path := os.environ.get("TEST_RESULTS")) and (report.when == "call" or report.outcome != "passed"):
+        reason = str(report.longrepr)[-2000:] if report.longrepr else ""
+        line = {
+            "test": report.nodeid,
+            "when": report.when,
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 2),
+        }
+        with open(path, "a") as file:
+            print(json.dumps({**line, "reason": reason}), file=file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

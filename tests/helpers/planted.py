@@ -23,7 +23,7 @@ def train(runs: list[tuple[str, list[str]]]) -> None:
     setup.dry_run_on_all_ranks = lambda *rest: None  # type: ignore[assignment]  Its step is no step of the run.
     for fault, overrides in runs:
         config = schema.load(RunConfig, None, overrides)
-        seen = Path(config.out) / f"{config.name}.{os.environ['RANK']}.txt"
+        seen = Path(config.out) / f"{config.name}.{os.environ.get('RANK', '0')}.txt"
         loop.training_step = _step_with(fault, plain_step, seen)
         try:
             run_training(config)

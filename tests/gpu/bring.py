@@ -1,0 +1,94 @@
+"""Packages for a GPU machine without a network: `bring.py fetch FOLDER [3.12]` here, `bring.py install FOLDER TARGET` there.
+
+fetch downloads wheels for x86-64 Linux and a version of Python, in this environment's versions: what the library imports and all
+that needs, but for large packages that a machine with PyTorch has. install unpacks those that are not installed there; TARGET
+then goes into PYTHONPATH.
+"""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+# What training, evaluation and their tests import. Ray is not needed on one machine.
+_NEEDED = (
+    "deepspeed", "webdataset", "mlflow", "safetensors", "xxhash", "google-crc32c", "simplejpeg", "turbojpeg", "captum",
+    "pyyaml", "tqdm", "psutil", "hypothesis", "pytest", "pytest-timeout",
+)  # fmt: skip
+_PRESENT = {
+    "torch", "torchvision", "timm", "numpy", "scipy", "pandas", "pyarrow", "scikit-learn", "matplotlib", "pillow", "h5py",
+    "opencv-python-headless", "fonttools", "contourpy", "kiwisolver", "setuptools", "ninja",
+}  # fmt: skip
+# Of MLflow's server, which is not started there, and of other services.
+_UNUSED = {"docker", "gunicorn", "waitress", "huey", "skops", "aiohttp", "databricks-sdk", "flask-cors", "graphene"}
+_LIMIT = 60 * 2**20
+
+
+def fetch(folder: Path, python: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sorted(_closure()):
+        wanted = f"{name}=={metadata.version(name)}"
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        if name == "deepspeed":  # Only its source is published; without prebuilt kernels its wheel fits any Python.
+            command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), wanted]
+        else:
+            platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014")]
+            only = ["--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
+            command = [*pip, "download", *only, "--dest", str(folder), wanted]
+        if subprocess.run(command).returncode:
+            sys.exit(f"error: {wanted} has no wheel for Python {python}, see above")
+    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
+    print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 2**20:.1f} MiB")
+    if size > _LIMIT:
+        sys.exit(f"error: more than {_LIMIT >> 20} MiB")
+
+
+def install(folder: Path, target: Path) -> None:
+    missing = [wheel for wheel in sorted(folder.glob("*.whl")) if not _is_installed(wheel.name.partition("-")[0])]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(target),
+    ]
+    if missing and subprocess.run([*command, *map(str, missing)]).returncode:
+        sys.exit("error: see above")
+    print(f"{len(missing)} packages are in {target}: {', '.join(wheel.name.partition('-')[0] for wheel in missing)}")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _closure() -> set[str]:
+    """Names of the packages to bring."""
+    found: set[str] = set()
+    ahead = list(_NEEDED)
+    while ahead:
+        name = re.sub(r"[-_.]+", "-", ahead.pop()).lower()
+        if name in found | _PRESENT | _UNUSED or not _is_installed(name):
+            continue
+        found.add(name)
+        for line in metadata.requires(name) or []:
+            if "extra ==" not in line:
+                ahead.append(re.match(r"[\w.-]+", line)[0])  # type: ignore[index]
+    return found
+
+
+if __name__ == "__main__":
+    what, first, *rest = sys.argv[1:]
+    if what == "fetch":
+        fetch(Path(first), *(rest or ["3.12"]))
+    else:
+        install(Path(first), Path(rest[0]))

@@ -1,0 +1,80 @@
+"""What is done with a trained model gives on a GPU what it gives on a CPU: predictions, drawings, exports, a task of VTAB."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import make_dataset
+
+from pipeline import model as models
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.evaluate import export, predict
+from pipeline.explain import explain
+from pipeline.settings import schema
+from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.weights import ExplainConfig, ExportConfig, PredictConfig
+from pipeline.transfer.sweep import settings_of
+from pipeline.transfer.vtab_cell import Cell, Job, run_cell
+from pipeline.transfer.vtab_tasks import TASKS
+
+TASK = TASKS[2]
+SPLITS = {"train800": 32, "val200": 16, "train800val200": 48, "test": 40}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = models.create("ViT-mu/4", 16, 4, seed=3, depth=2)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    path = tmp_path_factory.mktemp("gpu_weights") / "random.pt"
+    models.save(model, path, {"classes": [f"class{i}" for i in range(4)], "loss": "softmax", "run": "try", "step": 7})
+    return path
+
+
+def test_predictions(weights: Path, dataset: Path, device: torch.device) -> None:
+    def probabilities(device: str) -> dict[tuple[str, str], float]:
+        given = [f"weights={weights}", f"images={dataset}", "split=val", "top=4", f"device={device}"]
+        rows = predict.run(schema.load(PredictConfig, None, given)).to_pylist()
+        return {(row["image"], row["class"]): row["probability"] for row in rows}
+
+    found, expected = probabilities(device.type), probabilities("cpu")
+    assert len(expected) == 37 * 4
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_drawings(weights: Path, dataset: Path, tmp_path: Path, device: torch.device) -> None:
+    numbers = []
+    for kind in (device.type, "cpu"):
+        out = tmp_path / f"{kind}-{len(numbers)}"
+        given = [f"weights={weights}", f"images={dataset}", "split=val", f"out={out}", f"device={kind}", "num_drawn=2"]
+        explain.run(schema.load(ExplainConfig, None, given))
+        numbers.append(json.loads((out / "explain.json").read_text()))
+        assert len(list(out.glob("*.png"))) == 9
+    distances = [found["mean_attention_distance"] for found in numbers]
+    np.testing.assert_allclose(*distances, rtol=1e-3)
+
+
+def test_exports(weights: Path, tmp_path: Path) -> None:
+    for form, name in (("timm", "timm"), ("safetensors", "a.safetensors")):
+        config = ExportConfig(weights=str(weights), format=form, out=str(tmp_path / name))
+        config.check()
+        assert export.run(config).largest <= 1e-5
+
+
+@pytest.mark.parametrize("more", [[], ["precision=bf16"]], ids=str)
+def test_a_cell_of_vtab(weights: Path, tmp_path: Path, device: torch.device, more: list[str]) -> None:
+    """Learns four colours, the same bits each time."""
+    data = open_dataset(make_dataset(tmp_path / "tasks" / TASK.name, SPLITS, per_shard=20))
+    given = [
+        f"weights={weights}", f"data={tmp_path / 'tasks'}", "protocol.name=test", "protocol.image_size=16", "protocol.batch=16",
+        "protocol.length=[60 epochs]", "protocol.lr=[0.05]", "protocol.schedule.decay=cosine", "protocol.schedule.warmup=2 steps",
+        "protocol.augment.crop=inception", "protocol.augment.eval_crop=resize", "protocol.clip=1", "micro_batch=16", "threads=1",
+        *more,
+    ]  # fmt: skip
+    config = schema.load(VtabConfig, None, given)
+    cell = Cell(TASK, "search", settings_of(config.protocol)[0], 0, data.fingerprint)
+    first, again = ({**run_cell(Job(cell, config)), "seconds": 0} for _ in range(2))
+    assert first == again
+    assert first["accuracy"] > 0.9
+    assert (first["device"] == "cpu") == (device.type == "cpu")

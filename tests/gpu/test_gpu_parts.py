@@ -1,0 +1,138 @@
+"""Models, batches and the copy of a checkpoint compute on a GPU what they compute on a CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import model as models
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
+from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.data.loading.loader import normalise
+from pipeline.data.loading.mix import draw_mixing, mix_images
+from pipeline.distributed import Ranks, use_exact_arithmetic
+from pipeline.settings.run import AugmentConfig
+
+CPU = torch.device("cpu")
+# A model of each kind: name, image size, changed settings.
+KINDS = {
+    "vit": ("ViT-Ti/8", 32, {}),
+    "large heads": ("ViT-S/16", 224, {"depth": 2}),
+    "pooled": ("ViT-mu/4", 16, {"pool": "map"}),
+    "relative": ("ViT-mu/4", 16, {"positions": "relative"}),
+    "registers": ("ViT-mu/4", 16, {"pool": "gap", "registers": 2, "positions": "sincos2d"}),
+    "hybrid": ("R+Ti/16", 64, {}),
+    "axial": ("Axial-ViT-Ti/8", 32, {"depth": 2}),
+    "bit": ("BiT-R50x1", 32, {"width": 32}),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def model(request: pytest.FixtureRequest) -> models.Model:
+    """A model with random values everywhere: heads and biases begin as zeros."""
+    name, size, changes = KINDS[request.param]
+    made = models.create(name, size, 10, **changes)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def step(model: models.Model, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits, gradients) on the CPU, in fp32."""
+    model.zero_grad()
+    logits = model(images)
+    torch.nn.functional.cross_entropy(logits, torch.arange(len(images), device=images.device) % 10).backward()
+    gradients = {name: p.grad.cpu().float() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach().cpu().float(), gradients
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Largest difference, relative to the largest value."""
+    assert float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)) < tolerance
+
+
+def test_logits_and_gradients_are_those_of_the_cpu(model: models.Model, device: torch.device) -> None:
+    use_exact_arithmetic(device)
+    size = model.config.image_size
+    images = torch.rand(4, 3, *size, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    expected, gradients = step(model, images)
+    found, found_gradients = step(model.to(device), images.to(device))
+    assert_close(found, expected, 1e-4)
+    assert found_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_close(found_gradients[name], gradient, 2e-3)
+
+
+def test_two_steps_give_the_same_bits(model: models.Model, device: torch.device) -> None:
+    use_exact_arithmetic(device)
+    model.to(device, torch.bfloat16)
+    images = torch.rand(4, 3, *model.config.image_size, device=device).to(torch.bfloat16)
+    (logits, gradients), (again, gradients_again) = step(model, images), step(model, images)
+    assert torch.equal(logits, again)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[name]), name
+
+
+def test_recomputed_activations_give_the_same_bits(device: torch.device) -> None:
+    use_exact_arithmetic(device)
+    model = models.create("ViT-Ti/8", 32, 10, drop_path=0.5, dropout=0.1).to(device)
+    torch.nn.init.normal_(model.head.weight)
+    images = torch.rand(4, 3, 32, 32, device=device)
+    found = []
+    for recompute in (False, True):
+        model.activation_checkpointing = recompute
+        torch.manual_seed(7)
+        found.append(step(model, images))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_a_batch_is_normalised_and_mixed_as_on_a_cpu(device: torch.device) -> None:
+    images = torch.randint(0, 256, (8, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    valid = torch.tensor([True] * 7 + [False])
+    config = AugmentConfig(mixup=0.8, cutmix=1.0)
+    kinds = set()
+    for number in range(4):
+        mixing = draw_mixing(config, 32, seed=0, step=number)
+        assert mixing
+        kinds.add(mixing.box is None)
+        expected, own = mix_images(normalise(images, CPU, torch.float32), valid, mixing)
+        found, found_own = mix_images(normalise(images, device, torch.float32), valid.to(device), mixing)
+        assert found.device.type == device.type
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found_own.cpu(), own, rtol=0, atol=1e-6)
+    assert kinds == {True, False}, "both mixup and CutMix were drawn"
+
+
+def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: torch.device, tmp_path: Path) -> None:
+    """Training goes on meanwhile: the tensors change as soon as `save` returns. Twice, the second time with more of them."""
+    saver = Saver(str(tmp_path), Ranks(0, 0, 1, device), 60)
+    try:
+        for step_number, count in ((1, 1_000_000), (2, 3_000_000)):
+            tensors = {
+                state: [torch.full((count,), float(step_number * 10 + i), device=device)]
+                for i, state in enumerate(("weights", "exp_avg"))
+            }
+            shapes = {"w": [count]}
+            commit = Commit({}, shapes, {}, Retention(2, [], False))
+            saver.save(step_number, RankPart([("w", 0, count)], tensors), commit)
+            for values in tensors.values():
+                values[0].fill_(-1)
+        saver.wait()
+        saver.check()
+    finally:
+        saver.close()
+    for step_number in (1, 2):
+        found = ShardedTensors.open(tmp_path / f"step-{step_number:08d}")
+        for i, state in enumerate(("weights", "exp_avg")):
+            assert np.all(found.whole(state)["w"] == step_number * 10 + i)
+
+
+def test_sums_over_ranks_that_are_fetched_later(device: torch.device) -> None:
+    assert Ranks(0, 0, 1, device).sum_later(2.5)() == 2.5
+    assert Ranks(0, 0, 1, device).sum(1.5, 2.0) == [1.5, 2.0]

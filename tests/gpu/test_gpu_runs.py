@@ -1,0 +1,200 @@
+"""Runs on one GPU, or on a CPU where there is none: exact resume, plain PyTorch's losses, faults, memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked import until
+from planted import BAD_STEP
+from ranks import STEPS, metrics, settings
+from test_train import MASKED, MIXED, assert_same_state, plain_losses
+from tiny import make_dataset
+
+from pipeline import model as models
+from pipeline.checkpoint.store import read_state
+from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.lifecycle.run_folder import RESUME
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+
+HAS_GPU = torch.cuda.is_available()
+# ZeRO stage and precision. On a CPU only the code of the test is of interest: tests/multiprocess has the rest.
+EXACT = [
+    (stage, precision)
+    for precision in ("fp32", "bf16", "fp16")
+    for stage in ((0, 1, 2, 3) if precision == "fp32" else (1, 2, 3))
+    if HAS_GPU or (stage, precision) in ((0, "fp32"), (3, "bf16"))
+]
+# Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
+ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
+PLAIN = ("schedule.decay=constant",)
+LOSSES = {
+    "plain": [],
+    "stage3": ["engine.zero_stage=3"],
+    "mixed": [*MIXED],
+    "masked": [*MASKED],
+    "recomputed": ["engine.activation_checkpointing=true"],
+    **({"offload": ["engine.offload=true"], "compiled": ["engine.compile=true"]} if HAS_GPU else {}),
+}
+
+
+def ranks_of_one(function: str, argument: Any, output: Path) -> subprocess.Popen[bytes]:
+    """Start a process that calls a function of a file of tests ("module:name"). Not forked: CUDA cannot be."""
+    code = f"import sys; sys.path[:] = {sys.path}; from forked import work; import json; work({function!r}, json.loads(sys.argv[1]))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if HAS_GPU else {"DS_ACCELERATOR": "cpu"})}
+    with open(output, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(argument)], env=environment, stdout=file, stderr=file
+        )
+
+
+def finish(function: str, argument: Any, output: Path) -> str:
+    assert ranks_of_one(function, argument, output).wait(550) == 0, output.read_text()[-5000:]
+    return output.read_text()
+
+
+def little_memory(arguments: tuple[list[str], float]) -> None:
+    """In a rank: a run on a GPU of which it may use this share."""
+    from forked import train
+
+    torch.cuda.set_per_process_memory_fraction(arguments[1])
+    train([arguments[0]])
+
+
+@pytest.fixture(scope="module")
+def out(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs that need no kill, in one process."""
+    folder = tmp_path_factory.mktemp("gpu")
+    runs = []
+    for stage, precision in EXACT:
+        for name, lives in (("whole", [STEPS]), ("cut", [3, STEPS])):
+            of_stage = [f"engine.zero_stage={stage}", f"engine.precision={precision}", *ALL_OF_IT]
+            run = settings(dataset, folder, f"{name}-{stage}-{precision}", *of_stage)
+            runs += [[*run, f"train.length={steps} steps"] for steps in lives]
+    runs += [settings(dataset, folder, name, *PLAIN, *more) for name, more in LOSSES.items()]
+    # The factor of the loss is so large that fp16 overflows, until it has been halved often enough.
+    runs.append(settings(dataset, folder, "fp16", "engine.precision=fp16", *PLAIN))
+    finish("test_train:train_with_fp16", runs, folder / "output.txt")
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses_are_those_of_plain_pytorch_on_a_cpu(dataset: Path, out: Path, name: str) -> None:
+    more = [setting for setting in LOSSES[name] if not setting.startswith("engine.")]
+    expected = plain_losses(settings(dataset, out, "plain", *PLAIN, *more))
+    found = metrics(out / name)
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-3 if name == "compiled" else 5e-4)
+    assert expected[-1] != pytest.approx(expected[0], rel=0.01), "it learns, so the comparison means something"
+
+
+@pytest.mark.parametrize(("stage", "precision"), EXACT)
+def test_a_resumed_run_is_the_whole_one_to_the_bit(out: Path, stage: int, precision: str) -> None:
+    whole, cut = (out / f"{name}-{stage}-{precision}" for name in ("whole", "cut"))
+    assert metrics(whole) == metrics(cut)
+    assert metrics(whole, "grad_norm") == metrics(cut, "grad_norm")
+    assert_same_state(whole, cut, ranks=1)
+    assert "resumed from" in (cut / "log.txt").read_text()
+
+
+def test_fp16_scales_the_loss(dataset: Path, out: Path) -> None:
+    expected, found = plain_losses(settings(dataset, out, "plain", *PLAIN)), metrics(out / "fp16")
+    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=3e-3)
+    state = read_state(out / "fp16" / "checkpoints" / f"step-{STEPS:08d}")
+    assert state.engine.loss_scale
+    assert state.engine.loss_scale["cur_scale"] >= 2.0
+
+
+def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp_path: Path) -> None:
+    from pipeline.evaluate import report
+    from pipeline.settings.weights import ScoreConfig
+
+    found = {}
+    for device in ("auto", "cpu"):
+        given = [f"weights={out / 'plain'}", f"data={dataset}", "split=val", f"device={device}", "shots=[2]", "neighbours=5",
+                 f"out={tmp_path / device}"]  # fmt: skip
+        found[device] = report.run(schema.load(ScoreConfig, None, given))
+    assert found["auto"]["top1"] == found["cpu"]["top1"]
+    assert found["auto"]["loss"] == pytest.approx(found["cpu"]["loss"], rel=1e-4)
+    assert found["auto"]["fewshot"][0]["top1"] == pytest.approx(found["cpu"]["fewshot"][0]["top1"], abs=0.03)
+    assert found["auto"]["loss"] == pytest.approx(metrics(out / "plain", "val_loss")[STEPS], rel=1e-3)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_and_stopped_is_the_whole_one(out: Path, dataset: Path) -> None:
+    """SIGKILL after the first checkpoint, then SIGTERM, then to the end."""
+    more = ["train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=100%", *ALL_OF_IT]
+    finish("forked:train", [settings(dataset, out, "unbroken", *more)], out / "unbroken.txt")
+    broken = settings(dataset, out, "broken", *more)
+    latest, output = out / "broken" / "checkpoints" / "latest", out / "broken.txt"
+    first = ranks_of_one("forked:train", [broken], output)
+    until(lambda: latest.exists() or first.poll() is not None)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL, output.read_text()[-3000:]
+    reached = latest.read_text()
+    second = ranks_of_one("forked:train", [broken], output)
+    until(lambda: latest.read_text() != reached or second.poll() is not None)
+    second.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert second.wait(60) in (RESUME, 0), output.read_text()[-3000:]
+    assert time.monotonic() - begin < 25
+    finish("forked:train", [broken], output)
+    assert metrics(out / "broken") == metrics(out / "unbroken")
+    (_, a, _), (_, b, _) = models.read_weights(out / "broken"), models.read_weights(out / "unbroken")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.timeout(600)
+def test_what_is_no_number_never_reaches_the_weights(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", {"train": 500, "val": 8})
+    runs = [
+        ("nan in a gradient", settings(data, tmp_path, f"bad{stage}", f"engine.zero_stage={stage}", "train.length=12 steps"))
+        for stage in ((0, 1, 2, 3) if HAS_GPU else (1,))
+    ]  # fmt: skip
+    finish("planted:train", runs, tmp_path / "output.txt")
+    for _, run in runs:
+        folder = tmp_path / run[0].removeprefix("name=")
+        skipped = metrics(folder, "skipped_steps")
+        assert [skipped[step] for step in (BAD_STEP - 1, BAD_STEP, 12)] == [0, 1, 1]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in models.read_weights(folder)[1].values())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [[], ["engine.activation_checkpointing=true"], ["engine.zero_stage=3"]], ids=str)
+def test_predicted_memory_is_what_a_step_takes(
+    gpu: torch.device, dataset: Path, tmp_path: Path, more: list[str]
+) -> None:
+    overrides = [
+        "name=x", f"out={tmp_path}", f"data.path={dataset}", "model.name=ViT-B/16", "train.global_batch=64",
+        "train.micro_batch=64", "train.length=3 steps", "train.log_every=1", "train.loss=softmax", "schedule.warmup=0 steps",
+        "evaluate.every=100%", "evaluate.batch=8", "checkpoint.every=100%", "track.enabled=false", "track.figures=false", *more,
+    ]  # fmt: skip
+    finish("forked:train", [overrides], tmp_path / "output.txt")
+    config = schema.load(RunConfig, None, overrides)
+    plan = make_plan(config, 150, 1)
+    model = new_model_config(config.model, 4)
+    predicted = rank_memory(model, config, plan.micro_batch, plan.accumulation, 1)
+    measured = max(metrics(tmp_path / "x", "peak_memory_gib").values()) * 2**30
+    assert predicted.total == pytest.approx(measured, rel=0.10), predicted
+
+
+@pytest.mark.timeout(600)
+def test_out_of_memory_in_the_dry_run_is_one_line(gpu: torch.device, dataset: Path, tmp_path: Path) -> None:
+    run = settings(dataset, tmp_path, "large", "model.name=ViT-L/16", "model.image_size=224", "train.global_batch=256",
+                   "train.micro_batch=256", "engine.precision=bf16", "model.width=null", "model.depth=null",
+                   "model.mlp_width=null", "model.num_heads=null", "data.streams=1", "data.window=16")  # fmt: skip
+    process = ranks_of_one("test_gpu_runs:little_memory", (run, 0.2), tmp_path / "output.txt")
+    assert process.wait(500) == 2
+    errors = [line for line in (tmp_path / "output.txt").read_text().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "ran out of memory before the first step" in errors[0]
+    assert "train.micro_batch=" in errors[0]
