@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import random_numbers
-from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.loader import Batch, to_device
 from pipeline.model import ViTConfig
 from pipeline.random_numbers import Purpose
 
@@ -52,7 +52,7 @@ class Masking:
         drawn = np.where(how < _MASK_TOKEN, N, np.where(how < _MASK_TOKEN + _OTHER_PATCH, other, np.arange(N)))
         sources = np.tile(np.arange(N), (len(batch.rows), 1))
         np.put_along_axis(sources, corrupted, np.take_along_axis(drawn, corrupted, axis=1), axis=1)
-        return torch.from_numpy(sources).to(device), torch.from_numpy(corrupted).to(device)
+        return to_device(torch.from_numpy(sources), device), to_device(torch.from_numpy(corrupted), device)
 
     def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
         """Targets (B, C, T) of the corrupted patches of uint8 images (B, height, width, 3).

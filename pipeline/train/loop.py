@@ -47,7 +47,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
         # ------------------------------------------------------------------ log, save, score
         if due.log:
-            run.log_on_all_ranks(result.loss, result.grad_norm, lr)
+            run.log_on_all_ranks(result.loss, float(result.grad_norm), lr)
         with run.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
@@ -70,15 +70,18 @@ class Trainer(Protocol):
     def predictions(self, images: Tensor, *extra: Tensor) -> Tensor: ...
     def backward(self, loss: Tensor, share: float) -> None: ...
     def update(self, is_last: bool) -> None: ...
-    def end_step(self) -> float: ...
+    def end_step(self) -> Tensor | float: ...
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over this rank's micro-batches, a scalar on the device. grad_norm: before clipping, NaN if unknown."""
+    """loss: mean over this rank's micro-batches. grad_norm: before clipping, NaN if unknown.
+
+    Scalars on the device: `float` waits for it. The gradient norm is valid until the next step.
+    """
 
     loss: Tensor
-    grad_norm: float
+    grad_norm: Tensor | float
 
 
 def training_step(

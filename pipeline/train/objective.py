@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.loader import Batch, normalise
+from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.evaluate.classify import Predictions, Scores, predict, score
 from pipeline.evaluate.masked import MaskedScores, score_masked
@@ -69,7 +69,7 @@ class Classification:
 
     def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
         pixels = batch.images.to(device, non_blocking=True)
-        labels, valid = batch.labels.to(device), batch.valid.to(device)
+        labels, valid = to_device(batch.labels, device), to_device(batch.valid, device)
         images, own = self.read(pixels, device), None
         if mixing is not None:
             images, own = mix_images(images, valid, mixing)
@@ -96,7 +96,7 @@ class MaskedPatches:
 
     def prepare(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> tuple[tuple[Tensor, ...], Targets]:
         assert mixing is None
-        pixels, valid = batch.images.to(device, non_blocking=True), batch.valid.to(device)
+        pixels, valid = batch.images.to(device, non_blocking=True), to_device(batch.valid, device)
         sources, corrupted = self.extra_inputs(batch, device)
         return (normalised(pixels, device), sources, corrupted), Targets(
             self.masking.targets(pixels, corrupted), valid, None

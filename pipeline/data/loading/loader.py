@@ -217,6 +217,14 @@ def eval_view(config: AugmentConfig) -> View:
     return lambda data, out, epoch, row: augment.write_eval_view(decode(data), out, config)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor from host memory to the device, without waiting for the work queued there."""
+    if device.type != "cuda":
+        return values.to(device)
+    # Only a copy from pinned memory is asynchronous; the allocator keeps the memory until the copy is done.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """uint8 (B, H, W, 3) on the host -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
     moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)

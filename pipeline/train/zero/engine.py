@@ -74,7 +74,7 @@ class Engine:
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
         self._step = 0
-        self._norm: float | None = None  # This step's gradient norm, if known before `end_step`.
+        self._norm: float | None = None  # This step's gradient norm at stage 0.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
@@ -115,12 +115,15 @@ class Engine:
             self._norm = self._guard_gradient()
         self.engine.step()
 
-    def end_step(self) -> float:
-        """Update the EMA; return the gradient norm before clipping, NaN if DeepSpeed has none."""
+    def end_step(self) -> Tensor | float:
+        """Update the EMA; return the gradient norm before clipping, NaN if DeepSpeed has none.
+
+        It may be a scalar on the device, to be read before the next step: reading it waits for the device.
+        """
         if self.ema:
             self.ema.update()
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
-        return math.nan if norm is None else float(norm)
+        return math.nan if norm is None else norm
 
     def _guard_gradient(self) -> float:
         """Stage 0: clip the reduced gradient, or drop it if it is non-finite. Returns its norm before clipping.
@@ -129,13 +132,14 @@ class Engine:
         """
         parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if not norm.isfinite():
+        read = float(norm)  # The only wait for the device in a step.
+        if not math.isfinite(read):
             for parameter in parameters:
                 parameter.grad = None
             self.engine.skipped_steps += 1
         elif self.clip > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
-        return float(norm)
+        return read
 
     @contextmanager
     def untouched(self, num_micro_batches: int) -> Iterator[None]:

@@ -1,0 +1,175 @@
+"""Training steps on a GPU that does not exist: fake tensors, which have a device, a shape and a number type, but no values.
+
+The real engine with DeepSpeed, as rank 0 of two; collectives do nothing (torch's "fake" backend). Prints what each case found as
+JSON. Must be the first to import torch: started by tests/train/test_fake_gpu.py.
+
+    python fake_gpu.py LIBRARY '[["name", ["model.name=...", ...], ""], ...]'
+
+LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the loss ("": none).
+"""
+
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+RANKS, CLASSES = 2, 4
+
+
+def load_library(path: str) -> None:
+    """Load a library ahead of torch's own, of which it only needs c10."""
+    spec = importlib.util.find_spec("torch")
+    assert "torch" not in sys.modules
+    assert spec
+    assert spec.submodule_search_locations
+    for library in (f"{spec.submodule_search_locations[0]}/lib/libc10.so", path):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def pretend() -> None:
+    """Make torch and DeepSpeed believe in the GPU where they ask for more than a tensor's device, and in the other rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from pipeline.train.zero.deepspeed_import import deepspeed  # noqa: F401
+
+    # isort: split
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    class Gpu(CPU_Accelerator):
+        """Streams, events and pinned memory are those of a CPU: none."""
+
+        def device_name(self, device_index: int | None = None) -> str:
+            return "cuda" if device_index is None else f"cuda:{device_index}"
+
+        def current_device_name(self) -> str:
+            return "cuda:0"
+
+        def current_device(self) -> int:
+            return 0
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def communication_backend_name(self) -> str:
+            return "fake"
+
+        def on_accelerator(self, tensor: torch.Tensor) -> bool:
+            return tensor.device.type == "cuda"
+
+    for name in ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"):
+        alias = {
+            "uint8": "Byte",
+            "int32": "Int",
+            "int64": "Long",
+            "float16": "Half",
+            "bfloat16": "BFloat16",
+            "float32": "Float",
+        }
+        dtype = getattr(torch, name)
+        of_dtype = property(lambda self, dtype=dtype: lambda data: torch.tensor(data, dtype=dtype, device="cuda:0"))
+        setattr(Gpu, f"{alias.get(name, 'Double')}Tensor", of_dtype)
+    set_accelerator(Gpu())
+    # Compares lists of numbers between the ranks, once for each new order of the modules; here rank 0 would receive zeros.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS), LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+
+
+def planted(mistake: str, loss: Any) -> Any:
+    """The loss function with a mistake in it."""
+    import torch
+
+    def wrong(predictions: torch.Tensor, targets: Any) -> torch.Tensor:
+        right = loss(predictions, targets)
+        if mistake == "read":
+            return right * float(right.detach() > 0)
+        if mistake == "copy":
+            return right * torch.ones(()).to(right.device)
+        return (right * torch.ones(2)).mean()  # "device"
+
+    return wrong if mistake else loss
+
+
+def step(overrides: list[str], mistake: str) -> dict[str, Any]:
+    """The last of a few steps that log nothing: host synchronisations, devices and number types."""
+    import torch
+    from host_syncs import HostSyncs
+    from measure_memory import noise
+    from torch._subclasses import FakeTensorMode
+
+    from pipeline.data.loading.mix import draw_mixing
+    from pipeline.distributed import Ranks
+    from pipeline.estimate.plan import make_plan, new_model_config
+    from pipeline.model import build
+    from pipeline.monitor.profile import StepClock
+    from pipeline.settings import schema
+    from pipeline.settings.run import RunConfig
+    from pipeline.train import optimizers
+    from pipeline.train.loop import training_step
+    from pipeline.train.objective import objective_of
+    from pipeline.train.zero.engine import Engine
+
+    config = schema.load(RunConfig, None, overrides)
+    gpu = torch.device("cuda", 0)
+    ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda")
+    with FakeTensorMode(), syncs:
+        with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
+            model = build(new_model_config(config.model, CLASSES, config.train.masked))
+        model.activation_checkpointing = config.engine.activation_checkpointing
+        # As `model.to(gpu)`, which cannot move fake parameters.
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty_like(parameter, device=gpu))
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = torch.empty_like(buffer, device=gpu)
+        model.to = lambda *_: model  # type: ignore[method-assign]
+        optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
+        # CUDA's events cannot be faked: timed as on a CPU.
+        clock = StepClock(torch.device("cpu"))
+        engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        objective = objective_of(model, config)
+        object.__setattr__(objective, "loss", planted(mistake, objective.loss))
+        # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3.
+        for number in range(3 if config.engine.zero_stage == 3 else 2):
+            batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
+            batches = [
+                replace(batch, images=batch.images.pin_memory())
+            ] * plan.accumulation  # As `Loader` with pin=True.
+            mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
+            syncs.found.clear()
+            syncs.products.clear()
+            result = training_step(engine, objective, batches, number, 1e-3, mixing)
+    states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "syncs": dict(syncs.found), "products": sorted(syncs.products), "skipped": engine.skipped_steps,
+        "loss": [str(result.loss.device), str(result.loss.dtype)],
+        "states": sorted({f"{state.device.type} {state.dtype}" for state in states if state.numel() > 1}),
+    }  # fmt: skip
+
+
+def main() -> None:
+    load_library(sys.argv[1])
+    pretend()
+    for name, overrides, mistake in json.loads(sys.argv[2]):
+        try:
+            found = step(overrides, mistake)
+        except RuntimeError as error:
+            if not mistake:
+                raise
+            found = {"error": str(error)}
+        print("found", json.dumps([name, found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
