@@ -5,7 +5,8 @@ JSON. Must be the first to import torch: started by tests/train/test_fake_gpu.py
 
     python fake_gpu.py LIBRARY '[["name", ["model.name=...", ...], ""], ...]'
 
-LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the loss ("": none).
+LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the loss ("": none);
+without overrides it is a step without DeepSpeed.
 """
 
 import ctypes
@@ -100,6 +101,52 @@ def planted(mistake: str, loss: Any) -> Any:
     return wrong if mistake else loss
 
 
+def move(model: Any, gpu: Any) -> None:
+    """As `model.to(gpu)`, which cannot move fake parameters."""
+    import torch
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(torch.empty_like(parameter, device=gpu))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=gpu)
+    model.to = lambda *_: model
+
+
+def plain_step() -> dict[str, Any]:
+    """A step without DeepSpeed, as VTAB's cells take it."""
+    import torch
+    from host_syncs import HostSyncs
+    from measure_memory import noise
+    from torch._subclasses import FakeTensorMode
+
+    from pipeline.model import build, configure
+    from pipeline.settings.quantities import Length
+    from pipeline.settings.run import OptimizerConfig
+    from pipeline.settings.transfer import ProtocolConfig, VtabConfig
+    from pipeline.train import optimizers
+    from pipeline.train.loop import training_step
+    from pipeline.train.objective import Classification
+    from pipeline.transfer.vtab_cell import _PlainTrainer
+
+    gpu, syncs = torch.device("cuda", 0), HostSyncs("cuda")
+    # A build without CUDA has no autocast for it.
+    protocol = ProtocolConfig(name="x", image_size=16, batch=4, lr=[0.1], length=[Length.parse("1 steps")], clip=1.0)
+    config = VtabConfig(weights="x", precision="fp32", protocol=protocol)
+    with FakeTensorMode(), syncs:
+        with torch.device("meta"):
+            model = build(configure("ViT-Ti/8", 16, CLASSES, depth=2))
+        move(model, gpu)
+        optimizer = optimizers.build(model, model.weight_decay_mask(), OptimizerConfig(name="sgd"))
+        trainer = _PlainTrainer(model, optimizer, config, 0, gpu)
+        batch = noise(2, (16, 16), CLASSES, 0)
+        result = training_step(
+            trainer, Classification("softmax"), [replace(batch, images=batch.images.pin_memory())] * 2, 0, 1e-3
+        )
+    return {"syncs": dict(syncs.found), "loss": [str(result.loss.device), str(result.loss.dtype)]}
+
+
 def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     """The last of a few steps that log nothing: host synchronisations, devices and number types."""
     import torch
@@ -126,14 +173,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
             model = build(new_model_config(config.model, CLASSES, config.train.masked))
         model.activation_checkpointing = config.engine.activation_checkpointing
-        # As `model.to(gpu)`, which cannot move fake parameters.
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = torch.nn.Parameter(torch.empty_like(parameter, device=gpu))
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = torch.empty_like(buffer, device=gpu)
-        model.to = lambda *_: model  # type: ignore[method-assign]
+        move(model, gpu)
         optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
         # CUDA's events cannot be faked: timed as on a CPU.
         clock = StepClock(torch.device("cpu"))
@@ -163,7 +203,7 @@ def main() -> None:
     pretend()
     for name, overrides, mistake in json.loads(sys.argv[2]):
         try:
-            found = step(overrides, mistake)
+            found = step(overrides, mistake) if overrides else plain_step()
         except RuntimeError as error:
             if not mistake:
                 raise

@@ -33,7 +33,7 @@ CASES = {
     "3-fp32": ["model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d", "optimizer.ema_decay=0.9"],
     "1-bf16": [*NOISE, *CHECKPOINTING, "augment.mixup=0.8", "augment.cutmix=1", "optimizer.ema_decay=0.9"],
     "2-bf16": [*MASKED, "train.loss=masked_pixels", *CHECKPOINTING],
-    "3-bf16": ["model.name=BiT-R50x1", *NO_SIZES, "model.width=32", "model.representation=false", "model.image_size=32", *CHECKPOINTING],
+    "3-bf16": ["model.name=BiT-R50x1", *NO_SIZES, "model.width=32", "model.representation=false", "model.image_size=32", "train.global_batch=4"],
     "1-fp16": ["model.name=Axial-ViT-Ti/8", "model.pool=gap", "model.positions=learned2d"],
     "2-fp16": [*MASKED, "train.loss=masked_mean_color", *NOISE],
     "3-fp16": ["model.positions=relative", *CHECKPOINTING, *NOISE],
@@ -77,6 +77,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name, more in CASES.items()
     ]
     cases += [[mistake, [*TINY, "engine.zero_stage=0", "engine.precision=fp32"], mistake] for mistake in MISTAKES]
+    cases.append(["plain", [], ""])
     done = subprocess.run(
         [sys.executable, fake_gpu.__file__, library, json.dumps(cases)],
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -102,6 +103,11 @@ def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) ->
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]
     assert found[name]["skipped"] == 0
+
+
+@pytest.mark.slow
+def test_a_step_without_deepspeed_does_not_wait(found: dict[str, Any]) -> None:
+    assert found["plain"] == {"syncs": {}, "loss": ["cuda:0", "torch.float32"]}
 
 
 @pytest.mark.slow
