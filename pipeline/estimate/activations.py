@@ -43,8 +43,7 @@ def saved_bytes(config: Config, micro_batch: int, dtype: torch.dtype, checkpoint
 def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool) -> Saved:
     with torch.device("meta"):
         model = build(config).to(dtype)
-        pixels = torch.empty(images, 3, *config.image_size, dtype=dtype)
-        masks = _masks(config, images)
+    pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
     ours = {parameter.untyped_storage()._cdata for parameter in model.parameters()} | {pixels.untyped_storage()._cdata}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -68,21 +67,24 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool)
     for module in model.blocks if isinstance(model, VisionTransformer) else model.units:
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
-    with _OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with OperatorsOfAGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(pixels, *masks)
     assert logits.is_meta
     return Saved(sum(storage.nbytes() for storage in kept.values()), block, largest)
 
 
-def _masks(config: Config, images: int) -> list[Tensor]:
-    """The masks that a model of masked patch prediction takes besides the images."""
-    if isinstance(config, ResNetConfig) or not config.masked:
-        return []
-    rows, columns = config.grid
-    return [torch.empty(images, count, dtype=torch.int64) for count in (rows * columns, config.num_corrupted)]
+def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:
+    """Inputs of a model on the meta device: pixels, and for masked patch prediction the masks."""
+    with torch.device("meta"):
+        pixels = torch.empty(images, 3, *config.image_size, dtype=dtype)
+        if isinstance(config, ResNetConfig) or not config.masked:
+            return [pixels]
+        rows, columns = config.grid
+        masks = [torch.empty(images, count, dtype=torch.int64) for count in (rows * columns, config.num_corrupted)]
+    return [pixels, *masks]
 
 
-class _OperatorsOfAGpu(TorchFunctionMode):
+class OperatorsOfAGpu(TorchFunctionMode):
     """Attention and dropout that save what a GPU's fused kernels save; the meta device would use unfused operators."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,3 +105,8 @@ class _FusedAttention(torch.autograd.Function):
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), logits)
         return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, logits = ctx.saved_tensors
+        return *(torch.empty_like(tensor) for tensor in (q, k, v)), None if logits is None else torch.empty_like(logits)

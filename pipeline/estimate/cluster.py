@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pipeline.errors import UserError
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
@@ -15,6 +16,7 @@ HEADROOM = 0.9
 # Tokens per forward pass that keep a large GPU busy. A rule of thumb, not measured.
 _BUSY_TOKENS = 4096
 _GIB = 2**30
+_Run = TypeVar("_Run", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     return _explain(fallback[1], model, cluster, fallback[0], busy, passed)
 
 
-def lay_out(config: RunConfig, stage: int, checkpointing: bool) -> RunConfig:
+def lay_out(config: _Run, stage: int, checkpointing: bool) -> _Run:
     """Returns the same run at another ZeRO stage, with or without activation checkpointing."""
     engine = replace(config.engine, zero_stage=stage, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
     return replace(config, engine=engine)

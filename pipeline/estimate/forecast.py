@@ -1,4 +1,4 @@
-"""Predicts a run before it is queued: steps, FLOPs, memory, checkpoints, data reading, hours, cost.
+"""Predicts a run before it is queued: steps, FLOPs, memory, time on 1 to 128 nodes, checkpoints, data reading, cost.
 
 Everything is computed from the settings and the manifest; nothing is measured, and no GPU is needed.
 """
@@ -20,7 +20,10 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
+from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.estimate.scaling import Row, advice, scaling
+from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
@@ -28,8 +31,6 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 _GIB = 2**30
-# With activation checkpointing, the forward pass is computed twice: 4 passes instead of 3.
-_RECOMPUTATION = 4 / 3
 _MAX_IMAGES = 10**6
 _COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
@@ -58,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, step_seconds, hours and cost are None."""
+    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, network, time, hours and cost are None."""
 
     config: PlanConfig
     cluster: Cluster | None
@@ -68,6 +69,9 @@ class Forecast:
     layouts: list[Layout]
     choice: Choice | None
     planned: PlanConfig  # the run as chosen, or as configured when there is nothing to choose for
+    network: Network | None
+    time: StepTime | None  # also None if the speed of a GPU is not known
+    scaling: list[Row]
 
     @property
     def flops_per_image(self) -> int:
@@ -79,12 +83,22 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """Duration of an optimizer step at the assumed MFU, plus recomputation, which MFU does not count."""
-        if self.cluster is None or (self.config.engine.precision == "fp32" and not self.config.engine.peak_tflops):
+        """Duration of an optimizer step in the advised layout."""
+        return self.time.total if self.time else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The MFU that follows from step_seconds."""
+        if self.time is None or self.cluster is None or not self.peak:
             return None
-        peak = (self.config.engine.peak_tflops or self.cluster.gpu.tflops) * 1e12
-        seconds = self.flops_per_image * self.plan.global_batch / (self.cluster.num_gpus * peak * self.config.mfu)
-        return seconds * (_RECOMPUTATION if self.planned.engine.activation_checkpointing else 1)
+        return self.flops_per_image * self.plan.global_batch / (self.time.total * self.cluster.num_gpus * self.peak)
+
+    @property
+    def peak(self) -> float:
+        """Peak FLOP/s of a GPU; 0 if it is not known."""
+        config = self.config.engine
+        assert self.cluster
+        return 1e12 * (config.peak_tflops or (self.cluster.gpu.tflops if config.precision != "fp32" else 0.0))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -109,10 +123,9 @@ class Forecast:
     @property
     def hours(self) -> float | None:
         """Hours of training, including waiting for checkpoints, without evaluation."""
-        seconds = self.step_seconds
-        if seconds is None:
+        if self.time is None:
             return None
-        return (self.plan.steps * seconds + self.num_checkpoints * self.stall_seconds) / 3600
+        return (self.plan.steps * self.time.total + self.num_checkpoints * self.stall_seconds) / 3600
 
     @property
     def cost(self) -> float | None:
@@ -158,11 +171,25 @@ def make_forecast(config: PlanConfig) -> Forecast:
             layouts.append(Layout(stage, checkpointing, plan.micro_batch, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     planned = config
+    network = find_network(config.network, cluster.gpu, config.link) if cluster else None
+    time, rows = None, []
     if choice:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
-        make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
-    return Forecast(config, cluster, data, model, plan, layouts, choice, planned)
+        advised = make_plan(planned, data.samples, num_gpus)  # Raises if training would refuse the advice.
+    if cluster and network and is_predictable(config):
+        time = step_time(
+            planned,
+            model,
+            cluster.gpu,
+            network,
+            cluster.nodes,
+            cluster.gpus_per_node,
+            advised.micro_batch,
+            advised.accumulation,
+        )
+        rows = scaling(config, model, cluster, network)
+    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows)
 
 
 def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
@@ -265,29 +292,87 @@ def _describe_memory(forecast: Forecast) -> list[str]:
 
 
 def _describe_time(forecast: Forecast) -> list[str]:
-    config, cluster, plan = forecast.config, forecast.cluster, forecast.plan
-    seconds, hours = forecast.step_seconds, forecast.hours
+    config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
+    time, hours = forecast.time, forecast.hours
     every = f"every {plan.checkpoint_every:,} steps"
     lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
-    if cluster is None:
+    if cluster is None or network is None:
         return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
-    if seconds is None or hours is None:
+    if time is None or hours is None:
         return ["Time and cost: fp32 peaks are not in the table: give engine.peak_tflops", *lines, ""]
-    peak = config.engine.peak_tflops or cluster.gpu.tflops
-    rate = plan.global_batch / seconds
-    recomputes = ", and 1/3 more to recompute activations" if forecast.planned.engine.activation_checkpointing else ""
-    interval = plan.checkpoint_every * seconds
+    rate = plan.global_batch / time.total
+    interval = plan.checkpoint_every * time.total
     stall = forecast.stall_seconds
     gpu_hours = hours * cluster.num_gpus
     cost = f", {forecast.cost:,.0f} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
+    mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
     return [
-        f"Time and cost as advised below, if MFU is {config.mfu:.0%} of {peak:,.0f} TFLOP/s{recomputes}",
-        f"  speed        {seconds:.3f} s per step, {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU",
+        "Time and cost as advised below",
+        f"  one GPU      {_speed_of_a_gpu(config)}",
+        f"  network      {network.name}: {network.link / 1e9:,.0f} GB/s between GPUs, {network.cards / 1e9:,.0f} GB/s between nodes "
+        f"({network.source})",
+        f"  step         {time.total:.3f} s = {time.compute:.3f} forward and backward + {time.exposed:.3f} waiting for communication "
+        f"+ {time.optimizer:.3f} optimizer",
+        f"  speed        {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU{mfu}",
         *lines,
         f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
         f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
         f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
         f"  in total     {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not included",
+        "",
+        *_describe_scaling(forecast),
+    ]
+
+
+def _speed_of_a_gpu(config: PlanConfig) -> str:
+    if config.measured:
+        return f"{config.measured:,.0f} images/s measured (measured=...), optimizer added"
+    measure = "not measured (measured=... images/s of one GPU)"
+    if config.mfu:
+        return f"{measure}; an MFU of {config.mfu:.0%} is given"
+    return f"{measure}; kernels are assumed to reach {config.efficiency:.0%} of the data sheet (efficiency=...)"
+
+
+def _describe_scaling(forecast: Forecast) -> list[str]:
+    """The run on other numbers of nodes, with the same global batch."""
+    config = forecast.config
+    titles = [
+        "nodes",
+        "GPUs",
+        "ZeRO",
+        "images a GPU",
+        "step s",
+        "compute",
+        "communication",
+        "optimizer",
+        "images/s",
+        "efficiency",
+    ]
+    titles += ["hours", *(["cost"] if config.price else [])]
+    rows = []
+    for row in forecast.scaling:
+        mark = "*" if forecast.cluster and row.nodes == forecast.cluster.nodes else " "
+        if row.time is None:
+            cells = [f"{mark} {row.nodes}", f"{row.num_gpus:,}", "-", row.why]
+            rows.append(cells + ["-"] * (len(titles) - len(cells)))
+            continue
+        hours = forecast.plan.steps * row.time.total / 3600
+        rows.append([
+            f"{mark} {row.nodes}",
+            f"{row.num_gpus:,}",
+            f"{row.zero_stage}{' ckpt' if row.activation_checkpointing else ''}",
+            f"{row.accumulation} x {row.micro_batch}",
+            f"{row.time.total:.3f}",
+            *(f"{part / row.time.total:.0%}" for part in (row.time.compute, row.time.exposed, row.time.optimizer)),
+            f"{row.images_per_second:,.0f}",
+            f"{row.efficiency:.0%}",
+            f"{hours:,.1f}",
+            *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
+        ])  # fmt: skip
+    return [
+        f"The same run, {forecast.plan.global_batch:,} images a step, on other numbers of nodes (* as given)",
+        *_table(titles, rows),
+        f"  {advice(forecast.scaling)}",
         "",
     ]
 
@@ -339,7 +424,7 @@ def _describe_choice(forecast: Forecast) -> list[str]:
         "  to paste:",
         f"  {' '.join(choice.overrides)}",
         "",
-        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL; speed follows from the assumed MFU.",
+        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL; for time see docs/plan.md.",
     ]
 
 
@@ -364,7 +449,11 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
         "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
         "overrides": choice.overrides if choice else [],
+        "network": asdict(forecast.network) if forecast.network else None,
         "step_seconds": forecast.step_seconds,
+        "step": asdict(forecast.time) if forecast.time else None,
+        "mfu": forecast.mfu,
+        "scaling": [asdict(row) for row in forecast.scaling],
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,
         "stall_seconds": forecast.stall_seconds,

@@ -111,7 +111,7 @@ def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size
 def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> list[Memory]:
     """Returns a rank's memory in the backward pass, the reduction of gradients and the optimizer step."""
     engine = config.engine
-    e = _element(engine.precision)
+    e = element_bytes(engine.precision)
     P = num_parameters(model)
     p = math.ceil(P / world_size)
     full = _backward_activations(model, micro_batch, engine)
@@ -126,7 +126,7 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     gathered = e * P
     if engine.zero_stage == 3:
         # Parameters are gathered when used, and stay for the backward pass up to a limit.
-        weights, gathered = e * (p + _persistent(model)), e * (p + min(P, MAX_LIVE_PARAMETERS))
+        weights, gathered = e * (p + persistent(model)), e * (p + min(P, MAX_LIVE_PARAMETERS))
     gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
     return [
         Memory("backward", gathered, optimizer, gradients[0], full, inputs, buffers[0]),
@@ -139,7 +139,7 @@ def _gradients_and_buffers(
     model: Config, config: RunConfig, accumulates: bool, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
-    stage, e = config.engine.zero_stage, _element(config.engine.precision)
+    stage, e = config.engine.zero_stage, element_bytes(config.engine.precision)
     P = num_parameters(model)
     p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
@@ -173,8 +173,8 @@ def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig)
     The temporary ones are the gradients of the last block's activations, of its largest kernel and of the head; with
     checkpointing, also the recomputed activations of one block.
     """
-    saved = saved_bytes(model, micro_batch, _dtype(engine.precision), engine.activation_checkpointing)
-    e = _element(engine.precision)
+    saved = saved_bytes(model, micro_batch, dtype_of(engine.precision), engine.activation_checkpointing)
+    e = element_bytes(engine.precision)
     # The loss is computed in fp32: logits, targets and their product.
     loss = micro_batch * model.num_outputs * (12 + (0 if e == 4 else e))
     again = saved.block if engine.activation_checkpointing else 0
@@ -186,7 +186,7 @@ def _backward_activations(model: Config, micro_batch: int, engine: EngineConfig)
 def input_bytes(model: Config, micro_batch: int, precision: TrainPrecision) -> int:
     """Bytes of a micro-batch's images: normalised in fp32, and the 16-bit copy that the model reads."""
     height, width = model.image_size
-    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + _element(precision))
+    return micro_batch * 3 * height * width * (4 if precision == "fp32" else 4 + element_bytes(precision))
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
@@ -199,11 +199,13 @@ def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
     return math.ceil(num_parameters(model) * (4 + _moments_bytes(config.optimizer)) / world_size)
 
 
-def _element(precision: TrainPrecision) -> int:
+def element_bytes(precision: TrainPrecision) -> int:
+    """Bytes of a parameter as the model computes with it."""
     return 4 if precision == "fp32" else 2
 
 
-def _dtype(precision: TrainPrecision) -> torch.dtype:
+def dtype_of(precision: TrainPrecision) -> torch.dtype:
+    """The type of parameters and activations."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
@@ -235,9 +237,14 @@ def _head(model: Config) -> int:
     return sum(parameter.numel() for parameter in _built(model).head.parameters())
 
 
-def _persistent(model: Config) -> int:
+def persistent(model: Config) -> int:
     """Number of parameters in tensors below stage 3's threshold."""
     return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
+
+
+def sharded_tensors(model: Config) -> int:
+    """Number of parameter tensors that stage 3 shards."""
+    return sum(parameter.numel() >= PERSISTENCE_THRESHOLD for parameter in _built(model).parameters())
 
 
 @cache

@@ -17,38 +17,49 @@ import torch
 
 from pipeline.distributed import Ranks
 
-# Dense 16-bit peak in TFLOP/s and memory in gigabytes by CUDA's name, from the data sheets (figures without sparsity).
+# By CUDA's name, from NVIDIA's data sheets: dense 16-bit peak in TFLOP/s (figures without sparsity), memory in gigabytes, its
+# bandwidth in GB/s, and the bandwidth of the links to the other GPUs of a server in GB/s and direction: NVLink, else PCIe x16.
 _GPUS = {
-    "B200": (2250.0, 180),
-    "H200": (989.0, 141),
-    "H100 PCIe": (756.0, 80),
-    "H100": (989.0, 80),
-    "A100": (312.0, 40),
-    "L40S": (362.0, 48),
-    "L40": (181.0, 48),
-    "L4": (121.0, 24),
-    "V100": (125.0, 16),
+    "B200": (2250.0, 180, 8000.0, 900.0),
+    "H200": (989.0, 141, 4800.0, 450.0),
+    "H100 PCIe": (756.0, 80, 2000.0, 64.0),
+    "H100": (989.0, 80, 3350.0, 450.0),
+    "A100": (312.0, 40, 1555.0, 300.0),
+    "L40S": (362.0, 48, 864.0, 32.0),
+    "L40": (181.0, 48, 864.0, 32.0),
+    "L4": (121.0, 24, 300.0, 32.0),
+    "V100": (125.0, 16, 900.0, 150.0),
 }
+_A100_80GB_BANDWIDTH = 2039.0  # GB/s; the same chip with faster memory
 _MEASURE_SIDE = 512
 _MEASURE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model. kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9)."""
+    """A GPU model.
+
+    kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9). bandwidth: of its memory,
+    bytes/s. link: to the other GPUs of its server, bytes/s in each direction.
+    """
 
     kind: str
     tflops: float
     memory: int
+    bandwidth: float
+    link: float
 
 
 def find_gpu(name: str) -> Gpu | None:
     """The data sheet of a GPU by CUDA's name or a short one: "NVIDIA A100-SXM4-80GB", "A100-80GB". None if unknown."""
     name = name.replace("-", " ")
     gigabytes = re.search(r"(\d+) ?GB\b", name)
-    for kind, (tflops, memory) in _GPUS.items():
+    for kind, (tflops, memory, bandwidth, link) in _GPUS.items():
         if kind in name:
-            return Gpu(kind, tflops, int(gigabytes[1] if gigabytes else memory) * 10**9)
+            size = int(gigabytes[1] if gigabytes else memory)
+            if (kind, size) == ("A100", 80):
+                bandwidth = _A100_80GB_BANDWIDTH
+            return Gpu(kind, tflops, size * 10**9, bandwidth * 1e9, link * 1e9)
     return None
 
 

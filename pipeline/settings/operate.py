@@ -15,10 +15,22 @@ class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
     cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
+    network: str = setting(
+        "", "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU."
+    )
+    link: float = setting(
+        0.0, "GB/s and direction between GPUs of a node; 0 is the data sheet's NVLink or PCIe.", min=0
+    )
     samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
-    mfu: float = setting(0.4, "Assumed MFU without activation checkpointing, a share of the peak.", above=0, max=1)
+    efficiency: float = setting(
+        0.6, "Assumed share of the data sheet's FLOP/s and memory bandwidth that kernels reach.", above=0, max=1
+    )
+    measured: float = setting(
+        0.0, "Images/s that one GPU was measured at; replaces the predicted speed of a GPU.", min=0
+    )
+    mfu: float = setting(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", min=0, max=1)
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
     save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
     copy_rate: float = setting(10.0, "Copy rate from a GPU to host memory in GB/s.", above=0)
@@ -35,6 +47,10 @@ class PlanConfig(RunConfig):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
+        if self.mfu and self.measured:
+            raise UserError(
+                f"mfu = {self.mfu:g} and measured = {self.measured:g} both give the speed of a GPU: set one."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

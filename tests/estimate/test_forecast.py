@@ -35,7 +35,10 @@ def test_the_paper_s_run() -> None:
     # ViT paper, Table 6 counts 783 exaFLOPs for 7 epochs of 303 M images; the file's header says 472 for this run.
     assert forecast.flops / 1e18 == pytest.approx(472, rel=0.003)
     figures = to_dict(forecast)
-    training = forecast.flops / (64 * 989e12 * 0.5) / 3600
+    assert forecast.time
+    assert forecast.time.compute == pytest.approx(forecast.flops / forecast.plan.steps / (64 * 989e12 * 0.5))
+    assert 0 < forecast.time.exposed + forecast.time.optimizer < 0.3 * forecast.time.compute
+    training = forecast.plan.steps * forecast.time.total / 3600
     waiting = forecast.num_checkpoints * forecast.stall_seconds / 3600
     assert figures["hours"] == pytest.approx(training + waiting)
     assert figures["cost"] == pytest.approx(figures["hours"] * 64 * 2)
@@ -164,7 +167,11 @@ def test_training_refuses_what_the_plan_refuses(
         (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
-        (["mfu=40"], "mfu = 40 must be above 0 and at most 1"),
+        (["mfu=40"], "mfu = 40 must be from 0 to 1"),
+        (
+            ["cluster=8x8xH100", "network=dgx"],
+            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b200",
+        ),
         (["variant=ViT-L/16"], "set model.name for a new model"),
     ],
 )

@@ -1,0 +1,148 @@
+"""Predicts how long a step takes: arithmetic and memory traffic, collectives, and the optimizer.
+
+Collectives are those of DeepSpeed 0.19.8 with the settings of train/zero/engine.py, counted in real steps
+(tests/multiprocess/test_rank_communication.py). Below stage 3 `overlap_comm` is off: nothing is hidden behind the backward pass.
+
+Letters: P parameters, p = P / ranks, e bytes of a parameter (fp32 4, 16 bits 2).
+"""
+
+import math
+from dataclasses import dataclass
+
+from pipeline.estimate import memory
+from pipeline.estimate.network import Kind, Network
+from pipeline.estimate.operators import MATRICES, traffic
+from pipeline.model import Config, num_parameters, training_flops_per_image
+from pipeline.monitor.profile import Gpu
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.run import OptimizerConfig, RunConfig
+
+# A kernel that PyTorch launches without compiling takes the host at least so many seconds. A rule of thumb, not measured.
+_LAUNCH = 5e-6
+# Stage 3 keeps a gathered parameter when it is used again before so many others: DeepSpeed's stage3_max_reuse_distance.
+REUSE_DISTANCE = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in a step: bytes of full tensors, all calls together. when: the part of the step."""
+
+    kind: Kind
+    bytes: int
+    calls: int
+    when: str  # "forward", "backward", "backward's end" or "step"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. communication: all collectives; exposed: what of them nothing hides."""
+
+    compute: float
+    optimizer: float
+    communication: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.optimizer
+
+
+def step_time(
+    config: PlanConfig, model: Config, gpu: Gpu, network: Network, nodes: int, gpus_per_node: int, micro_batch: int,
+    accumulation: int,
+) -> StepTime:  # fmt: skip
+    """Returns the time of an optimizer step of `accumulation` micro-batches on every rank."""
+    forward, backward = passes(config, model, gpu, micro_batch)
+    compute = accumulation * (forward + backward)
+    optimizer = optimizer_bytes(config, model, nodes * gpus_per_node, accumulation) / (
+        gpu.bandwidth * config.efficiency
+    )
+    spent = dict.fromkeys(("forward", "backward", "backward's end", "step"), 0.0)
+    if nodes * gpus_per_node > 1:
+        for one in collectives(config, model, accumulation):
+            spent[one.when] += network.seconds(one.kind, one.bytes, nodes, gpus_per_node, one.calls)
+    exposed = spent["backward's end"] + spent["step"]
+    exposed += max(0.0, spent["forward"] - accumulation * forward) + max(
+        0.0, spent["backward"] - accumulation * backward
+    )
+    return StepTime(compute, optimizer, sum(spent.values()), exposed)
+
+
+def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tuple[float, float]:
+    """Seconds of the forward and the backward pass of one micro-batch on one GPU.
+
+    Each class of operators takes the time of its arithmetic or of its memory traffic, whichever is longer, at
+    `efficiency` of the data sheet's rates; and a kernel cannot start before it is launched. `mfu` or `measured` replace this.
+    Attention's arithmetic is counted with the matrix products. The peak must be known (`is_predictable`).
+    """
+    peak = (config.engine.peak_tflops or gpu.tflops) * 1e12
+    flops = training_flops_per_image(model) * micro_batch
+    again = config.engine.activation_checkpointing
+    if config.measured or config.mfu:
+        seconds = micro_batch / config.measured if config.measured else flops / (peak * config.mfu)
+        # A measurement includes the recomputation of activations; MFU does not count it.
+        forward = seconds / 3
+        return forward, seconds * 2 / 3 + (forward if again and not config.measured else 0.0)
+    found = []
+    for part, share in zip(
+        traffic(model, micro_batch, memory.dtype_of(config.engine.precision)), (1 / 3, 2 / 3), strict=True
+    ):
+        seconds = sum(
+            max(count / gpu.bandwidth, flops * share / peak if kind == MATRICES else 0.0)
+            for kind, count in part.bytes.items()
+        )
+        found.append(max(seconds / config.efficiency, part.kernels * _LAUNCH))
+    forward, backward = found
+    return forward, backward + (forward if again else 0.0)
+
+
+def is_predictable(config: PlanConfig) -> bool:
+    """Whether the speed of a GPU is known: data sheets' fp32 peaks are not in the table."""
+    return bool(config.measured or config.engine.peak_tflops) or config.engine.precision != "fp32"
+
+
+def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Collective]:
+    """Collectives of a step, without the few bytes of norms and flags. The moving average of the weights needs none."""
+    stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
+    P = num_parameters(model)
+    bucket = memory.reduce_bucket(P)
+    buckets = math.ceil(P / bucket)
+    if stage == 0:
+        return [Collective("all-reduce", e * P, buckets, "backward's end")]
+    if stage < 3:
+        # Stage 1 reduces once a step, stage 2 after every micro-batch; both by all-reduce, though a rank keeps only its part.
+        times = accumulation if stage == 2 else 1
+        return [
+            Collective("all-reduce", times * e * P, times * buckets, "backward's end"),
+            Collective("all-gather", e * P, 2, "step"),  # one call for each parameter group
+        ]
+    kept, tensors = memory.persistent(model), memory.sharded_tensors(model)
+    sharded = P - kept
+    # A parameter is used again in the backward pass; between lie twice the parameters behind it.
+    again = max(0, sharded - REUSE_DISTANCE // 2)
+    last = P - (buckets - 1) * bucket  # Nothing of the backward pass is left while the last bucket is reduced.
+    return [
+        Collective("all-gather", accumulation * e * sharded, accumulation * tensors, "forward"),
+        Collective("all-gather", accumulation * e * again, accumulation * math.ceil(tensors * again / max(sharded, 1)), "backward"),
+        Collective("reduce-scatter", accumulation * e * (P - last), accumulation * (buckets - 1), "backward"),
+        Collective("reduce-scatter", accumulation * e * last, accumulation, "backward's end"),
+        Collective("all-gather", e * kept, 1, "step"),
+    ]  # fmt: skip
+
+
+def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulation: int) -> int:
+    """Memory traffic of a rank's optimizer step, each tensor read and written once: a fused optimizer."""
+    stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
+    P = num_parameters(model)
+    p = P if stage == 0 else math.ceil(P / world_size)
+    # fp32 gradients of the whole model stay on every rank at stage 0, and at stage 1 in bf16.
+    held = P if stage == 0 or (stage == 1 and config.engine.precision == "bf16") else p
+    gradients = held * (8 + e) * (accumulation if e == 2 or accumulation > 1 else 0)  # added up in fp32
+    gradients += held * (4 + 8 + 4)  # norm, clipping, zeroing
+    return gradients + p * (_update_bytes(config.optimizer) + (4 + e if e == 2 else 0))
+
+
+def _update_bytes(optimizer: OptimizerConfig) -> int:
+    """Bytes per parameter: gradient read; weights, moments and moving average read and written (the latter reads the weights)."""
+    states = 2 if optimizer.name == "adam" else int(bool(optimizer.momentum))
+    return 4 + 8 * (1 + states) + 12 * bool(optimizer.ema_decay)
