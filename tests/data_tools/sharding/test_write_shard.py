@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import resource
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,28 @@ def job(tmp_path: Path) -> Job:
     (tmp_path / "out" / PARTS).mkdir(parents=True)
     rows = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path).rows(np.arange(3))
     return Job(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, 0, "area", 95, True, None)
+
+
+def test_a_write_that_stops_half_way_raises(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open(tmp_path / "a.tar", "wb") as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                _Tar(file).add("a.jpg", bytes(1_000_000), "a.cls", b"1")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_many_tiny_samples_in_one_write(tmp_path: Path) -> None:
+    with open(tmp_path / "a.tar", "wb") as file:
+        tar = _Tar(file)
+        for number in range(2000):
+            tar.add(f"{number}.jpg", b"x", f"{number}.cls", b"1")
+        tar.finish()
+    assert hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest() == tar.sha256.hexdigest()
+    with tarfile.open(tmp_path / "a.tar") as written:
+        assert len(written.getnames()) == 4000
 
 
 def test_images_that_were_skipped_are_tried_again(job: Job, tmp_path: Path) -> None:
