@@ -124,11 +124,12 @@ def read_litdata(folder: Path, view: View, side: int, batch: int, workers: int) 
         yield len(labels)
 
 
-def write_mosaic(files: Sequence[tuple[Path, int]], folder: Path) -> None:
-    """MosaicML streaming's MDS shards of the encoded images."""
+def write_mosaic(files: Sequence[tuple[Path, int]], folder: Path, hashes: Sequence[str] = ()) -> None:
+    """MosaicML streaming's MDS shards of the encoded images. hashes: algorithms of the shards' checksums."""
     import streaming
 
-    with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}) as writer:
+    columns = {"image": "bytes", "label": "int"}
+    with streaming.MDSWriter(out=str(folder), columns=columns, hashes=list(hashes)) as writer:
         for path, label in files:
             writer.write({"image": path.read_bytes(), "label": label})
 

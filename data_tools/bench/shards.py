@@ -1,5 +1,6 @@
-"""Benchmark of sharding, webdataset's ShardWriter and img2dataset, on the same images."""
+"""Benchmark of sharding, webdataset's ShardWriter, MosaicML's MDSWriter and img2dataset, on the same images."""
 
+import hashlib
 import io
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from PIL import Image
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, table
+from data_tools.bench.peers import write_mosaic
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
@@ -23,6 +25,8 @@ _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
 _OURS = "pandas"  # Imported before timing, because pyarrow imports it, which takes half a second.
 Files = Sequence[tuple[Path, int]]
+# (files, folder, number of this process) -> None; writes the files' shards into the folder.
+Write = Callable[[Files, Path, int], None]
 
 
 def run(config: BenchConfig, folder: Path) -> None:
@@ -55,11 +59,19 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
     copied = ("bytes copied", "", "")
     yield one("ours, inspect=header", ("bytes copied", "header only", ""), _OURS, ours(inspect="header"))
     yield one("ours, inspect=decode", ("bytes copied", "libjpeg-turbo", ""), _OURS, ours())
-    yield one("ShardWriter", copied, "webdataset", partial(_in_processes, files, out, cores, _copied))
+    peers: list[tuple[str, str, Write]] = [
+        ("ShardWriter", "webdataset", _write),
+        ("ShardWriter + fsync", "webdataset", partial(_write, finish=_sync)),
+        ("ShardWriter + fsync + SHA-256", "webdataset", partial(_write, finish=_sync_and_hash)),
+        ("MDSWriter", "streaming", _write_mosaic),
+        ("MDSWriter, hashes=sha256", "streaming", partial(_write_mosaic, hashes=("sha256",))),
+    ]
+    for name, module, write in peers:
+        yield one(name, copied, module, partial(_in_processes, files, out, cores, write))
     for method in ("area", "antialias"):
         work = ours(resize_short=_SHORT, resize_filter=method)
         yield one(f"ours, resized, {method}", (small, "libjpeg-turbo", method), _OURS, work)
-    work = partial(_in_processes, files, out, cores, _shrunk)
+    work = partial(_in_processes, files, out, cores, partial(_write, encode=_shrunk))
     yield one("ShardWriter + Pillow", (small, "Pillow", "antialias"), "webdataset", work)
     yield one("img2dataset", (small, "OpenCV", "area"), "img2dataset", partial(_img2dataset, files, out, cores))
 
@@ -93,30 +105,51 @@ def _ours(config: ShardConfig, cores: int) -> Iterator[int]:
             pool.join()
 
 
-def _in_processes(files: Files, out: Path, cores: int, encode: Callable[[Path], bytes]) -> Iterator[int]:
-    """Run ShardWriter in `cores` processes, each with an equal share of the files."""
+def _in_processes(files: Files, out: Path, cores: int, write: Write) -> Iterator[int]:
+    """Run `write` in `cores` processes, each with an equal share of the files."""
     workers = [
-        multiprocessing.get_context("fork").Process(target=_write, args=(files[i::cores], out, i, encode))
+        multiprocessing.get_context("fork").Process(target=write, args=(files[i::cores], out, i))
         for i in range(1, cores)
     ]
     for worker in workers:
         worker.start()
-    _write(files[::cores], out, 0, encode)
+    write(files[::cores], out, 0)
     for worker in workers:
         worker.join()
+        if worker.exitcode:
+            raise RuntimeError(f"a process failed with exit code {worker.exitcode}")
     yield len(files)
 
 
-def _write(files: Files, out: Path, number: int, encode: Callable[[Path], bytes]) -> None:
+def _write(
+    files: Files,
+    out: Path,
+    number: int,
+    encode: Callable[[Path], bytes] = Path.read_bytes,
+    finish: Callable[[str], None] | None = None,
+) -> None:
+    """Write by ShardWriter. finish: called with the path of each complete shard."""
     import webdataset
 
-    with webdataset.ShardWriter(f"{out}/{number}-%06d.tar", maxcount=_PER_SHARD, verbose=0) as sink:
+    with webdataset.ShardWriter(f"{out}/{number}-%06d.tar", maxcount=_PER_SHARD, verbose=0, post=finish) as sink:
         for path, label in files:
             sink.write({"__key__": path.stem, "jpg": encode(path), "cls": label})
 
 
-def _copied(path: Path) -> bytes:
-    return path.read_bytes()
+def _sync(shard: str) -> None:
+    with open(shard, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_and_hash(shard: str) -> None:
+    """The guarantees of our shards. ShardWriter has no hook for the bytes as they are written, so the file is read again."""
+    with open(shard, "rb") as file:
+        os.fsync(file.fileno())
+        hashlib.file_digest(file, "sha256")
+
+
+def _write_mosaic(files: Files, out: Path, number: int, hashes: Sequence[str] = ()) -> None:
+    write_mosaic(files, out / str(number), hashes)
 
 
 def _shrunk(path: Path) -> bytes:

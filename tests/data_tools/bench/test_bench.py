@@ -140,7 +140,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
         preexec_fn=lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]),  # One core: half the lines.
     )
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ours") or line.startswith("| ShardWriter")]
-    assert len(rows) == 6
+    assert len(rows) == 8
     assert "not measured" not in "".join(rows)
     assert not list(scratch.iterdir())
     wrong = subprocess.run([*command[:3], f"source={tmp_path}/none"], capture_output=True, text=True, timeout=200)
