@@ -11,6 +11,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
+from pipeline.settings.bench import GpuBenchConfig
 from pipeline.settings.data import BenchConfig
 from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
@@ -19,12 +20,15 @@ from pipeline.settings.run import DataConfig
 def bench(config: BenchConfig) -> None:
     # Late: --help needs no torch.
     from data_tools.bench import augment, loaders, shards
+    from data_tools.bench.record import Record
 
+    record = Record(config.what, config)
     if config.what == "augment":
-        augment.run(config)
-        return
-    with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
-        (loaders if config.what == "data" else shards).run(config, Path(folder))
+        augment.run(config, record)
+    else:
+        with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
+            (loaders if config.what == "data" else shards).run(config, Path(folder), record)
+    record.finish()
 
 
 def bench_train(config: TrainBenchConfig) -> None:
@@ -33,19 +37,45 @@ def bench_train(config: TrainBenchConfig) -> None:
         from pipeline.data.dataset.subset import run_splits
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
+    from data_tools.bench.record import Record
     from data_tools.bench.training_step import run  # Late: imports DeepSpeed.
+
+    run(config, record := Record("train", config))
+    record.finish()
+
+
+def bench_tracking(config: TrackingBenchConfig) -> None:
+    from data_tools.bench.record import Record
+    from data_tools.bench.tracking import run  # Late: imports torch.
+
+    record = Record("tracking", config)
+    with tempfile.TemporaryDirectory() as folder:
+        run(config, Path(folder), record)
+    record.finish()
+
+
+def bench_gpu(config: GpuBenchConfig) -> None:
+    from data_tools.bench.gpu import run  # Late: imports torch.
 
     run(config)
 
 
-def bench_tracking(config: TrackingBenchConfig) -> None:
-    from data_tools.bench.tracking import run  # Late: imports torch.
+if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
+    del sys.argv[1]
+    main(
+        GpuBenchConfig,
+        bench_gpu,
+        """
+        Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
+        compiled, attention backends, fused optimizer, CUDA graphs, batch sizes; the engine, from real shards; other projects.
+        Takes at most `seconds`; results are written as they are measured.
 
-    with tempfile.TemporaryDirectory() as folder:
-        run(config, Path(folder))
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
+          python launch/bench.py gpu json=gpu.json
+          python launch/bench.py gpu models=[ViT-H/14@224] only=[product,step] seconds=200
+          python launch/bench.py gpu device=cpu
+        """,
+    )
+elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
     del sys.argv[1]
     main(
         TrainBenchConfig,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from data_tools.bench.corpus import read_raw
+from data_tools.bench.record import Record
 from pipeline.data.loading.loader import normalise, train_view
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.settings.data import BenchConfig
@@ -29,7 +30,7 @@ SETTINGS = {
 }
 
 
-def run(config: BenchConfig) -> None:
+def run(config: BenchConfig, record: Record) -> None:
     """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)
@@ -41,7 +42,7 @@ def run(config: BenchConfig) -> None:
         for sample, data in enumerate(files):
             view(data, out, 0, sample)
 
-    _table({name: partial(views, settings) for name, settings in SETTINGS.items()}, len(files), config.rounds)
+    _table({name: partial(views, settings) for name, settings in SETTINGS.items()}, len(files), config.rounds, record)
 
     batch = torch.randint(0, 256, (config.batch, side, side, 3), dtype=torch.uint8)
     valid = torch.ones(config.batch, dtype=torch.bool)
@@ -66,10 +67,10 @@ def run(config: BenchConfig) -> None:
         "+ Mixup after it (as trained)": lambda: on_device(Mixing(0.7, None)),
         "+ CutMix after it (as trained)": lambda: on_device(Mixing(0.75, box)),
     }
-    _table(ways, config.batch, config.rounds)
+    _table(ways, config.batch, config.rounds, record)
 
 
-def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int) -> None:
+def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, record: Record) -> None:
     """Print microseconds per image of each alternative, and the ratio to the first: medians of alternating rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -81,3 +82,4 @@ def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int) ->
     for name, of_way in seconds.items():
         each = median(of_way) / num_images
         print(f"{name:42s} {1e6 * each:8.0f} us  {1 / each:8.0f} images/s  {median(of_way) / first:5.2f} x")
+        record.add(name, microseconds=1e6 * each, images_per_second=1 / each, ratio=median(of_way) / first)

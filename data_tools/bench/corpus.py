@@ -1,10 +1,16 @@
-"""Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; also written as a folder of classes."""
+"""Images for benchmarks: the JPEGs of a folder or tar, repeated to a given number; generated JPEGs; batches of noise."""
 
 import tarfile
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
+import cv2
+import numpy as np
+import simplejpeg
+import torch
+
+from pipeline.data.loading.loader import Batch
 from pipeline.errors import UserError
 
 _NUM_CLASSES = 10
@@ -24,6 +30,24 @@ def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]
         path.write_bytes(data)
         written.append((path, label))
     return written
+
+
+def write_generated(folder: Path, images: int, height: int = 375, width: int = 500, quality: int = 90) -> None:
+    """Write `images` JPEGs of blurred noise into a folder; by default as many pixels as ImageNet's, and about as many bytes."""
+    folder.mkdir(parents=True)
+    for number in range(images):
+        rng = np.random.default_rng(number)
+        coarse = rng.integers(0, 256, (height // 6, width // 6, 3), np.uint8)
+        pixels = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        (folder / f"{number:04d}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels, quality=quality))
+
+
+def noise_batch(size: int, image_size: int, num_classes: int = 1000) -> Batch:
+    """A batch of noise: the time of a step does not depend on the images."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
+    labels = torch.from_numpy(rng.integers(0, num_classes, (size, 1)))
+    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
 
 
 def read_raw(source: Path, images: int) -> list[bytes]:

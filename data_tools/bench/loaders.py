@@ -12,7 +12,8 @@ import torch
 
 from data_tools.bench import peers
 from data_tools.bench.corpus import write_raw
-from data_tools.bench.measure import Contestant, race, table
+from data_tools.bench.measure import Contestant, race, rows, table
+from data_tools.bench.record import Record
 from data_tools.sharding import shard
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.data.loading import jpeg_region
@@ -37,7 +38,7 @@ _MODULES = {
 _WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
 
 
-def run(config: BenchConfig, folder: Path) -> None:
+def run(config: BenchConfig, folder: Path, record: Record) -> None:
     """Measure and print. folder: the images are written there in every layout."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     splits = {}
@@ -53,6 +54,7 @@ def run(config: BenchConfig, folder: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     contestants = [*_ours(config, splits, cores), *_others(config, folder, files, splits["full size"], cores)]
     results = race(contestants, config.rounds)
+    record.add_all(rows(contestants, results))
     mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
     print(
         f"\n{config.images:,} JPEGs of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, "

@@ -7,7 +7,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
 
@@ -73,6 +73,16 @@ def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], c
         )
         lines.append([contestant.name, *contestant.about, str(contestant.cores), *said])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def rows(contestants: Sequence[Contestant], results: dict[str, Timing | str]) -> list[dict[str, object]]:
+    """The results as rows of a record."""
+    found: list[dict[str, object]] = []
+    for contestant in contestants:
+        result = results[contestant.name]
+        measured = asdict(result) if isinstance(result, Timing) else {"failed": result}
+        found.append({"name": contestant.name, "about": list(contestant.about), "cores": contestant.cores, **measured})
+    return found
 
 
 def _say(result: Timing | str) -> str:

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from data_tools.bench.corpus import write_raw
-from data_tools.bench.measure import Contestant, race, table
+from data_tools.bench.measure import Contestant, race, rows, table
 from data_tools.bench.peers import write_mosaic
+from data_tools.bench.record import Record
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
@@ -29,7 +30,7 @@ Files = Sequence[tuple[Path, int]]
 Write = Callable[[Files, Path, int], None]
 
 
-def run(config: BenchConfig, folder: Path) -> None:
+def run(config: BenchConfig, folder: Path, record: Record) -> None:
     """Measure and print. Tasks are plain processes, without Ray, whose start takes a few seconds."""
     files = write_raw(Path(config.source), folder / "raw", config.images)
     torch.set_num_threads(1)
@@ -37,6 +38,7 @@ def run(config: BenchConfig, folder: Path) -> None:
     numbers = [2**power for power in range(all_cores.bit_length())]
     contestants = [one for cores in numbers for one in _contestants(files, folder, cores)]
     results = race(contestants, config.rounds)
+    record.add_all(rows(contestants, results))
     print(f"\n{config.images:,} JPEGs in shards of {_PER_SHARD}; medians of {config.rounds} rounds, alternating\n")
     print(table(contestants, results, _COLUMNS))
 

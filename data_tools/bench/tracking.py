@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from data_tools.bench.record import Record
 from pipeline.distributed import free_port
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
@@ -23,7 +24,7 @@ _NUM_METRICS = 30
 _START_SECONDS = 120.0
 
 
-def run(config: TrackingBenchConfig, folder: Path) -> None:
+def run(config: TrackingBenchConfig, folder: Path, record: Record) -> None:
     """Measure a database, a server, and a server that answers late; print a table."""
     rows = [_measure("sqlite", "", config, folder / "database")]
     with _server(folder) as url:
@@ -34,6 +35,9 @@ def run(config: TrackingBenchConfig, folder: Path) -> None:
     print("|---|---|---|---|---|")
     for name, waits, cpu in rows:
         per_step = (statistics.median(waits) + cpu) / config.log_every / config.step_seconds
+        record.add(
+            name, wait_seconds=statistics.median(waits), longest_wait_seconds=max(waits), cpu_seconds=cpu, share=per_step
+        )  # fmt: skip
         print(
             f"| {name} | {statistics.median(waits) * 1e6:,.0f} us | {max(waits) * 1e3:.1f} ms | {cpu * 1e3:.1f} ms | {per_step:.3%} |"
         )

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from data_tools.bench.corpus import noise_batch
+from data_tools.bench.record import Record, machine
 from pipeline import model as models
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.distributed import Ranks, from_environment
@@ -45,16 +46,19 @@ _LR = 1e-3
 _OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
 
 
-def run(config: TrainBenchConfig) -> None:
+def run(config: TrainBenchConfig, record: Record) -> None:
     """Print the speed of a step and of a plain loop, or of a short run from shards if `config.data` is set."""
     if from_environment().world_size > 1:
         raise UserError("this benchmark runs on one rank. Start it with python, without a launcher.")
     if config.threads:
         torch.set_num_threads(config.threads)
+    record.facts["model"] = f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}"
+    if torch.cuda.is_available():
+        record.facts["machine"] = machine(torch.cuda.get_device_name())
     if config.data:
-        from_shards(config)
+        record.add("from shards", **from_shards(config))
     else:
-        beside_a_bare_loop(config)
+        beside_a_bare_loop(config, record)
 
 
 def from_shards(config: TrainBenchConfig) -> dict[str, float]:
@@ -70,12 +74,13 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
             model=ModelConfig(name=config.model, image_size=ImageSize(config.image_size, config.image_size)),
             data=DataConfig(path=config.data, threads=config.decoders, streams=math.gcd(config.batch, 16)),
             train=TrainConfig(
-                length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.steps,
+                length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.log_every or config.steps,
                 global_batch=config.batch, micro_batch=config.batch, loss="softmax",
             ),
             schedule=ScheduleConfig(warmup=Length.parse("0 steps")),
             engine=EngineConfig(
-                zero_stage=config.zero_stage, precision=config.precision, peak_tflops=config.peak_tflops
+                zero_stage=config.zero_stage, precision=config.precision, peak_tflops=config.peak_tflops,
+                compile=config.compile, deterministic=config.deterministic,
             ),
             evaluate=EvaluateConfig(every=Length.parse("100%"), batch=config.batch),
             checkpoint=CheckpointConfig(every=steps, keep=1),
@@ -84,11 +89,13 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
         settings.check()
         run_training(settings)
         records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
-    lines = [record.metrics for record in records if "images_per_second" in record.metrics][1:]
-    found = {name: statistics.median(line[name] for line in lines) for name in _OF_A_RUN}
+    lines = [
+        record.metrics for record in records if record.step > config.steps and "images_per_second" in record.metrics
+    ]
+    found = {name: statistics.median(line[name] for line in lines if name in line) for name in _OF_A_RUN}
     print(
         f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, ZeRO stage {config.zero_stage}, "
-        f"{config.decoders} decoding threads, median of {len(lines)} rounds of {config.steps} steps: "
+        f"{config.decoders} decoding threads, median of {config.rounds} rounds of {config.steps} steps: "
         f"{found['images_per_second']:,.1f} images/s, MFU {found['mfu']:.1%}, data wait {found['data_wait']:.1%} of the time, "
         f"peak memory {found['peak_memory_gib']:.2f} GiB, "
         f"stalled {found['checkpoint_blocked_seconds']:.2f} s by a checkpoint"
@@ -96,14 +103,14 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     return found
 
 
-def beside_a_bare_loop(config: TrainBenchConfig) -> float:
+def beside_a_bare_loop(config: TrainBenchConfig, record: Record) -> float:
     """Print the speed of both; returns the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
 
     On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.
     """
     ranks = from_environment()
     start_ranks(ranks, timeout_minutes=10)
-    batch = _batch(config.batch, config.image_size)
+    batch = noise_batch(config.batch, config.image_size)
     contestants = {"pipeline": _pipeline_step(config, ranks, batch), "bare PyTorch": _bare_step(config, ranks, batch)}
     print(f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, on {ranks.device}; "
           f"ZeRO stage {config.zero_stage}, {torch.get_num_threads()} threads", flush=True)  # fmt: skip
@@ -133,22 +140,21 @@ def beside_a_bare_loop(config: TrainBenchConfig) -> float:
     peak, source = peak_flops(ranks.device, dtype, config.peak_tflops)
     for name, taken in seconds.items():
         rate = config.batch / statistics.median(taken)
+        record.add(name, seconds=statistics.median(taken), images_per_second=rate, mfu=per_image * rate / peak)
         print(f"{name:12}  {rate:10,.1f} images/s  MFU {per_image * rate / peak:.1%}")
     print(f"peak {peak / 1e12:.2f} TFLOP/s ({source}), {peak_memory(ranks.device) / 2**30:.2f} GiB with both in memory")
     in_cpu_seconds = "" if ranks.device.type == "cuda" else f", {cpu_overhead:+.1%} in CPU seconds"
     print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {config.rounds} rounds)")
+    record.add("overhead", seconds=overhead, cpu_seconds=cpu_overhead)
     return overhead
 
 
 def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
     """A step as in `loop.py`, with its clock, meter and mean loss of all ranks."""
     model, optimizer = _model_and_optimizer(config)
-    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=config.batch,
-                num_samples=10**6, global_batch=config.batch, world_size=1)  # fmt: skip
-    clock = StepClock(ranks.device)
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
-    engine = Engine(model, optimizer, engine_config, OptimizerConfig(), plan, ranks, 0, clock)
-    meter = Meter(ranks, clock, flops_per_image=1.0, peak=1.0)
+    engine = pipeline_engine(model, optimizer, engine_config, config.batch, ranks)
+    meter = Meter(ranks, engine.clock, flops_per_image=1.0, peak=1.0)
     objective = Classification("softmax")
 
     def step(number: int) -> float:
@@ -160,6 +166,16 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
         return float(result.loss) if number == 0 else 0.0
 
     return step
+
+
+def pipeline_engine(
+    model: models.Model, optimizer: torch.optim.Optimizer, config: EngineConfig, batch: int, ranks: Ranks
+) -> Engine:
+    """The engine of a run without end on one rank, with `batch` images in a step."""
+    start_ranks(ranks, timeout_minutes=10)
+    plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=batch,
+                num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
+    return Engine(model, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))
 
 
 def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
@@ -190,11 +206,3 @@ def _model_and_optimizer(config: TrainBenchConfig) -> tuple[models.Model, torch.
 
 def _flops(config: TrainBenchConfig) -> float:
     return models.training_flops_per_image(models.configure(config.model, config.image_size, _CLASSES))
-
-
-def _batch(size: int, image_size: int) -> Batch:
-    """A batch of noise: the time of a step does not depend on the images."""
-    rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
-    labels = torch.from_numpy(rng.integers(0, _CLASSES, (size, 1)))
-    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))

@@ -230,7 +230,7 @@ def _finish(
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
-    tables = (_read_rows(part_path(out, shard.name)) for shard in kept)
+    tables = (read_rows(part_path(out, shard.name)) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names)
 
 
@@ -250,7 +250,7 @@ def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -
             file.write(text.getvalue().encode())
 
 
-def _read_rows(part: AnyPath) -> pa.Table:
+def read_rows(part: AnyPath) -> pa.Table:
     return open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
 
 

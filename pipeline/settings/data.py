@@ -7,6 +7,7 @@ from typing import Literal
 
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
+from pipeline.settings.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 
@@ -173,7 +174,7 @@ class StatsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(RecordConfig):
     """A benchmark of reading or writing data, compared with other projects."""
 
     what: Literal["data", "shard", "augment"] = setting(

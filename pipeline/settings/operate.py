@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
+from pipeline.settings.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import Precision
@@ -103,7 +104,7 @@ class SuperviseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingBenchConfig:
+class TrackingBenchConfig(RecordConfig):
     """A benchmark of what tracking costs a run."""
 
     records: int = setting(100, "Number of log records sent to each store.", min=10, max=100_000)
@@ -115,7 +116,7 @@ class TrackingBenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainBenchConfig:
+class TrainBenchConfig(RecordConfig):
     """A benchmark of the training step against a plain PyTorch loop."""
 
     model: str = setting("ViT-S/16", "Name of the model.")
@@ -135,3 +136,6 @@ class TrainBenchConfig:
         "loop on random images.",
     )
     decoders: int = setting(2, "With data: decoding threads.", min=1, max=MAX_THREADS)
+    log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0)
+    compile: bool = setting(False, "With data: torch.compile the model, as engine.compile.")
+    deterministic: bool = setting(True, "With data: as engine.deterministic.")

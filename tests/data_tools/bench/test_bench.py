@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 
 from data_tools.bench import augment, measure, peers
-from data_tools.bench.measure import Contestant, Timing, race, table
+from data_tools.bench.measure import Contestant, Timing, race, rows, table
+from data_tools.bench.record import Record
 from pipeline.errors import UserError
 from pipeline.settings.data import BenchConfig
 
@@ -64,6 +65,9 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.Captur
     lines = table(contestants, results, ("output",)).splitlines()
     assert len(lines) == 6
     assert "not measured: its process died" in lines[5]
+    recorded = {row["name"]: row for row in rows(contestants, results)}
+    assert recorded["slow"]["rate"] == timing.rate
+    assert recorded["killed"]["failed"] == "its process died"
 
 
 @pytest.mark.slow
@@ -114,7 +118,8 @@ def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) 
     threads = torch.get_num_threads()
     config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
     config.check()
-    augment.run(config)
+    augment.run(config, record := Record("augment", config))
+    assert len(record.rows) == len(augment.SETTINGS) + 4
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(augment.SETTINGS) + 4

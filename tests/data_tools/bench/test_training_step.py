@@ -1,5 +1,6 @@
 """The measurement of a training step: both contestants do the same work."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,8 +14,16 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.ranks
 
 
-def test_a_step_beside_a_bare_loop() -> None:
-    small = ["model=ViT-Ti/16", "image_size=32", "batch=4", "steps=2", "rounds=3", "peak_tflops=0.1"]
+def test_a_step_beside_a_bare_loop(tmp_path: Path) -> None:
+    small = [
+        f"json={tmp_path}/found.json",
+        "model=ViT-Ti/16",
+        "image_size=32",
+        "batch=4",
+        "steps=2",
+        "rounds=3",
+        "peak_tflops=0.1",
+    ]
     command = [sys.executable, "launch/bench.py", "train", *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -22,6 +31,9 @@ def test_a_step_beside_a_bare_loop() -> None:
     assert losses
     assert losses[1] == losses[2]
     assert done.stdout.count("round ") == 3
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["pipeline", "bare PyTorch", "overhead"]
+    assert found["model"] == "ViT-Ti/16 at 32 px, batch 4, fp32"
     assert re.search(
         r"the pipeline's step takes [+-]\d+\.\d%, [+-]\d+\.\d% in CPU seconds \(median of 3 rounds\)\n$", done.stdout
     )

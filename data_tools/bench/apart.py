@@ -1,0 +1,72 @@
+"""Runs a piece of a benchmark in a process of its own, which may fail, crash, hang or exhaust the GPU without ending the rest."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+Row = dict[str, Any]
+# Yields rows as they are measured.
+Work = Callable[..., Iterable[Row]]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR, _MAX_TRACEBACK = 200, 3000
+
+
+def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: str = "fork") -> Iterator[Row]:
+    """Yields the rows of `work(*arguments)`, and at last {"failed": reason} if it raised, died, or took over `seconds`.
+
+    work: a function of a module, and picklable arguments for method "spawn". With "fork" it starts with all that this process
+    has imported; this process must then not have used CUDA.
+    """
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(work, arguments, sender))  # type: ignore[attr-defined]
+    child.start()
+    sender.close()
+    deadline = time.monotonic() + seconds
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            row = receiver.recv()
+            if row is None:
+                return
+            yield row
+        yield {"failed": f"stopped after {seconds:.0f} s"}
+    except EOFError:
+        child.join()
+        yield {"failed": f"its process died with exit code {child.exitcode}"}
+    finally:
+        # With its compilers, which are in its session.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()  # Before it had a session of its own.
+        child.join()
+
+
+def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # The kernel kills this process when its parent dies.
+    try:
+        for row in work(*arguments):
+            sender.send(row)
+    except KeyboardInterrupt:
+        sender.send({"failed": "interrupted"})
+    except Exception as error:
+        sender.send({"failed": reason(error), "traceback": traceback.format_exc()[-_MAX_TRACEBACK:]})
+    sender.send(None)
+    sys.stdout.flush()
+    # What is still running (threads of a loader, a compiler's pool) must not keep the process.
+    os._exit(0)
+
+
+def reason(error: BaseException) -> str:
+    """The error in one line, for a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_MAX_ERROR]

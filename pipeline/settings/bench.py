@@ -1,0 +1,51 @@
+"""The settings that all benchmarks share, and those of the benchmark on a GPU."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.errors import UserError
+from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS
+from pipeline.settings.schema import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Where a benchmark's results go besides the terminal."""
+
+    json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
+    mlflow: str = setting("", "MLflow tracking URI for the results; empty sends nothing.")
+    experiment: str = setting("bench", "MLflow experiment, with mlflow.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBenchConfig(RecordConfig):
+    """A benchmark of training on one GPU: how fast it is, and which settings make it so."""
+
+    models: list[str] = setting(
+        [],
+        "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is L/16, H/14 "
+        "at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.",
+    )
+    device: Literal["cuda", "cpu"] = setting(
+        "cuda", "cpu runs the same code in seconds on a tiny model, as a test of it."
+    )
+    seconds: float = setting(
+        540.0, "Time for everything; what is left out for lack of time is listed.", above=0, max=86400
+    )
+    candidate_seconds: float = setting(2.0, "Time in which each configuration's steps are timed.", above=0, max=600)
+    only: list[str] = setting([], "Parts to measure, by the first word of their names; empty measures all.")
+    batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
+    tolerance: float = setting(
+        0.005,
+        "Largest relative difference to the loss of the plain step, in each of the first steps, of an exact configuration.",
+        above=0,
+        max=1,
+    )
+    decoders: int = setting(14, "Decoding threads of the run from shards.", min=1, max=MAX_THREADS)
+
+    def check(self) -> None:
+        """Check what depends on several settings. Raises UserError."""
+        for model in self.models:
+            name, _, pixels = model.partition("@")
+            if not name or not pixels.isdecimal():
+                raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")
