@@ -154,7 +154,9 @@ def test_what_is_hidden() -> None:
     of_last = next(c for c in collectives(sharded, vit("ViT-G/14"), 1) if c.when == "backward's end")
     assert network.seconds(of_last.kind, of_last.bytes, 8, 8) <= time.exposed < 0.7 * time.communication
     slow = step_time(sharded, vit("ViT-G/14"), H100, find_network("25gbe", H100), 8, 8, 64, 1)
-    assert slow.exposed >= slow.communication - slow.compute > 0, "the passes hide no more than their own time"
+    assert slow.exposed > 0.999999 * (slow.communication - slow.compute) > 0, (
+        "the passes hide no more than their own time"
+    )
 
 
 def test_accumulation() -> None:
