@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_dataset
+from tiny_vtab import PREPARED, prepare
 
 from pipeline import model as models
 from pipeline.errors import UserError
@@ -23,23 +23,12 @@ from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
 
 PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
-PREPARED = ("dtd", "pets", "svhn")
-SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
-TINY = [
-    "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]", "protocol.lr=[0.1]",
-    "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
-    "protocol.augment.eval_crop=resize", "threads=1",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings with tiny weights and three tasks."""
-    folder = tmp_path_factory.mktemp("vtab")
-    models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
-    for seed, name in enumerate(PREPARED):
-        make_dataset(folder / "tasks" / name, SPLITS, seed=seed)
-    return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *TINY]
+    return [*prepare(tmp_path_factory.mktemp("vtab")), "protocol.lr=[0.1]"]
 
 
 def run_here(

@@ -110,14 +110,19 @@ class MlflowStore:
 
     def is_active(self, run_id: str) -> bool:
         """Whether a run exists and is not deleted. A deleted run refuses metrics."""
+        return self.active_run(run_id) is not None
+
+    def active_run(self, run_id: str) -> Any:
+        """MLflow's facts about a run, in one request; None if it does not exist or is deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
-            return self.client.get_run(run_id).info.lifecycle_stage == "active"
+            run = self.client.get_run(run_id)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return False
+                return None
             raise
+        return run if run.info.lifecycle_stage == "active" else None
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run if it exists. MLflow can restore it until `mlflow gc`."""

@@ -26,7 +26,8 @@ class ChildStore(MlflowStore):
 
     def experiment_of(self, run_id: str) -> str | None:
         """ID of a run's experiment; None if the run does not exist or is deleted."""
-        return self.client.get_run(run_id).info.experiment_id if self.is_active(run_id) else None
+        run = self.active_run(run_id)
+        return None if run is None else run.info.experiment_id
 
     def find_children(
         self, experiment_id: str, parent: str, key: str, digest: str, before_request: Callable[[], None]
