@@ -28,10 +28,9 @@ class Sheet:
     exponentials: float
 
 
-# (TB/s, exponentials in T/s). Bandwidth: NVIDIA's data sheets of H200 (SXM), H100 (SXM5, PCIe), A100 (80 GB SXM).
-# Exponentials: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
+# Exponentials in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
 # multiprocessors x boost clock: 132 x 1.83 GHz (the 3.9 T/s of the FlashAttention-3 paper), 114 x 1.755, 108 x 1.41.
-_SHEETS = {"H200": (4.8, 3.87), "H100 PCIe": (2.0, 3.2), "H100": (3.35, 3.87), "A100": (2.039, 2.44)}
+_EXPONENTIALS = {"H200": 3.87, "H100 PCIe": 3.2, "H100": 3.87, "A100": 2.44}
 # Time in which the host launches a kernel: an assumption (usually 4 to 10 us from PyTorch), not from a data sheet.
 LAUNCH_SECONDS = 5e-6
 # Kernels in a block, forward and backward, without compilation: 4 + 8 products with 4 sums for biases, attention 1 + 2, layer
@@ -74,11 +73,11 @@ class Bound:
 
 
 def find_sheet(name: str) -> Sheet | None:
-    """The data sheet of a GPU by CUDA's name; None if its bandwidth is not in the table."""
+    """The data sheet of a GPU by CUDA's name; None if its exponentials are not in the table."""
     gpu = find_gpu(name)
-    if gpu is None or gpu.kind not in _SHEETS:
+    if gpu is None or gpu.kind not in _EXPONENTIALS:
         return None
-    return Sheet(gpu.kind, gpu.tflops, *_SHEETS[gpu.kind])
+    return Sheet(gpu.kind, gpu.tflops, gpu.bandwidth / 1e12, _EXPONENTIALS[gpu.kind])
 
 
 def operations(config: ViTConfig, batch: int) -> list[Operation]:

@@ -6,14 +6,13 @@ from collections import Counter
 import pytest
 from forked import Forge
 from measure_communication import PERSISTENCE
+from test_rank_memory import ALL, NUM_CLASSES, PART, overrides
 
 from pipeline.estimate import memory, step_time
 from pipeline.estimate.plan import make_plan, new_model_config
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
-NUM_CLASSES = 300
-ALL, PART = 4_000_000, 250_000  # elements of a bucket that may hold all gradients, and of one that does not
 FAR, NEAR = 10**9, 300_000  # stage 3: elements before which a parameter must be used again to be kept
 # stage, precision, micro-batches a step, bucket, reuse distance, more settings
 CASES: list[tuple[int, str, int, int, int, list[str]]] = [
@@ -29,15 +28,6 @@ CASES: list[tuple[int, str, int, int, int, list[str]]] = [
     (3, "bf16", 2, PART, NEAR, []),
     (3, "fp16", 1, ALL, FAR, []),
 ]
-
-
-def overrides(stage: int, precision: str, accumulation: int, more: list[str]) -> list[str]:
-    return [
-        "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps",
-        "model.name=ViT-Ti/8", "model.image_size=64", "model.width=128", "model.depth=3", "model.mlp_width=512",
-        "model.num_heads=4", "train.loss=softmax", "train.micro_batch=2", f"train.global_batch={4 * accumulation}",
-        f"engine.zero_stage={stage}", f"engine.precision={precision}", *more,
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
