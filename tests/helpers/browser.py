@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,17 @@ class Browser:
             pytest.fail(f"cannot see {text!r} on {self.page.url}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
 
     def text(self) -> str:
-        """All that can be seen."""
-        return self.page.inner_text("body")  # type: ignore[attr-defined]
+        """All that can be seen, with single spaces."""
+        return " ".join(self.page.inner_text("body").split())  # type: ignore[attr-defined]
+
+    def reads(self, *texts: str) -> None:
+        """Wait until the text of the whole page has each of these, also where a text is spread over several elements."""
+        end = time.monotonic() + 20
+        while missing := [text for text in texts if text not in self.text()]:
+            if time.monotonic() > end:
+                self.picture("missing")
+                pytest.fail(f"the text of {self.page.url} lacks {missing}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
+            time.sleep(0.1)
 
     def click(self, text: str) -> None:
         self.page.get_by_text(text, exact=True).filter(visible=True).first.click()  # type: ignore[attr-defined]
