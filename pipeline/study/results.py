@@ -1,0 +1,89 @@
+"""What a study knows of its runs: the content of its results.json, which the report is made of."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline import json_record
+from pipeline.files import write_text
+
+RESULTS_FILE = "results.json"
+Question = Literal["data_size", "scaling", "ablation"]
+State = Literal["done", "diverged", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A run of a study. All cells are listed, whatever became of them.
+
+    model: its name in the study; family: the line of a figure that it belongs to. parameters: of the model. data_size: number of
+    training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
+    floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
+    top1, top5, 5shot, knn20, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".
+    """
+
+    name: str
+    model: str
+    family: str
+    parameters: int
+    data_size: int
+    steps: int
+    images_seen: int
+    exaflops: float
+    seed: int
+    state: State = "not run"
+    reason: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    num_test: dict[str, int] = field(default_factory=dict)
+    hours: float | None = None
+    folder: str = ""
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """A study's results. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
+
+    evaluated_on: the data and split of top1. image_size: side of the pre-training images in pixels. notes: sentences for the reader.
+    """
+
+    name: str
+    question: Question
+    score: str
+    data: str
+    fingerprint: str
+    evaluated_on: str
+    image_size: int
+    cells: list[CellResult]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[CellResult]:
+        return [cell for cell in self.cells if cell.state == "done"]
+
+    @property
+    def families(self) -> list[str]:
+        """In the order of the settings."""
+        return list(dict.fromkeys(cell.family for cell in self.cells))
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(cell.model for cell in self.cells))
+
+    def scored(self, cells: Sequence[CellResult], score: str = "") -> list[CellResult]:
+        """Those that have this score; default: the study's."""
+        return [cell for cell in cells if cell.state == "done" and (score or self.score) in cell.scores]
+
+
+def write_results(results: StudyResults, folder: Path) -> None:
+    write_text(folder / RESULTS_FILE, json.dumps(asdict(results), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_results(folder: Path) -> StudyResults:
+    """Raises UserError when the file is damaged, FileNotFoundError when there is none."""
+    file = folder / RESULTS_FILE
+    content = json_record.read(file, dict[str, Any])
+    return json_record.convert(content, StudyResults, str(file))
