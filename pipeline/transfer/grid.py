@@ -4,69 +4,36 @@ Each run is a process of its own that resumes from its folder, so the same comma
 """
 
 import json
-import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline import json_record
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
-from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.lifecycle.run_folder import RESUME
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
-from pipeline.settings.run import RunConfig
 from pipeline.settings.weights import ScoreConfig
+from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, start_command, with_track
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage
 
-_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "finetune.py"
+Start = Callable[[ChildRun, GridConfig], int]
 
 
-@dataclass(frozen=True)
-class GridRun:
-    """One run of the grid. overrides: its settings, over those of the file."""
-
-    name: str
-    config: RunConfig
-    overrides: list[str]
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.out) / self.config.name
-
-
-Start = Callable[[GridRun, GridConfig], int]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The fields that are read of a run's scores.json."""
-
-    top1: float
-    loss: float
-    num_samples: int
-
-
-def start_process(grid_run: GridRun, config: GridConfig) -> int:
+def start_process(run: ChildRun, config: GridConfig) -> int:
     """Run launch/finetune.py by config.launcher; returns its exit code."""
-    launcher = shlex.split(config.launcher) or [sys.executable]
-    # Find the launchers beside this interpreter even if its environment is not activated.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    arguments = [*launcher, str(_SCRIPT), "--config", config.run, *grid_run.overrides]
-    return subprocess.run(arguments, env={**os.environ, "PATH": path}).returncode
+    return start_command("finetune", ["--config", run.file, *run.overrides], config.launcher)
 
 
 def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
@@ -92,7 +59,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     return result
 
 
-def _run(config: GridConfig, trials: list[GridRun], start: Start, page: "GridPage | None") -> dict[str, Any]:
+def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPage | None") -> dict[str, Any]:
     """Returns the content of results.json."""
     tried: list[dict[str, Any]] = page.tried if page else []
     for lr, trial in zip(config.lr, trials, strict=True):
@@ -127,19 +94,19 @@ def _run(config: GridConfig, trials: list[GridRun], start: Start, page: "GridPag
     }  # fmt: skip
 
 
-def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> GridRun:
+def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> ChildRun:
     """The settings of one run. Raises UserError for a settings file that cannot be used."""
     overrides = [
         *config.settings, f"name={name}", f"out={Path(config.out) / config.name}", f"optimizer.lr={lr!r}", f"seed={seed}",
         f"data.dev_share={dev_share!r}",
     ]  # fmt: skip
-    settings = schema.load(RunConfig, config.run, overrides)
-    if settings.init.weights is None:
+    run = make_child(name, config.run, overrides)
+    if run.config.init.weights is None:
         raise UserError(f"{config.run} has no init.weights: set settings=[init.weights=...].")
-    return GridRun(name, settings, overrides)
+    return run
 
 
-def _check_data(trial: GridRun, config: GridConfig) -> Dataset:
+def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     """Returns the data set of the runs. Raises UserError for splits and data sets that would fail in the final runs, after days."""
     settings, seed = trial.config.data, trial.config.seed
     dataset = open_dataset(settings.path)
@@ -157,12 +124,12 @@ def _check_data(trial: GridRun, config: GridConfig) -> Dataset:
     return dataset
 
 
-def run_to_end(grid_run: GridRun, config: GridConfig, start: Start, page: "GridPage | None" = None) -> dict[str, Any]:
+def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "GridPage | None" = None) -> dict[str, Any]:
     """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
     outcome = read_outcome(grid_run)
     if outcome is None:
         print(f"{config.name}: {grid_run.name}", flush=True)
-        code = start(_tracked(grid_run, page) if page else grid_run, config)
+        code = start(with_track(grid_run, page.tracking(grid_run.config.track)) if page else grid_run, config)
         if code == RESUME:
             print(f"{config.name}: {grid_run.name} was asked to stop: the same command continues (exit code {RESUME})")
             sys.exit(RESUME)
@@ -172,15 +139,6 @@ def run_to_end(grid_run: GridRun, config: GridConfig, start: Start, page: "GridP
     if isinstance(outcome, str):
         raise DivergedError(f"{grid_run.folder}: {outcome}")
     return asdict(outcome)
-
-
-def _tracked(grid_run: GridRun, page: "GridPage") -> GridRun:
-    """The run with settings by which MLflow shows it below the grid."""
-    track = page.tracking(grid_run.config.track)
-    overrides = [f"track.parent_run={track.parent_run}"] if track.enabled else []
-    if track.uri != grid_run.config.track.uri:
-        overrides.append(f"track.uri={track.uri}")
-    return GridRun(grid_run.name, replace(grid_run.config, track=track), [*grid_run.overrides, *overrides])
 
 
 def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
@@ -254,7 +212,7 @@ def _score_text(scores: dict[str, Any], accuracies: list[float]) -> str:
     return f"{100 * scores['top1']:.2f} ± {100 * scores['std']:.2f} ({spread})"
 
 
-def _scores_on(data: str, finals: list[GridRun]) -> dict[str, Any]:
+def _scores_on(data: str, finals: list[ChildRun]) -> dict[str, Any]:
     """Scores of the final runs on another data set, `folder` or `folder:split`."""
     from pipeline.evaluate import report  # Late: the import takes seconds.
 
@@ -270,39 +228,3 @@ def _scores_on(data: str, finals: list[GridRun]) -> dict[str, Any]:
 def _path_and_split(data: str) -> tuple[str, str]:
     path, _, split = data.rpartition(":") if ":" in data.rpartition("/")[2] else (data, "", "val")
     return path, split
-
-
-def read_outcome(grid_run: GridRun) -> Scores | str | None:
-    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
-    status = read_status(grid_run.folder)
-    if status is None or status.status not in ("finished", "diverged"):
-        return None
-    file = grid_run.folder / "config.json"
-    try:
-        # Built, so that settings which did not exist then have their defaults.
-        finished = schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
-    except FileNotFoundError:
-        return None
-    except UserError as error:
-        print(f"{error} The run is started again, which writes it anew.")
-        return None
-    # Where a run was sent to does not change what came of it.
-    if replace(finished, track=grid_run.config.track) != grid_run.config:
-        return None
-    return status.reason if status.status == "diverged" and status.reason else _read_scores(grid_run)
-
-
-def _read_scores(grid_run: GridRun) -> Scores | None:
-    """The last evaluation of a run; None if there is none. A damaged file is removed with a message."""
-    file = grid_run.folder / "scores.json"
-    try:
-        scores = json_record.read(file, Scores)
-        if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
-            raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
-        return scores
-    except FileNotFoundError:
-        return None
-    except UserError as error:
-        file.unlink()  # Without the file, the run, which is trained already, is only evaluated again.
-        print(f"{error} It is removed, and the run is evaluated again.")
-        return None

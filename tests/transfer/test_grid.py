@@ -23,6 +23,7 @@ from pipeline.settings import schema
 from pipeline.settings.quantities import Limit
 from pipeline.settings.reports import CompareConfig, GridConfig
 from pipeline.transfer import grid
+from pipeline.transfer.child_run import ChildRun, read_outcome
 
 RUN = """
 name: x
@@ -59,7 +60,7 @@ def test_grid_from_trials_to_table_and_comparison(
     )  # fmt: skip
     started: list[str] = []
 
-    def start(cell: grid.GridRun, config: GridConfig) -> int:
+    def start(cell: ChildRun, config: GridConfig) -> int:
         started.append(cell.name)
         flat = schema.flatten(schema.to_dict(cell.config))
         run = forge.start(
@@ -69,7 +70,7 @@ def test_grid_from_trials_to_table_and_comparison(
         assert code == (2 if cell.name == "lr-1e+18" else 0), run.said()
         return code
 
-    def asked_to_stop(cell: grid.GridRun, config: GridConfig) -> int:
+    def asked_to_stop(cell: ChildRun, config: GridConfig) -> int:
         return RESUME if cell.name == "lr-0.3" else start(cell, config)
 
     with pytest.raises(SystemExit) as stopped:
@@ -109,10 +110,10 @@ def test_grid_from_trials_to_table_and_comparison(
     assert grid.run(config, start)["runs"] == result["runs"]
     assert len(started) == 5
     cell = grid.make_run(config, "final-seed-3", 0.3, 3, 0.0)
-    assert grid.read_outcome(cell) is not None
+    assert read_outcome(cell) is not None
     longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
                                             f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
-    assert grid.read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
+    assert read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
     sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -216,7 +217,7 @@ def test_what_only_the_final_runs_read_is_looked_at_first(data: Path, tmp_path: 
         json.dumps({**info, "checksum": None, "num_classes": 5, "classes": list("abcde")})
     )
 
-    def start(cell: grid.GridRun, config: GridConfig) -> int:
+    def start(cell: ChildRun, config: GridConfig) -> int:
         pytest.fail(f"{cell.name} was started")
 
     for wrong, line in {
@@ -260,7 +261,7 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
         (written.replace('"seed": 0', '"seed": 1'), False),
     ):
         (cell.folder / "config.json").write_text(content)
-        assert (grid.read_outcome(cell) is not None) == is_found
+        assert (read_outcome(cell) is not None) == is_found
 
 
 def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
@@ -285,7 +286,7 @@ def test_mutated_files_of_a_run_have_it_evaluated_or_run_again(
         if number:
             name = ("config.json", "scores.json")[number % 2]
             (cell.folder / name).write_bytes(mutate(originals[name], rng))
-        answers.append(grid.read_outcome(cell) is not None)
+        answers.append(read_outcome(cell) is not None)
         if answers[-1]:
             assert set(grid.run_to_end(cell, config, lambda *_: pytest.fail("started"))) == {
                 "top1",

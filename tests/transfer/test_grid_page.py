@@ -18,6 +18,7 @@ from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
+from pipeline.transfer.child_run import ChildRun
 from pipeline.transfer.track import figures
 from pipeline.transfer.track.grid_page import tracking_uri
 from pipeline.transfer.vtab_tasks import TASKS
@@ -41,7 +42,7 @@ def config(tmp_path: Path) -> GridConfig:
     )  # fmt: skip
 
 
-def start(run: grid.GridRun, config: GridConfig) -> int:
+def start(run: ChildRun, config: GridConfig) -> int:
     """What a run leaves behind, and sends; the highest rate diverges."""
     settings = run.config
     diverged = settings.optimizer.lr == 10
@@ -85,7 +86,7 @@ def test_a_grid_and_its_runs_find_each_other(
     (tmp_path / "runs").mkdir()
     shutil.copy(database, tmp_path / "runs" / "mlflow.db")
 
-    def stop_at_the_second(run: grid.GridRun, config: GridConfig) -> int:
+    def stop_at_the_second(run: ChildRun, config: GridConfig) -> int:
         return RESUME if run.name == "lr-0.01" else start(run, config)
 
     with pytest.raises(SystemExit):
@@ -121,7 +122,7 @@ def test_a_grid_and_its_runs_find_each_other(
 
 @pytest.mark.slow
 def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, tmp_path: Path) -> None:
-    def fails(run: grid.GridRun, config: GridConfig) -> int:
+    def fails(run: ChildRun, config: GridConfig) -> int:
         return 1
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
