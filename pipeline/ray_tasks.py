@@ -79,21 +79,22 @@ def connect(num_cpus: int = 0) -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
-def capacity(num_cpus: int, gpu_share: float) -> tuple[int, float]:
+def capacity(num_cpus: int, gpus: float) -> tuple[int, float]:
     """Returns (number of tasks that fit at a time, GPUs of each task).
 
-    num_cpus: CPUs of a task. gpu_share: GPUs of a task if the cluster has any. Raises UserError when no node can run one.
+    num_cpus: CPUs of a task. gpus: GPUs of a task, or a share of one, if the cluster has any. Raises UserError when no node can run one.
     """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    num_gpus = gpu_share if any(node.get("GPU") for node in nodes) else 0.0
+    num_gpus = gpus if any(node.get("GPU") for node in nodes) else 0.0
     num_fitting = [int(node.get("CPU", 0) // num_cpus) for node in nodes]
     if num_gpus:
-        tasks_per_gpu = int(1 / num_gpus + 1e-6)
-        num_fitting = [
-            min(n, int(node.get("GPU", 0)) * tasks_per_gpu) for n, node in zip(num_fitting, nodes, strict=True)
-        ]
+        of_nodes = [int(node.get("GPU", 0)) for node in nodes]
+        tasks = [n * int(1 / num_gpus + 1e-6) if num_gpus < 1 else int(n // num_gpus) for n in of_nodes]
+        num_fitting = [min(pair) for pair in zip(num_fitting, tasks, strict=True)]
+        if not any(tasks):
+            raise UserError(f"gpus = {gpus:g}, but no node of this cluster has so many GPUs: {max(of_nodes)} at most.")
     if not sum(num_fitting):
         most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
         raise UserError(f"threads = {num_cpus}, but no node of this cluster has so many CPUs: {most} at most.")

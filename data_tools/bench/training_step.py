@@ -31,7 +31,7 @@ from pipeline.settings.run import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    ScheduleConfig,
+    RunScheduleConfig,
     TrackConfig,
     TrainConfig,
 )
@@ -77,7 +77,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
                 length=Length.parse(f"{config.steps * (config.rounds + 1)} steps"), log_every=config.log_every or config.steps,
                 global_batch=config.batch, micro_batch=config.batch, loss="softmax",
             ),
-            schedule=ScheduleConfig(warmup=Length.parse("0 steps")),
+            schedule=RunScheduleConfig(warmup=Length.parse("0 steps")),
             engine=EngineConfig(
                 zero_stage=config.zero_stage, precision=config.precision, peak_tflops=config.peak_tflops,
                 compile=config.compile, deterministic=config.deterministic,

@@ -37,6 +37,7 @@ class Plan:
     world_size: int
     log_every: int = 1
     save_scored: bool = False
+    cooldown: int = 0
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
@@ -91,6 +92,12 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"schedule.warmup = {config.schedule.warmup} is {warmup:,} steps, but the whole run has {steps:,} "
             f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
         )
+    cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
+    if warmup + cooldown > steps:
+        raise UserError(
+            f"schedule.warmup = {config.schedule.warmup} ({warmup:,} steps) and schedule.cooldown = {config.schedule.cooldown} "
+            f"({cooldown:,} steps) are longer than the run of {steps:,} steps. Shorten one of them."
+        )
     probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
     return Plan(
         steps=steps,
@@ -106,6 +113,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         world_size=world_size,
         log_every=train.log_every,
         save_scored=config.checkpoint.best != "",
+        cooldown=cooldown,
     )
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from pipeline import json_record
@@ -60,8 +60,8 @@ _RANGES = {
 }  # fmt: skip
 _MAX_SIDE, _MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**16, 2**17, 8, 1024
 
-# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py).
-RESNET_UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
+# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py). 26 is the smallest hybrid's, for small studies.
+RESNET_UNITS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
 
 class _Config:
@@ -315,7 +315,8 @@ def configure(
         elif field not in own and field not in neutral:
             raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         elif field not in own and value not in (None, neutral[field]):
-            raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(neutral[field])}.")
+            default = None if neutral[field] is MISSING else neutral[field]
+            raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(default)}.")
     config = cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
     if covered and isinstance(config, ViTConfig):
         config.check_covered()

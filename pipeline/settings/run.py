@@ -23,7 +23,7 @@ from pipeline.settings.run_sections import (
     OptimizerConfig,
     ProfileConfig,
     RunProbeConfig,
-    ScheduleConfig,
+    RunScheduleConfig,
     TrackConfig,
     TrainConfig,
 )
@@ -55,7 +55,7 @@ class RunConfig:
     augment: AugmentConfig = setting(AugmentConfig, "")
     train: TrainConfig = setting(TrainConfig, "")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "")
-    schedule: ScheduleConfig = setting(ScheduleConfig, "")
+    schedule: RunScheduleConfig = setting(RunScheduleConfig, "")
     engine: EngineConfig = setting(EngineConfig, "")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "")
     probe: RunProbeConfig = setting(RunProbeConfig, "")

@@ -259,6 +259,21 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunScheduleConfig(ScheduleConfig):
+    cooldown: Length = setting(
+        Length.parse("0 steps"),
+        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0 is none. Until it begins, "
+        "runs of any length are the same, so launch/study.py trains them once.",
+    )
+
+    def check(self, prefix: str) -> None:
+        """Check as above, and refuse a cooldown of a rate that falls anyway. Raises UserError."""
+        super().check(prefix)
+        if self.cooldown.amount and self.decay != "constant":
+            raise UserError(f"{prefix}cooldown = {self.cooldown} needs {prefix}decay=constant, and it is {self.decay}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = setting(
         1, "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."

@@ -179,7 +179,9 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
 def _convert_list(kind: Any, value: Any, name: str, where: str, rule: Rule) -> list[Any]:
     """A list of values; a single value is a list of one."""
     (inner,) = typing.get_args(kind)
-    items = [_convert(inner, item, name, where, rule) for item in (value if isinstance(value, list) else [value])]
+    values = value if isinstance(value, list) else [value]
+    names = [f"{name}[{i}]" if _is_section(inner) else name for i in range(len(values))]
+    items = [_convert(inner, item, item_name, where, rule) for item, item_name in zip(values, names, strict=True)]
     if len(items) < rule.min_items:
         count = "one value" if rule.min_items == 1 else f"{rule.min_items} values"
         raise UserError(f"{where}: {name} = {quoted(value)} must have at least {count}.")
@@ -233,10 +235,16 @@ def to_dict(config: Any) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value):
             plain[field.name] = to_dict(value)
         elif isinstance(value, list):
-            plain[field.name] = [str(item) if hasattr(item, "parse") else item for item in value]
+            plain[field.name] = [_item_to_plain(item) for item in value]
         else:
             plain[field.name] = value
     return plain
+
+
+def _item_to_plain(item: Any) -> Any:
+    if hasattr(item, "parse"):
+        return str(item)
+    return to_dict(item) if dataclasses.is_dataclass(item) else item
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -263,6 +271,9 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
             default = _as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
+        if typing.get_origin(kind) is list and _is_section(typing.get_args(kind)[0]):
+            rows += describe(typing.get_args(kind)[0], f"{prefix}{field.name}[].")
+            continue
         limits = field.metadata["rule"].range
         accepted = f"{type_name(kind)}, {limits}" if limits else type_name(kind)
         rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))

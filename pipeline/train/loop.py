@@ -32,7 +32,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         # ------------------------------------------------------------------ forward, loss, backward, step
         run.watchdog.at(step + 1, "step")
         run.trace.before(step + 1)
-        lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup)
+        lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
         result = training_step(
             run.engine, run.objective, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from pipeline.settings.run import OptimizerConfig, ScheduleConfig
+from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
 
 
 def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -31,11 +31,15 @@ def peak_rate(config: OptimizerConfig, global_batch: int) -> float:
     return config.lr * global_batch / config.lr_batch if config.lr_batch else config.lr
 
 
-def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
+def learning_rate(
+    config: ScheduleConfig, peak: float, step: int, total_steps: int, warmup_steps: int, cooldown_steps: int = 0
+) -> float:
     """Learning rate of step `step` (from 0): linear warm-up from 0, then decay to `final` x peak.
 
     As in the paper's code: shape(progress) x min(1, step / warmup), progress counted from the end of the warm-up
     (big_vision, utils.create_learning_rate_schedule). "drops" counts from the start of the run, as in BiT.
+    cooldown_steps: steps at the end of a "constant" schedule in which the rate falls linearly, as in Zhai et al., "Scaling Vision
+    Transformers" (2022), where it follows a rate that falls with the square root of the step.
     """
     progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
     if config.decay == "linear":
@@ -45,6 +49,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     elif config.decay == "drops":
         shape = 0.1 ** sum(step >= drop * total_steps for drop in config.drops)
     else:
-        shape = 1.0
+        shape = min(1.0, max(0, total_steps - step) / cooldown_steps) if cooldown_steps else 1.0
     shape = config.final + (1 - config.final) * shape
     return peak * shape * min(1.0, step / warmup_steps if warmup_steps else 1.0)

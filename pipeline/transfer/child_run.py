@@ -11,9 +11,9 @@ from typing import IO, Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import read_status
+from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
+from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
 
@@ -46,7 +46,7 @@ def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
     return ChildRun(name, file, overrides, schema.load(RunConfig, file, overrides))
 
 
-def with_track(run: ChildRun, track: Any) -> ChildRun:
+def with_track(run: ChildRun, track: TrackConfig) -> ChildRun:
     """The run with other settings of `track`: its parent and where it is sent to."""
     overrides = [f"track.parent_run={track.parent_run}"] if track.enabled else []
     if track.uri != run.config.track.uri:
@@ -74,19 +74,27 @@ def start_command(
     ).returncode
 
 
-def read_outcome(run: ChildRun) -> Scores | str | None:
-    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
+def how_ended(run: ChildRun) -> Status | None:
+    """How a run with exactly these settings finished or diverged; None if it must be started, or continued."""
     status = read_status(run.folder)
     if status is None or status.status not in ("finished", "diverged"):
         return None
-    finished = read_settings(run.folder)
+    finished = _read_settings(run.folder)
     # Where a run was sent to does not change what came of it.
     if finished is None or replace(finished, track=run.config.track) != run.config:
+        return None
+    return status
+
+
+def read_outcome(run: ChildRun) -> Scores | str | None:
+    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
+    status = how_ended(run)
+    if status is None:
         return None
     return status.reason if status.status == "diverged" and status.reason else _read_scores(run)
 
 
-def read_settings(folder: Path) -> RunConfig | None:
+def _read_settings(folder: Path) -> RunConfig | None:
     """The settings that a run was started with last; None, with a message if they are damaged, when there are none."""
     file = folder / "config.json"
     try:

@@ -1,11 +1,10 @@
-"""Progress of a VTAB sweep: a line for each cell that ends, a bar on a terminal, and progress.json for other programs."""
+"""Progress of a VTAB sweep or a study: a line for each cell that ends, a bar on a terminal, and progress.json for other programs."""
 
 import statistics
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +12,7 @@ from pipeline.progress import ProgressFile, duration
 
 
 class SweepProgress:
-    """Counts each task's cells: all, done, failed. progress.json is written when a cell ends."""
+    """Counts the cells of each task (of a study: of each model): all, done, failed. progress.json is written when a cell ends."""
 
     def __init__(self, tasks: list[str], done: list[str], folder: Path) -> None:
         """tasks: task names of all cells, one for each cell. done: of the cells done before. folder: of progress.json."""
@@ -32,14 +31,11 @@ class SweepProgress:
             self._bar.close()
         self._file.remove()
 
-    def ended(self, task: str, cell: str, outcome: dict[str, Any]) -> None:
-        """A cell is done. cell: its description."""
+    def ended(self, task: str, line: str, seconds: float) -> None:
+        """A cell is done. line: the cell and what came of it. seconds: that it took."""
         self.done[task] += 1
-        self._cell_seconds.append(outcome["seconds"])
-        diverged = f", diverged by step {outcome['diverged']}" if "diverged" in outcome else ""
-        self._print(
-            f"{cell}: {outcome['accuracy']:.2%} of {outcome['num_images']:,} images{diverged}, {outcome['seconds']:.0f} s"
-        )
+        self._cell_seconds.append(seconds)
+        self._print(f"{line}, {duration(seconds)}")
 
     def gave_up(self, task: str, cell: str, reason: str) -> None:
         """A cell failed and is not retried."""

@@ -134,7 +134,7 @@ def _run(
             cell = jobs[index].cell
             outcomes[cell] = outcome
             sweep.write(cell, outcome)
-            progress.ended(cell.task.name, str(cell), outcome)
+            progress.ended(cell.task.name, _in_words(cell, outcome), outcome["seconds"])
             if page:
                 page.ended(cell, outcome)
 
@@ -202,6 +202,11 @@ def _print_begin(sweep: Sweep, num_cells: int, num_done: int) -> None:
     for name, dataset in sweep.datasets.items():
         if not dataset.info["source"].get("vtab", {}).get("published", True):
             print(f"{name}: not the published files, so its score is not VTAB's", flush=True)
+
+
+def _in_words(cell: Cell, outcome: Outcome) -> str:
+    diverged = f", diverged by step {outcome['diverged']}" if "diverged" in outcome else ""
+    return f"{cell}: {outcome['accuracy']:.2%} of {outcome['num_images']:,} images{diverged}"
 
 
 def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None:

@@ -197,6 +197,7 @@ def test_drop_path_skips_samples_and_keeps_the_mean():
         ("BiT-R50", {}, 'did you mean "BiT-R50x1"'),
         ("BiT-R18x1", {}, "is an unknown model; did you mean"),
         ("BiT-R50x1", {"dropout": 0.1}, "BiT-R50x1 has no dropout. Set model.dropout=0.0"),
+        ("BiT-R50x1", {"depth": 4}, "BiT-R50x1 has no depth. Set model.depth=null"),
         ("BiT-R50x1", {"representation": True}, "Set model.representation=false"),
         ("BiT-R50x1", {"width": 48}, "width = 48 must be a multiple of 32"),
         ("ViT-B/16", {"droppath": 0.1}, "unknown field 'droppath'; did you mean \"drop_path\""),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipeline.settings.run import OptimizerConfig, ScheduleConfig
+from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
 from pipeline.train.optimizers import learning_rate, peak_rate
 
 PEAK, TOTAL, WARMUP = 1e-3, 312_012, 10_000
@@ -46,6 +46,14 @@ def test_points_by_hand() -> None:
 def test_short_runs_have_a_schedule() -> None:
     assert learning_rate(ScheduleConfig(), 1.0, 0, 1, 0) == 1
     assert learning_rate(ScheduleConfig(), 1.0, 5, 3, 0) == 0  # behind the end
+
+
+def test_a_constant_rate_cools_down_at_the_end() -> None:
+    constant = ScheduleConfig(decay="constant")
+    assert [
+        learning_rate(constant, 1.0, step, 100, 10, 20) for step in (5, 10, 79, 80, 81, 90, 99, 100, 101)
+    ] == pytest.approx([0.5, 1, 1, 1, 0.95, 0.5, 0.05, 0, 0])
+    assert learning_rate(constant, 1.0, 99, 100, 10) == 1
 
 
 def test_drops_are_bits() -> None:

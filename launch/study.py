@@ -1,0 +1,74 @@
+"""Command: run many pre-trainings that answer one question, and report what follows. See `pipeline/study/driver.py`."""
+
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.process import guard
+
+guard(__name__)
+
+from pipeline.command import main
+from pipeline.errors import UserError
+from pipeline.settings.study import StudyConfig
+
+if TYPE_CHECKING:
+    from pipeline.study.driver import RunJobs
+
+ABOUT = """
+Ask the ViT paper's questions of your own images: how much data is enough (Figures 3 and 4), which model is best for a compute
+budget and what would a larger one give (Figure 5), what does a part of the model contribute (Table 8, Figure 8)?
+
+Each combination of model, data size, length and seed is a cell: an ordinary pre-training run, in a folder of its own, then
+its scores. The report has figures, fitted power laws with their uncertainty, and predictions where the fits support them.
+
+  Three ready studies, each in the paper's size and in one for a CPU (docs/studies.md has their results on CIFAR-10):
+      python launch/study.py --config configs/study/data_size_cpu.yaml --plan
+      python launch/study.py --config configs/study/data_size_cpu.yaml
+      python launch/study.py --config configs/study/scaling.yaml 'settings=[data.path=datasets/photos]' tflops=300 --plan
+  On this machine's GPUs, on a Ray cluster with 8 GPUs a cell, or as a SLURM array:
+      python launch/study.py --config FILE launcher="deepspeed --num_gpus 8" gpus=8
+      ray job submit --working-dir . -- python launch/study.py --config FILE on=ray gpus=8 out=/shared/runs
+      python launch/study.py --config FILE gpus=8 slurm=study.sbatch
+
+Cells run cheapest first. After any interruption, run the same command again: finished cells are kept, others continue from
+their checkpoints. A cell that fails or diverges is reported, and the others continue; the exit code is then 2 for failures.
+"""
+
+
+def study(config: StudyConfig) -> None:
+    from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.ray_tasks import shared_path
+    from pipeline.study.driver import run
+
+    folder = Path(str(shared_path("out", config.out))) / config.name
+    if config.plan or config.cell:
+        run(config)
+        return
+    on_cluster = config.on == "ray" and not (config.slurm or config.report)
+    with only_driver(folder) if not config.slurm else nullcontext():
+        run(config, *(on_ray(config) if on_cluster else ()))
+
+
+def on_ray(config: StudyConfig) -> tuple["RunJobs", int]:
+    """Returns (what runs cells on the Ray cluster, or on this machine if there is none; how many at a time)."""
+    from pipeline import ray_tasks
+
+    ray_tasks.connect()
+    fitting, num_gpus = ray_tasks.capacity(config.threads, config.gpus)
+    if config.gpus and not num_gpus:
+        raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
+    limit = config.num_tasks or fitting
+
+    def run_jobs(function: Any, jobs: Any, on_retry: Any, on_failure: Any) -> Iterable[tuple[int, dict[str, str]]]:
+        return ray_tasks.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
+
+    return run_jobs, limit
+
+
+if __name__ == "__main__":
+    main(StudyConfig, study, ABOUT, flag="plan")

@@ -1,0 +1,197 @@
+"""The settings of a study: which pre-training runs are compared, how they are scored, where they run, and what they may cost."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.errors import UserError
+from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TextForm, setting
+
+# Settings of a run that the study sets itself.
+_SET_BY_STUDY = (
+    "name=",
+    "out=",
+    "seed=",
+    "data.limit=",
+    "train.length=",
+    "schedule.cooldown=",
+    "init.",
+    "track.parent_run=",
+)
+# What a model of a study must not change, because scores could not be compared any more.
+_SAME_FOR_ALL = (
+    "data.path=",
+    "data.train_split=",
+    "data.eval_split=",
+    "data.exclude=",
+    "data.dev_share=",
+    "probe.",
+    "augment.eval_crop=",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyModel:
+    """A model of a study."""
+
+    name: str = setting(
+        REQUIRED,
+        "Name in figures and run names",
+        form=TextForm(r"[A-Za-z0-9][A-Za-z0-9+_.-]*", "letters, digits and + _ . -"),
+    )
+    family: str = setting("", "Models of one family share a line in figures and a fit; empty is the model's name.")
+    settings: list[str] = setting(
+        list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
+
+    name: str = setting(
+        REQUIRED,
+        "Name of the study; all of its runs are in <out>/<name>",
+        form=FOLDER_NAME,
+        output="folder",
+        within="out",
+    )
+    out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
+    question: Literal["data_size", "scaling", "ablation"] = setting(
+        REQUIRED,
+        "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
+        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8)",
+    )
+    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share")
+    settings: list[str] = setting(
+        list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
+    )
+    models: list[StudyModel] = setting(REQUIRED, "The models that are compared", min_items=1)
+    data_sizes: list[Limit] = setting(
+        list,
+        "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",
+    )
+    lengths: list[Length] = setting(
+        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run.", above=0
+    )
+    budgets: list[float] = setting(
+        list,
+        "In place of lengths: compute of pre-training in exaFLOPs, the same for each model.",
+        above=0,
+        distinct=True,
+    )
+    cooldown: float = setting(
+        0.0,
+        "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then share all steps "
+        "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
+        min=0,
+        below=1,
+    )
+    seeds: list[int] = setting(
+        [0],
+        "Seeds; each gives a run with its own subset, weights and order.",
+        min=0,
+        max=MAX_SEED,
+        min_items=1,
+        distinct=True,
+    )
+    score: str = setting(
+        "top1",
+        "Score that figures and fits show: top1 or top5 of the run's evaluation, 5shot, 20nn, ... of its probe, finetune:NAME, or vtab.",
+    )
+    finetune: list[str] = setting(
+        list,
+        "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
+        distinct=True,
+    )
+    vtab: str = setting(
+        "", "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none."
+    )
+    vtab_settings: list[str] = setting(list, "Settings over those of that file, as [data=datasets/vtab,method=linear].")
+    on: Literal["here", "ray"] = setting(
+        "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
+    )
+    launcher: str = setting(
+        "",
+        "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+    )
+    gpus: int = setting(
+        0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
+    )
+    threads: int = setting(2, "on=ray: CPUs of a cell.", min=1, max=MAX_THREADS)
+    num_tasks: int = setting(
+        0, "on=ray: number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS
+    )
+    hours: float = setting(
+        0.0, "Time for the whole study, by the clock. A plan that needs more is refused, and cells that no longer fit are left out. 0 is no limit.",
+        min=0,
+    )  # fmt: skip
+    tflops: float = setting(
+        0.0,
+        "TFLOP/s that a device keeps up in training, for the plan; 0 takes it from cells that are done, or measures this CPU.",
+        min=0,
+    )
+    price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
+    slurm: str = setting(
+        "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
+    )
+    cell: str = setting("", "Run this cell only (its name, or its number as in the plan, from 0), and write no report.")
+    report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
+    mlflow: str = setting(
+        "",
+        "MLflow tracking URI of the study and its runs; none sends no study. Empty is track.uri of the runs, else "
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+    )
+    plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that this command does not write: --plan only prints."""
+        return ("name", "out") if self.plan else ()
+
+    def check(self) -> None:
+        """Check what depends on several settings. Raises UserError."""
+        if given := [text for text in self.settings if text.startswith(_SET_BY_STUDY)]:
+            raise UserError(f"settings has {', '.join(given)}, which this command sets for each cell: leave it out.")
+        for model in self.models:
+            if given := [text for text in model.settings if text.startswith(_SET_BY_STUDY)]:
+                raise UserError(
+                    f"model {model.name} sets {', '.join(given)}, which this command sets for each cell: leave it out."
+                )
+            if given := [text for text in model.settings if text.startswith(_SAME_FOR_ALL)]:
+                raise UserError(
+                    f"model {model.name} sets {', '.join(given)}, which must be the same for all cells, or their scores could not be "
+                    "compared: set it in `settings` of the study."
+                )
+        names = [model.name for model in self.models]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"models has two called {twice[0]!r}: give each its own name.")
+        if self.lengths and self.budgets:
+            raise UserError("lengths and budgets both say how long cells train: set one of them.")
+        for listed in ("data_sizes", "lengths"):
+            texts = [str(item) for item in getattr(self, listed)]
+            if twice := [text for text in texts if texts.count(text) > 1]:
+                raise UserError(f"{listed} has {twice[0]} twice.")
+        self._check_question()
+        if self.cooldown and len(self.lengths or self.budgets) == 0:
+            raise UserError(
+                f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths or budgets."
+            )
+        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
+            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
+
+    def _check_question(self) -> None:
+        num_lengths, num_sizes = len(self.lengths or self.budgets), len(self.data_sizes)
+        if self.question == "data_size" and num_sizes < 2:
+            raise UserError(
+                f"question = data_size compares data sizes, and data_sizes has {num_sizes}: give at least two."
+            )
+        if self.question == "scaling" and num_lengths * len(self.models) < 2:
+            raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")
+        if self.question == "ablation" and len(self.models) < 2:
+            raise UserError("question = ablation compares models with the first one: give at least two.")
+        if self.question != "data_size" and num_sizes > 1:
+            raise UserError(
+                f"data_sizes has {num_sizes} sizes, which belong to question = data_size. Give one, or none."
+            )
+        if self.question != "scaling" and num_lengths > 1:
+            raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")

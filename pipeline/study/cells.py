@@ -1,0 +1,351 @@
+"""The cells of a study: its pre-training runs, made from the settings and checked before anything starts.
+
+A folder holds one study. Its study.json says what each cell is; cells may be added to a study, and none may change.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline import model as models
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.subset import run_splits
+from pipeline.errors import UserError
+from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.files import write_text
+from pipeline.settings import schema
+from pipeline.settings.quantities import Limit
+from pipeline.settings.run import RunConfig
+from pipeline.settings.study import StudyConfig, StudyModel
+from pipeline.settings.transfer import VtabConfig
+from pipeline.transfer.child_run import ChildRun, make_child
+
+STUDY_FILE = "study.json"
+# Settings of a run that do not change what becomes of it.
+_FREE = (
+    "name",
+    "out",
+    "track.",
+    "launch.",
+    "data.threads",
+    "data.prefetch",
+    "data.cache",
+    "engine.timeout_minutes",
+    "profile.",
+)
+_EXA = 1e18
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A pre-training run and what scores its weights.
+
+    steps: of the run. data_size: its training images. trunk: with a cooldown, the run at a constant rate whose last checkpoint
+    this one continues; several cells share it. finetunes: runs that start from its weights.
+    """
+
+    model: StudyModel
+    run: ChildRun
+    seed: int
+    data_size: int
+    steps: int
+    flops_per_image: int
+    parameters: int
+    trunk: ChildRun | None
+    trunk_steps: int
+    finetunes: list[ChildRun]
+    finetune_flops: float
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def family(self) -> str:
+        return self.model.family or self.model.name
+
+    @property
+    def images_seen(self) -> int:
+        return self.steps * self.run.config.train.global_batch
+
+    @property
+    def flops(self) -> float:
+        """Of the whole pre-training run, with the steps that it shares with others."""
+        return float(self.images_seen) * self.flops_per_image
+
+
+@dataclass(frozen=True)
+class Study:
+    """cells: cheapest first. jobs: the cells that one task runs, one after the other: those that share a trunk, else one."""
+
+    config: StudyConfig
+    folder: Path
+    dataset: Dataset
+    image_size: int
+    cells: list[Cell]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> list[list[Cell]]:
+        """Cheapest first; within a job, the shortest run first."""
+        groups: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            groups.setdefault(cell.trunk.name if cell.trunk else cell.name, []).append(cell)
+        return sorted(groups.values(), key=lambda cells: sum(new_flops(cells)))
+
+    def job_of(self, wanted: str) -> list[Cell]:
+        """The cells of a job up to one of its cells, given by name, or by number among all cells. Raises UserError."""
+        names = [cell.name for cell in self.cells]
+        if wanted.isdigit() and int(wanted) < len(names):
+            wanted = names[int(wanted)]
+        if wanted not in names:
+            raise UserError(
+                f"cell = {wanted}: there is no such cell. There are: 0 to {len(names) - 1}, or {', '.join(names)}."
+            )
+        (job,) = [job for job in self.jobs if wanted in [cell.name for cell in job]]
+        return job[: [cell.name for cell in job].index(wanted) + 1]
+
+    def claim(self) -> None:
+        """Write study.json. Raises UserError with the difference if a cell of this name was another run, or the data are others."""
+        file = self.folder / STUDY_FILE
+        now = _identity(self)
+        try:
+            then = json_record.read(file, dict[str, Any])
+            cells = json_record.convert(then.get("cells"), dict[str, dict[str, Any]], str(file), "cells")
+        except FileNotFoundError:
+            if self.folder.exists() and (
+                found := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+            ):
+                raise UserError(
+                    f"{self.folder} is not empty (it holds {found[0]}), and holds no study. Choose another name=..."
+                ) from None
+            then, cells = {}, {}
+        except UserError as error:
+            raise UserError(
+                f"{error} It says what the runs of this study are: choose another name=..., or remove the folder."
+            ) from None
+        changes: dict[str, list[str]] = {
+            f"{name} was {then.get(name)}, is {now[name]}": []
+            for name in ("data", "scoring")
+            if then and then.get(name) != now[name]
+        }
+        for name, new in now["cells"].items():
+            old = cells.get(name, new)
+            for key in {**old, **new}:
+                # A setting that an older study.json lacks had its default.
+                if old.get(key) != new.get(key) and (key in old or not _is_default(key, new[key])):
+                    changes.setdefault(f"{key} was {old.get(key)}, is {new.get(key)}", []).append(name)
+        if changes:
+            texts = [f"{text} in {_some(names)}" if names else text for text, names in changes.items()]
+            raise UserError(
+                f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps({**now, "cells": {**cells, **now["cells"]}}, indent=1) + "\n")
+
+
+def open_study(config: StudyConfig) -> Study:
+    """Make the cells of a study and check them as far as can be without training. Raises UserError."""
+    folder = Path(config.out) / config.name
+    base = make_child("study", config.run, [*config.settings, "name=study"]).config
+    if base.init.weights:
+        raise UserError(
+            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py."
+        )
+    dataset = open_dataset(base.data.path)
+    notes: list[str] = []
+    cells = []
+    for model in config.models:
+        for size in config.data_sizes or [base.data.limit]:
+            for seed in config.seeds:
+                cells += _cells_of(config, folder, dataset, model, size, seed)
+    cells.sort(key=lambda cell: (cell.flops, cell.data_size, cell.seed))
+    _refuse_twins(cells)
+    _check_comparable(cells)
+    _check_score(config, cells[0])
+    if config.vtab:
+        schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
+    if config.cooldown:
+        notes.append(
+            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of different lengths share "
+            "their first steps; each equals a run of its own with this schedule."
+        )
+    sides = {str(cell.run.config.model.image_size) for cell in cells}
+    if len(sides) > 1:
+        notes.append(f"Models read images of different sizes ({', '.join(sorted(sides))} px).")
+    return Study(config, folder, dataset, max(base.model.image_size), cells, notes)
+
+
+def new_flops(cells: list[Cell]) -> list[float]:
+    """FLOPs that each cell of a job adds, with its fine-tuning: a trunk's steps are done once."""
+    added, trained = [], 0
+    for cell in cells:
+        own = cell.steps - (trained if cell.trunk else 0)
+        added.append(float(own) * cell.run.config.train.global_batch * cell.flops_per_image + cell.finetune_flops)
+        trained = cell.trunk_steps
+    return added
+
+
+# -------------------------------------------------------------------- making them
+def _cells_of(
+    config: StudyConfig, folder: Path, dataset: Dataset, model: StudyModel, size: Limit, seed: int
+) -> list[Cell]:
+    """The cells of one model, data size and seed: one for each length or budget, the shortest first."""
+    common = [*config.settings, *model.settings, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    first = make_child("study", config.run, [*common, "name=study"]).config
+    built = new_model_config(first.model, dataset.num_classes, first.train.masked)
+    flops = models.training_flops_per_image(built)
+    split, _ = run_splits(dataset, first.data, seed)
+    stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
+    lengths: list[tuple[str, str]] = [(_in_a_name(length), str(length)) for length in config.lengths]
+    for budget in config.budgets:
+        steps = round(budget * _EXA / (flops * first.train.global_batch))
+        lengths.append((f"{budget:g}EF", f"{steps} steps"))
+    found = []
+    for label, length in lengths or [("", str(first.train.length))]:
+        name = "-".join([stem, *([label] if len(lengths) > 1 else []), f"seed{seed}"])
+        overrides = [*common, f"name={name}", f"train.length={length}"]
+        run, trunk, trunk_steps = make_child(name, config.run, overrides), None, 0
+        try:
+            steps = make_plan(run.config, len(split), 1).steps
+            if config.cooldown:
+                run, trunk, trunk_steps = _with_trunk(config, stem, seed, overrides, steps)
+                make_plan(run.config, len(split), 1)
+        except UserError as error:
+            raise UserError(f"cell {name}: {error}") from None
+        finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
+        found.append(
+            Cell(model, run, seed, len(split), steps, flops, models.num_parameters(built), trunk, trunk_steps, finetunes,
+                 sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
+        )  # fmt: skip
+    return sorted(found, key=lambda cell: cell.steps)
+
+
+def _with_trunk(
+    config: StudyConfig, stem: str, seed: int, overrides: list[str], steps: int
+) -> tuple[ChildRun, ChildRun, int]:
+    """Returns (the run with a cooldown, the run at a constant rate up to where it begins, steps of that one)."""
+    cooldown = max(1, round(config.cooldown * steps))
+    constant = [*overrides, "schedule.decay=constant", f"train.length={steps} steps"]
+    name = overrides_value(overrides, "name")
+    run = make_child(name, config.run, [*constant, f"schedule.cooldown={cooldown} steps"])
+    if run.config.schedule.warmup.unit == "%":
+        raise UserError(
+            f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with cooldown, give it in "
+            "steps, epochs or samples."
+        )
+    if "://" in run.config.checkpoint.folder:
+        raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
+    trunk_name = f"{stem}-trunk-seed{seed}"
+    trunk = make_child(
+        trunk_name,
+        config.run,
+        [*constant, f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="],
+    )
+    return run, trunk, steps - cooldown
+
+
+def _finetune(file: str, run: ChildRun, folder: Path, seed: int) -> ChildRun:
+    """The run that fine-tunes the weights of a cell by a file."""
+    own = schema.load(RunConfig, file, ["init.weights=any"])
+    name = f"{run.name}-{own.name}"
+    return make_child(name, file, [f"name={name}", f"out={folder}", f"seed={seed}", f"init.weights={run.folder}"])
+
+
+def _finetune_flops(config: RunConfig, model: models.Config) -> float:
+    split, _ = run_splits(open_dataset(config.data.path), config.data, config.seed)
+    images = config.train.length.steps(len(split), config.train.global_batch) * config.train.global_batch
+    return float(images) * models.training_flops_per_image(replace(model, image_size=config.model.image_size))
+
+
+def overrides_value(overrides: list[str], name: str) -> str:
+    """The value of the last override of a setting."""
+    return [text.partition("=")[2] for text in overrides if text.startswith(f"{name}=")][-1]
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _in_a_name(quantity: object) -> str:
+    return str(quantity).replace(" ", "_").replace("%", "pc")
+
+
+# -------------------------------------------------------------------- checking them
+def _settings_of(cell: Cell) -> dict[str, Any]:
+    flat = schema.flatten(schema.to_dict(cell.run.config))
+    return {name: value for name, value in flat.items() if not name.startswith(_FREE)}
+
+
+def _refuse_twins(cells: list[Cell]) -> None:
+    """Raise UserError for two cells that are the same run."""
+    seen: dict[str, str] = {}
+    for cell in cells:
+        # Another length that is as many steps is the same run, too.
+        about = json.dumps(
+            {**_settings_of(cell), "train.length": cell.steps, "data.limit": cell.data_size}, sort_keys=True
+        )
+        if about in seen:
+            raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
+        seen[about] = cell.name
+
+
+def _check_comparable(cells: list[Cell]) -> None:
+    """Raise UserError if the cells are evaluated differently, as far as settings of the models can bring about."""
+    for name in ("data.path", "data.eval_split", "data.exclude", "data.dev_share", "train.loss"):
+        values: dict[str, str] = {}
+        for cell in cells:
+            values.setdefault(str(_settings_of(cell)[name]), cell.name)
+        if len(values) > 1 and (name != "train.loss" or any(value.startswith("masked") for value in values)):
+            (one, first), (other, second) = list(values.items())[:2]
+            raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
+
+
+def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
+    """Names of the scores that a cell will have."""
+    names = [] if run.train.masked else ["top1", "top5"]
+    if run.probe.every.amount:
+        several = len(run.probe.l2) > 1
+        names += [f"{n}shot" + (f"_l2_{l2:g}" if several else "") for n in run.probe.shots if n for l2 in run.probe.l2]
+        names += [f"{run.probe.neighbours}nn"] if run.probe.neighbours else []
+    names += [f"finetune:{schema.load(RunConfig, file, ['init.weights=any']).name}" for file in config.finetune]
+    return names + (["vtab"] if config.vtab else [])
+
+
+def _check_score(config: StudyConfig, cell: Cell) -> None:
+    known = score_names(config, cell.run.config)
+    if config.score not in known:
+        raise UserError(
+            f"score = {config.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "
+            "probe.shots and probe.neighbours of the run; finetune:NAME and vtab need `finetune` and `vtab`."
+        )
+
+
+def _identity(study: Study) -> dict[str, Any]:
+    """What a started study must not change."""
+    config = study.config
+    scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
+    for finetune in study.cells[0].finetunes:
+        flat = schema.flatten(schema.to_dict(finetune.config))
+        scoring["finetune"][Path(finetune.file).name] = {
+            name: value for name, value in flat.items() if not name.startswith((*_FREE, "init.weights", "seed"))
+        }
+    if config.vtab:
+        vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
+        scoring["vtab"] = {
+            "protocol": schema.to_dict(vtab.protocol),
+            "method": vtab.method,
+            "tasks": vtab.tasks,
+            "seeds": vtab.seeds,
+        }
+    cells = {cell.name: _settings_of(cell) for cell in study.cells}
+    # As JSON, to be compared with what was read from a file.
+    return json.loads(json.dumps({"data": study.dataset.fingerprint, "scoring": scoring, "cells": cells}))
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a setting that an older study.json lacks has its default, as it had then."""
+    defaults = {row[0]: row[2] for row in schema.describe(RunConfig)}
+    return defaults.get(name) in (str(value), str(value).lower(), "null" if value is None else None)
