@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     NEIGHBOUR_IMAGES = 29
     EXPLAINED_IMAGES = 30
     SHEET_SAMPLES = 31
+    STUDY_BOOTSTRAP = 32
 
 
 def bits(*parts: Integer) -> np.ndarray:
