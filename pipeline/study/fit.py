@@ -98,7 +98,7 @@ class PowerLaw:
             first, last = (float(self.errors[self.x == x].mean()) for x in (low, high))
             return f"The fit says nothing: the error does not fall {span} (it is {first:.4f} and {last:.4f})."
         if self.scale.low == 0:
-            at_low, at_high = self._law(np.array([low, high])).tolist()
+            at_low, at_high = self.law(np.array([low, high])).tolist()
             freedom = self.noise.freedom
             return (
                 f"The fit says nothing: the fitted fall of the error {span}, {at_low - at_high:.4f}, may be noise (standard deviation of a run "
@@ -113,7 +113,7 @@ class PowerLaw:
 
     def curve(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The law and its interval, to be drawn: x (k,) -> error, low, high, each (k,). Refuses nothing; see `predict`."""
-        law = self._law(x)
+        law = self.law(x)
         low, high = self.region.errors(x / self.x.max())
         return law, np.minimum(low, law), np.minimum(np.maximum(high, law), 1.0)
 
@@ -186,7 +186,8 @@ class PowerLaw:
             low, high = np.exp(logs[0].min()), np.exp(logs[1].max()) if is_reached.all() else math.inf
         return Estimate(x, float(low * self.x.max()), float(high * self.x.max()))
 
-    def _law(self, x: np.ndarray) -> np.ndarray:
+    def law(self, x: np.ndarray) -> np.ndarray:
+        """The error without its interval. Refuses nothing."""
         return self.floor.value + self.scale.value * x**-self.exponent.value
 
 

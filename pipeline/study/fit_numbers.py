@@ -143,16 +143,16 @@ def region(
     """Laws whose sum of squares is at most `limit`, which must be above the smallest. errors, u: (n,). best: floor, scale, exponent."""
     best_floor, best_scale, best_exponent = best
 
-    def is_inside(exponent: float) -> bool:
-        return bool(_linear(errors[None], u, np.array([[exponent]]), fixed_floor)[2][0, 0] <= limit)
-
     def edge(outside: float) -> float:
+        """The exponent between the best and `outside` up to which the limit holds, by intervals a 16th as long each time."""
         inside = best_exponent
-        if is_inside(outside):
-            return outside
-        for _ in range(20):
-            middle = (inside * outside) ** 0.5
-            inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
+        for _ in range(5):
+            tried = np.geomspace(inside, outside, 17)
+            beyond = np.flatnonzero(_linear(errors[None], u, tried[None], fixed_floor)[2][0] > limit)
+            if not len(beyond):
+                return outside
+            first = max(int(beyond[0]), 1)
+            inside, outside = float(tried[first - 1]), float(tried[first])
         return inside
 
     exponents = np.geomspace(edge(EXPONENTS[0]), edge(EXPONENTS[1]), _REGION_EXPONENTS)

@@ -59,7 +59,7 @@ def compute_optimal(fits: Mapping[str, PowerLaw], budget: float, *, seed: int, d
     ends = [fits[name].supported for name in names]
     low, high = max(low for low, _ in ends), min(high for _, high in ends)
     budgets = np.unique(np.append(np.geomspace(low, high, _BUDGETS), budget))
-    order = np.stack([fits[name].curve(budgets)[0] for name in names]).argmin(0)
+    order = np.stack([fits[name].law(budgets) for name in names]).argmin(0)
     at = int(np.searchsorted(budgets, budget))
     others = np.flatnonzero(order != best)
     first = int(max(others[others < at], default=-1)) + 1
@@ -96,7 +96,7 @@ def _drawn_errors(fit: PowerLaw, budget: float, draws: int, seed: int, stream: i
     size = np.sqrt(freedom / chdtri(freedom, uniform(0, 1)))
     of_cells = np.sqrt(fit.noise.cell_variance) * ndtri(uniform(1, fit.num_cells))
     of_seeds = np.sqrt(fit.noise.seed_variance) * ndtri(uniform(2, fit.num_runs))
-    errors = fit.curve(fit.x)[0] + size * (of_cells[:, fit.cells] + of_seeds)
+    errors = fit.law(fit.x) + size * (of_cells[:, fit.cells] + of_seeds)
     largest = fit.x.max()
     floor, scale, exponent, _ = minimise(errors, fit.x / largest, fit.fixed_floor)
     return floor + scale * (budget / largest) ** -exponent
