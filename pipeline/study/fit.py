@@ -13,10 +13,11 @@ Percentiles of resampled residuals, or of resampled cells and seeds, are too nar
 `tests/measure/measure_fit.py`. The variance is of cells, not of seeds, where cells deviate from the law by more (`Noise`).
 """
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class PowerLaw:
         """Smallest and largest x at which the law is used."""
         return float(self.x.min()) / MAX_EXTRAPOLATION, float(self.x.max()) * MAX_EXTRAPOLATION
 
-    @cached_property
+    @functools.cached_property
     def why_not(self) -> str:
         """A sentence that says why nothing follows from this fit; "" if something does."""
         low, high = float(self.x.min()), float(self.x.max())
@@ -217,8 +218,7 @@ def fit_power_law(
 ) -> PowerLaw:
     """Fit one family. x: > 0; error: in [0, 1]; cell: name of each run's cell, equal for runs that differ in their seed only.
 
-    floor: assumed instead of fitted, which needs one size less. noise: of several families together, sum of their `own_noise`, in place
-    of this family's own; few runs of one family tell little of it. unit: of x, for messages.
+    floor: assumed instead of fitted, which needs one size less. noise: in place of this family's own (`common_noise`). unit: of x, for messages.
 
     The floor may exceed the smallest error, which may be low by chance: a limit there makes the intervals too narrow.
 
@@ -233,6 +233,11 @@ def fit_power_law(
             f"add sizes{'' if floor is not None else ', or assume a floor (one size less)'}."
         )
     return _fitted(xs, errors, cell, confidence, floor, noise, unit)
+
+
+def common_noise(fits: Iterable[PowerLaw]) -> Noise:
+    """The noise of several families together, for `fit_power_law(noise=...)`: four sizes of one seed alone have one degree of freedom."""
+    return functools.reduce(operator.add, (fit.own_noise for fit in fits))
 
 
 def leave_largest_out(

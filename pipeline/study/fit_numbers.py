@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Published exponents of compute and data are 0.05 (Kaplan et al. 2020) to 0.5 (Hoffmann et al. 2022, data). Below the range the law
-# is a straight line in log(x), of which the floor cannot be told; above, a step from one size to the next.
+# Published exponents are 0.05 (Kaplan et al. 2020, compute) to 0.34 (Hoffmann et al. 2022, parameters). Below the range the law is a
+# straight line in log(x), of which the floor cannot be told; above, a step from one size to the next.
 EXPONENTS = (0.02, 3.0)
 # Standard deviation of the noise that is always assumed: scores are rounded, and an exact fit must not divide by zero.
 _SMALLEST_NOISE = 1e-6

@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.study.fit import PowerLaw, fit_power_law
+from pipeline.study.fit import PowerLaw, common_noise, fit_power_law
 from pipeline.study.fit_numbers import Noise, minimise
 from pipeline.study.fit_optimal import compute_optimal
 
@@ -123,8 +123,7 @@ def shared_noise(design: Design, draws: int) -> tuple[np.ndarray, np.ndarray]:
     inside, widths = [], []
     for _ in range(draws):
         drawn = [(law, design.draw(law, rng)) for law in LAWS.values()]
-        first, *others = (fitted(x, errors).own_noise for _, (x, errors, _) in drawn)
-        noise = sum(others, first)
+        noise = common_noise(fitted(x, errors) for _, (x, errors, _) in drawn)
         for law, (x, errors, new) in drawn:
             found = profile(x, errors, design.next_size, noise)[0][3:]
             true = (law[0] + law[1] * design.next_size ** -law[2], new)

@@ -8,7 +8,7 @@ import pytest
 from measure_fit import LAWS, Design, coverage
 
 from pipeline.errors import UserError
-from pipeline.study.fit import MAX_EXTRAPOLATION, PowerLaw, fit_power_law, leave_largest_out
+from pipeline.study.fit import MAX_EXTRAPOLATION, PowerLaw, common_noise, fit_power_law, leave_largest_out
 from pipeline.study.fit_optimal import compute_optimal
 
 # ViT paper, Table 6: exaFLOPs of pre-training and ImageNet accuracy in percent.
@@ -102,6 +102,22 @@ def test_the_fit_is_the_least_squares_of_scipy() -> None:
     assert ours.residual == pytest.approx(np.std(errors - exact(x, *theirs)), rel=1e-3)
 
 
+def test_an_interval_ends_where_the_best_fit_with_that_value_reaches_the_limit() -> None:
+    from scipy.stats import t
+
+    x = np.repeat(SIZES, 2)
+    errors = noisy(1, x)
+    fit = fitted(x, errors)
+    minimum, num = fit.residual**2 * len(x), fit.noise.freedom
+    limit = minimum + t.ppf(0.975, num) ** 2 * fit.noise.variance
+    assert 0 < fit.floor.low < fit.floor.high
+    for floor in (fit.floor.low, fit.floor.high):
+        assert fitted(x, errors, floor=floor).residual ** 2 * len(x) == pytest.approx(limit, rel=0.01)
+    for exponent in (fit.exponent.low, fit.exponent.high):
+        line = np.polyfit(x**-exponent, errors, 1)
+        assert ((errors - np.polyval(line, x**-exponent)) ** 2).sum() == pytest.approx(limit, rel=1e-3)
+
+
 def test_the_paper_s_largest_models_are_predicted_from_its_smaller_ones() -> None:
     for table in (VIT, BIT):
         check = leave_largest_out(*of_table(table))
@@ -135,7 +151,7 @@ def test_a_known_floor_needs_one_size_less() -> None:
 def test_families_can_share_their_noise() -> None:
     x = SIZES[:4]
     alone = [fitted(x, noisy(seed, x)) for seed in range(4)]
-    noise = alone[0].own_noise + alone[1].own_noise + alone[2].own_noise + alone[3].own_noise
+    noise = common_noise(alone)
     assert noise.freedom == 4
     shared = [fit_power_law(x, noisy(seed, x), names(x), noise=noise) for seed in range(4)]
     widths = [[fit.exponent.high - fit.exponent.low for fit in fits] for fits in (alone, shared)]
