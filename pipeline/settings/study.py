@@ -97,7 +97,8 @@ class StudyConfig:
     )
     score: str = setting(
         "top1",
-        "Score that figures and fits show: top1 or top5 of the run's evaluation, 5shot, 20nn, ... of its probe, finetune:NAME, or vtab.",
+        "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
+        "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, finetune:NAME, or vtab.",
     )
     finetune: list[str] = setting(
         list,

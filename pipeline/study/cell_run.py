@@ -202,6 +202,10 @@ def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]
     with contextlib.suppress(FileNotFoundError, UserError):
         probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
         scores |= {name.removeprefix("_"): value for name, value in probe.items() if not name.endswith("_std")}
+    if cell.run.config.checkpoint.best:
+        kept = _checkpoints(cell.run).kept()
+        if kept.metric and kept.metric.endswith("top1") and kept.value is not None:
+            scores["best_top1"], num_test["best_top1"] = kept.value, num_test.get("top1", 0)
     for finetune in cell.finetunes:
         outcome = read_outcome(finetune)
         if outcome is not None and not isinstance(outcome, str):

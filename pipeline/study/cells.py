@@ -306,6 +306,7 @@ def _check_comparable(cells: list[Cell]) -> None:
 def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     """Names of the scores that a cell will have."""
     names = [] if run.train.masked else ["top1", "top5"]
+    names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
         several = len(run.probe.l2) > 1
         names += [f"{n}shot" + (f"_l2_{l2:g}" if several else "") for n in run.probe.shots if n for l2 in run.probe.l2]

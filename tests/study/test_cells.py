@@ -1,5 +1,6 @@
 """The cells of a study: which runs it consists of, what they cost, and what is refused before anything starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,29 @@ def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str
     assert "12 cells, 0 of them done" in said
     assert "GPU hours, cost" in said
     assert not (base.parent / "runs").exists(), "a plan writes nothing"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "configs" / "study").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_the_ready_studies_have_cells(file: Path, data: Path, tmp_path: Path) -> None:
+    """On a small data set, which is why batches and subsets are small."""
+    own = schema.load(StudyConfig, file)
+    small = [
+        f"data.path={data}",
+        "data.eval_split=val",
+        "train.global_batch=64",
+        "train.micro_batch=64",
+        "schedule.warmup=1 steps",
+    ]
+    sizes = (
+        [f"data_sizes=[{','.join(str(20 * (i + 1)) for i in range(len(own.data_sizes)))}]"] if own.data_sizes else []
+    )
+    settings = f"settings={json.dumps([*own.settings, *small])}"
+    study = open_study(schema.load(StudyConfig, file, [settings, *sizes, f"out={tmp_path}", "tflops=1"]))
+    lengths = max(1, len(own.lengths), len(own.budgets))
+    assert len(study.cells) == len(own.models) * max(1, len(own.data_sizes)) * lengths * len(own.seeds)
+    assert sum(estimate(study, []).hours.values()) > 0
 
 
 @pytest.mark.parametrize(
