@@ -1,9 +1,14 @@
-"""How often the intervals of a study's fit contain the truth: `python tests/measure/measure_fit.py [draws]`; 4 minutes for 200.
+"""How often the intervals of a study's fit contain the truth: `python tests/measure/measure_fit.py [draws]`; 4 minutes of CPU for 400.
 
 Synthetic families with known laws. Columns: share of draws whose 95 % interval contains the floor, the scale, the exponent, the law at
 the next larger size, and a new run there; the median width of the last two as a share of the fall of the error over the
 measured range; the share of fits that say something. Then the plain bootstraps, families that share their noise, fits of noise
 alone, and how often one of two equal families is called better.
+
+400 draws, 2026-11: independent noise 0.93 to 0.99, mean 0.96, in each of 27 designs of two noises; cells that deviate 0.88 to 0.97;
+noise proportional to the error: predictions 0.96 to 1.00, scale 0.78 to 0.99. Resampled residuals (100 draws): 0.61 to 0.65 for
+4 sizes of one seed, 0.79 to 0.97 otherwise; resampled cells and seeds: 0.63 to 0.67, and 0.88 to 1.00. Noise alone says something in
+0.01 to 0.05; of equal families one is called better in 0.01 to 0.02, less than the nominal 0.05, as the noise is known from few runs.
 """
 
 import sys
