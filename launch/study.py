@@ -17,7 +17,9 @@ from pipeline.errors import UserError
 from pipeline.settings.study import StudyConfig
 
 if TYPE_CHECKING:
+    from pipeline.study.cells import Study
     from pipeline.study.driver import RunJobs
+    from pipeline.study.study_page import StudyPage
 
 ABOUT = """
 Ask the ViT paper's questions of your own images: how much data is enough (Figures 3 and 4), which model is best for a compute
@@ -43,7 +45,7 @@ their checkpoints. A cell that fails or diverges is reported, and the others con
 def study(config: StudyConfig) -> None:
     from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
     from pipeline.ray_tasks import shared_path
-    from pipeline.study.driver import run
+    from pipeline.study.driver import run, run_here
 
     folder = Path(str(shared_path("out", config.out))) / config.name
     if config.plan or config.cell:
@@ -51,7 +53,17 @@ def study(config: StudyConfig) -> None:
         return
     on_cluster = config.on == "ray" and not (config.slurm or config.report)
     with only_driver(folder) if not config.slurm else nullcontext():
-        run(config, *(on_ray(config) if on_cluster else ()))
+        run_jobs, at_a_time = on_ray(config) if on_cluster else (run_here, 1)
+        run(config, run_jobs, at_a_time, in_mlflow)
+
+
+def in_mlflow(study: "Study") -> "StudyPage | None":
+    """The page of a study in MLflow; None if it is not sent."""
+    from pipeline.study.study_page import StudyPage
+    from pipeline.transfer.track.parent_page import uri_of_runs
+
+    uri = uri_of_runs(study.config.mlflow, study.cells[0].run.config.track, study.config.out)
+    return StudyPage(study, uri) if uri else None
 
 
 def on_ray(config: StudyConfig) -> tuple["RunJobs", int]:

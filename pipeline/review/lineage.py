@@ -30,6 +30,7 @@ _KINDS = {
     "finetune": "fine-tuning",
     "grid": "grid of fine-tunings",
     "vtab": "VTAB-1k sweep",
+    "study": "study",
 }
 
 # Sizes in pixels.

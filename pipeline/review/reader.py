@@ -188,7 +188,15 @@ def _assemble(
     if built:
         settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built
     settings = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in settings.items()}
-    kind = "vtab" if "protocol" in results else "grid" if "trials" in results else "pretrain"
+    kind = (
+        "vtab"
+        if "protocol" in results
+        else "grid"
+        if "trials" in results
+        else "study"
+        if "question" in results
+        else "pretrain"
+    )
     if kind == "pretrain" and settings.get("init.weights"):
         kind = "finetune"
     batch = str(settings.get("train.global_batch", ""))

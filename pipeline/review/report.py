@@ -28,7 +28,7 @@ from pipeline.transfer import grid
 from pipeline.transfer.report import absences, origin, score_table
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
-          "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
+          "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
 # Not shown among the settings: the page names them elsewhere, or they are of one machine.
 _HIDDEN = ("name", "out", "track.uri", "launch.env")
 _COUNTS = {

@@ -33,6 +33,8 @@ from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
 
 _SPENT = "spent.json"
+# Least time between two reports of an unfinished study, each of which draws figures.
+_REPORT_SECONDS = 60.0
 
 
 class RunJobs(Protocol):
@@ -55,8 +57,7 @@ class Page(Protocol):
     """Where a study is shown while it runs: MLflow."""
 
     def tracking(self, track: TrackConfig) -> TrackConfig: ...
-    def ended(self, results: StudyResults) -> None: ...
-    def scored(self, results: StudyResults, sentences: list[str], files: list[Path]) -> None: ...
+    def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None: ...
 
 
 def run_here(
@@ -87,11 +88,11 @@ def run(
     config: StudyConfig,
     run_jobs: RunJobs = run_here,
     at_a_time: int = 1,
-    show: Callable[[Study, StudyResults], AbstractContextManager[Page]] | None = None,
+    show: Callable[[Study], AbstractContextManager[Page] | None] = lambda study: None,
 ) -> StudyResults | None:
     """Run a study in its folder, locked by the caller, and write its report. Returns None if only a plan or a script was asked for.
 
-    at_a_time: number of cells that run together, for the estimate. show: makes the MLflow page. Raises UserError for a study
+    at_a_time: number of cells that run together, for the estimate. show: makes the MLflow page, or None. Raises UserError for a study
     that cannot run, and at the end if a cell failed; the report is written then. Exits with code 75 when a run was asked to stop.
     """
     study = open_study(config)
@@ -113,16 +114,10 @@ def run(
     if not config.report:
         refuse_too_long(study, estimated, left, _read_spent(study.folder), at_a_time)
         print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
-    with show(study, results) if show else nullcontext() as page:
+    with show(study) or nullcontext() as page:
         if not config.report:
             _run_cells(study, ended, run_jobs, at_a_time, page)
-        results = read_cells(study, ended)
-        write_results(results, study.folder)
-        from pipeline.study.report import write_report  # Late: Matplotlib.
-
-        sentences, files = write_report(results, study.folder)
-        if page:
-            page.scored(results, sentences, files)
+        results, sentences = _report(study, ended, page)
     print("\n".join(sentences))
     print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
     if failed := [cell for cell in results.cells if cell.state == "failed"]:
@@ -131,6 +126,18 @@ def run(
             "them again; the report has all others."
         )
     return results
+
+
+def _report(study: Study, failed: dict[str, str], page: Page | None) -> tuple[StudyResults, list[str]]:
+    """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
+    from pipeline.study.report import write_report  # Late: Matplotlib.
+
+    results = read_cells(study, failed)
+    write_results(results, study.folder)
+    sentences, files = write_report(results, study.folder)
+    if page:
+        page.reported(results, sentences, files)
+    return results, sentences
 
 
 def read_cells(study: Study, failed: dict[str, str]) -> StudyResults:
@@ -170,6 +177,7 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
     of_model = {cell.name: cell.model.name for cell in study.cells}
     started: list[list[Cell]] = []
     clock = _Clock(study.folder)
+    next_report = time.monotonic()
 
     def to_run(progress: SweepProgress) -> Iterator[Job]:
         for number, cells in enumerate(jobs):
@@ -191,8 +199,6 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
             if result_of(study, cell, {}).state == "not run":
                 failed[cell.name] = reason
                 progress.gave_up(cell.model.name, cell.name, reason)
-        if page:
-            page.ended(read_cells(study, failed))
 
     with SweepProgress(
         list(of_model.values()), [of_model[r.name] for r in results.cells if r.name not in todo], study.folder
@@ -208,8 +214,9 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
                         else:
                             progress.gave_up(cell.model.name, cell.name, result.reason or "it has no score")
                 clock.save()
-                if page:
-                    page.ended(read_cells(study, failed))
+                if time.monotonic() >= next_report:
+                    _report(study, failed, page)
+                    next_report = time.monotonic() + _REPORT_SECONDS
         except StoppedError as stopped:
             _exit_to_resume(stopped)
         finally:

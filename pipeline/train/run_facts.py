@@ -63,7 +63,7 @@ def run_facts(
     }  # fmt: skip
     parents = {"parent": parent} if parent else {}
     if config.track.parent_run:
-        parents["grid"] = tags["mlflow.parentRunId"] = config.track.parent_run
+        parents["group"] = tags["mlflow.parentRunId"] = config.track.parent_run
     datasets = [
         DatasetFacts(name, str(dataset.path), dataset.fingerprint, s.name, len(s), dataset.num_classes, context, notes)
         for s, context, notes in (

@@ -46,10 +46,11 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
     dataset = _check_data(trials[0], config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
-    from pipeline.transfer.track.grid_page import GridPage, tracking_uri
+    from pipeline.transfer.track.grid_page import GridPage
+    from pipeline.transfer.track.parent_page import uri_of_runs
 
     settings = trials[0].config
-    uri = tracking_uri(config, settings.track)
+    uri = uri_of_runs(config.mlflow, settings.track, config.out)
     num_runs = len(trials) + len(config.seeds)
     with GridPage(config, settings, dataset, num_runs, uri) if uri else nullcontext() as page:
         result = _run(config, trials, start, page)

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.estimate.plan import make_plan, new_model_config
-from pipeline.settings import data, operate, reports, schema, transfer, weights
+from pipeline.settings import data, operate, reports, schema, study, transfer, weights
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.GridConfig,
-           "vtab": transfer.VtabConfig}  # fmt: skip
+           "vtab": transfer.VtabConfig, "study": study.StudyConfig}  # fmt: skip
 FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
          if path.name != "prepare.yaml"]  # fmt: skip
 OTHERS = [data.VerifyConfig, data.StatsConfig, data.BenchConfig, data.DedupConfig,

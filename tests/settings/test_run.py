@@ -21,6 +21,7 @@ from pipeline.settings import operate as tools_settings
 from pipeline.settings import reports as suite_settings
 from pipeline.settings import run as settings
 from pipeline.settings import run_sections, schema
+from pipeline.settings import study as study_settings
 from pipeline.settings import transfer as transfer_settings
 from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
@@ -34,12 +35,16 @@ from pipeline.transfer.vtab_cell import warmup_steps
 ROOT = Path(__file__).parents[2]
 CLASSES = {
     **vars(run_sections), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings), **vars(transfer_settings),
-    **vars(suite_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
+    **vars(suite_settings), **vars(study_settings), "SplitChoice": run_sections.DataConfig,  # The protocol by which data/ reads it.
 }  # fmt: skip
+# Classes that hold settings in a field `config`.
+HOLDERS = {"Study": study_settings.StudyConfig, "Job": study_settings.StudyConfig}
 TREES = [
     c for c in CLASSES.values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c is not schema.Rule
 ]
-SECTIONS = {kind for cls in TREES for kind in typing.get_type_hints(cls).values()}
+SECTIONS = {
+    inner for cls in TREES for kind in typing.get_type_hints(cls).values() for inner in (kind, *typing.get_args(kind))
+}
 COMMANDS = [cls for cls in TREES if cls not in SECTIONS]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
@@ -71,6 +76,7 @@ def leaves(cls: type) -> list[tuple[type, str]]:
     found = []
     for field in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[field.name]
+        kind = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
         is_section = dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
         found += leaves(kind) if is_section else [(owner(cls, field.name), field.name)]
     return found
@@ -91,6 +97,8 @@ class Reads(ast.NodeVisitor):
     def kind(self, node: ast.AST | None) -> type | None:
         if isinstance(node, ast.Name):
             return self.names.get(node.id)
+        if node is not None and ast.unparse(node) in self.names:
+            return self.names[ast.unparse(node)]
         if not isinstance(node, ast.Attribute):
             return None
         if isinstance(node.value, ast.Name) and node.value.id == "self":
@@ -104,6 +112,9 @@ class Reads(ast.NodeVisitor):
         self.names.pop(node.arg, None)
         if found is not None:
             self.names[node.arg] = found
+        holder = HOLDERS.get(ast.unparse(node.annotation).strip("'")) if node.annotation else None
+        if holder is not None:
+            self.names[f"{node.arg}.config"] = holder
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outside = dict(self.names)
@@ -227,6 +238,9 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
         grid = schema.load(suite_settings.GridConfig, path)
         trial = make_run(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
         assert trial.config.data.evaluated_split == "dev"
+        return
+    if path.parent.name == "study":  # Its cells: tests/study/test_cells.py.
+        assert schema.load(study_settings.StudyConfig, path).name == path.stem
         return
     if path.name == "prepare.yaml":
         assert schema.load(VtabPrepareConfig, path).originals

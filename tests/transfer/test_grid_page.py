@@ -1,6 +1,5 @@
 """A fine-tuning grid in MLflow: its runs send themselves below it; here without training, by their trackers alone."""
 
-import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_runs import leave_behind
 from tiny import make_dataset
 
 from pipeline.errors import UserError
@@ -20,7 +20,7 @@ from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun
 from pipeline.transfer.track import figures
-from pipeline.transfer.track.grid_page import tracking_uri
+from pipeline.transfer.track.parent_page import uri_of_runs
 from pipeline.transfer.vtab_tasks import TASKS
 
 RUN = """
@@ -43,23 +43,9 @@ def config(tmp_path: Path) -> GridConfig:
 
 
 def start(run: ChildRun, config: GridConfig) -> int:
-    """What a run leaves behind, and sends; the highest rate diverges."""
-    settings = run.config
-    diverged = settings.optimizer.lr == 10
-    run.folder.mkdir(parents=True, exist_ok=True)
-    status = {"status": "diverged" if diverged else "finished", "step": 12, "code": 0, "reason": "the loss is nan."}
-    (run.folder / "status.json").write_text(json.dumps(status))
-    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(settings)))
-    top1 = 0.9 + settings.optimizer.lr / 10 + settings.seed / 1000
-    (run.folder / "scores.json").write_text(json.dumps({"top1": top1, "loss": 0.5, "num_samples": 12}))
-    if settings.track.enabled:
-        parent = settings.track.parent_run
-        tags = {"mlflow.parentRunId": parent} if parent else {}
-        facts = RunFacts(run.name, "finetune", tags=tags, parents={"grid": parent} if parent else {})
-        tracker = Tracker(settings.track, Path(settings.out), run.folder, facts)
-        tracker.log(12, {"val_top1": top1})
-        tracker.finish("FAILED" if diverged else "FINISHED")
-    return 2 if diverged else 0
+    """The highest rate diverges."""
+    lr = run.config.optimizer.lr
+    return leave_behind(run, "finetune", 0.9 + lr / 10 + run.config.seed / 1000, diverged=lr == 10)
 
 
 def client(uri: str) -> Any:
@@ -82,7 +68,7 @@ def test_a_grid_and_its_runs_find_each_other(
     config: GridConfig, database: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
-    assert tracking_uri(config, TrackConfig()) == uri
+    assert uri_of_runs(config.mlflow, TrackConfig(), config.out) == uri
     (tmp_path / "runs").mkdir()
     shutil.copy(database, tmp_path / "runs" / "mlflow.db")
 
@@ -100,7 +86,7 @@ def test_a_grid_and_its_runs_find_each_other(
     # The other way: the grid's page names its runs.
     for run in children.values():
         assert f"runs/{run.info.run_id})" in again.data.tags["mlflow.note.content"]
-        assert run.data.tags["grid_run_id"] == parent.info.run_id
+        assert run.data.tags["group_run_id"] == parent.info.run_id
     assert again.data.metrics["top1"] == result["top1"] == pytest.approx(0.9135)
     assert (again.data.metrics["best_lr"], again.data.metrics["runs_done"]) == (0.1, 5)
     assert [used.dataset.name for used in again.inputs.dataset_inputs] == ["data:train", "data:val"]
@@ -136,7 +122,7 @@ def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, 
     grid.run(silent, start)
     assert not (tmp_path / "runs" / "mlflow.db").exists()
     assert not (tmp_path / "runs" / "silent" / "mlflow.json").exists()
-    assert tracking_uri(replace(config, mlflow="none"), TrackConfig()) == ""
+    assert uri_of_runs("none", TrackConfig(), config.out) == ""
 
 
 @pytest.mark.slow

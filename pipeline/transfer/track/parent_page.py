@@ -1,0 +1,111 @@
+"""The MLflow page of a grid or a study: a parent run, below which its runs, which send themselves, are shown."""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.files import replacing
+from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
+from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.page_folder import PAGE
+from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings.run import TrackConfig
+from pipeline.transfer.track.children import FIGURES, link_below
+
+# How long the first run waits for its parent, in seconds: a fresh store takes several.
+_WAIT = 60.0
+
+
+def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
+    """Where a parent and its runs are sent to; "" for nowhere. mlflow: the parent's setting. track: of the runs, as their settings say."""
+    if mlflow:
+        return "" if mlflow == "none" else mlflow
+    return (track.uri or default_uri(Path(out))) if track.enabled else ""
+
+
+class ParentPage:
+    """Sends a parent run. A context manager: on leaving, its runs are linked and the parent run ends.
+
+    folder: of the grid or study. out: folder of all runs. experiment: that of its runs.
+    """
+
+    def __init__(self, facts: RunFacts, folder: Path, out: Path, uri: str, experiment: str) -> None:
+        self.folder, self.uri = folder, uri
+        self.result = ""
+        self._folders: dict[Path, None] = {}
+        self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
+        self._parent, self._wait = "", _WAIT
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._link()
+            outcome = f"failed: {error}" if error else "finished"
+            self._tracker.finish("FAILED" if error else "FINISHED", outcome=outcome, result=self.result)
+        else:  # Asked to stop, or Ctrl-C.
+            self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
+
+    def tracking(self, track: TrackConfig) -> TrackConfig:
+        """The settings with which a run sends itself below this one."""
+        if not track.enabled:
+            return track
+        return replace(track, uri=self.uri, parent_run=self.parent_run())
+
+    def parent_run(self) -> str:
+        """ID of the parent; "" if the store has not answered in time. Then the runs are linked at the end."""
+        if self._parent:
+            return self._parent
+        end, self._wait = time.monotonic() + self._wait, 1.0  # A store that is away is not waited for again.
+        while time.monotonic() < end:
+            states, _ = read_states(self.folder / STATE_FILE)
+            state = states.get(hide_passwords(self.uri))
+            # The state is of this start once its parameters are sent; before, its run may have been deleted.
+            if state and state.run_id and state.has_parameters and self._is_active(state.run_id):
+                self._parent = state.run_id
+                return self._parent
+            time.sleep(0.2)
+        print(
+            f"warning: MLflow at {hide_passwords(self.uri)} has not answered: the runs of {self.folder} are linked to it later.",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return ""
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Send metrics of the parent."""
+        self._tracker.log(0, dict(metrics))
+
+    def has_run(self, folder: Path) -> None:
+        """A run in this folder belongs to the parent, and is linked at the end if it is not yet."""
+        self._folders[folder] = None
+
+    def show_figures(self, pictures: Mapping[str, bytes]) -> None:
+        """Replace the figures among the artifacts. pictures: file name -> PNG."""
+        folder = self.folder / PAGE / FIGURES
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in pictures.items():
+            with replacing(folder / name) as file:
+                file.write(content)
+
+    def _is_active(self, run_id: str) -> bool:
+        try:
+            return MlflowStore(self.uri).is_active(run_id)
+        except Exception:  # Whatever the server or its client raises: it is asked again.
+            return False
+
+    def _link(self) -> None:
+        """Link runs that were sent before the parent was known, as those of an earlier version."""
+        try:
+            sent = [folder for folder in self._folders if run_id_of(folder)]
+            if sent and (parent := self.parent_run()):
+                link_below(self.uri, sent, parent)
+        except Exception as error:  # Whatever the server or its client raises.
+            print(
+                f"warning: MLflow at {hide_passwords(self.uri)} did not link the runs of {self.folder} ({one_line(error)}).",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip

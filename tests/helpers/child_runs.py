@@ -1,0 +1,27 @@
+"""Runs of a grid or a study that were not trained."""
+
+import json
+from pathlib import Path
+
+from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.tracking import Tracker
+from pipeline.settings import schema
+from pipeline.transfer.child_run import ChildRun
+
+
+def leave_behind(run: ChildRun, kind: str, top1: float, diverged: bool = False) -> int:
+    """Write what a run leaves behind, and send it as it sends itself; returns its exit code."""
+    settings = run.config
+    run.folder.mkdir(parents=True, exist_ok=True)
+    status = {"status": "diverged" if diverged else "finished", "step": 12, "code": 0, "reason": "the loss is nan."}
+    (run.folder / "status.json").write_text(json.dumps(status))
+    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(settings)))
+    (run.folder / "scores.json").write_text(json.dumps({"top1": top1, "top5": 1.0, "loss": 0.5, "num_samples": 12}))
+    if settings.track.enabled:
+        parent = settings.track.parent_run
+        tags = {"mlflow.parentRunId": parent} if parent else {}
+        facts = RunFacts(run.name, kind, tags=tags, parents={"group": parent} if parent else {})
+        tracker = Tracker(settings.track, Path(settings.out), run.folder, facts)
+        tracker.log(12, {"val_top1": top1})
+        tracker.finish("FAILED" if diverged else "FINISHED")
+    return 2 if diverged else 0
