@@ -20,6 +20,7 @@ from pipeline.review.record import PREDICTIONS, RunRecord
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 STUDENT = "Student's t, over seeds"
+PAIRED = "paired Student's t, over the same seeds"
 LEVEL = 0.05
 MAX_NAMED = 12
 _Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -94,6 +95,23 @@ def of_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     half = float(t.ppf(0.975, freedom)) * error
     p = float(2 * t.sf(abs(value) / error, freedom)) if error else float(value == 0)
     return Difference(value, max(-1.0, value - half), min(1.0, value + half), p, STUDENT)
+
+
+def of_same_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Two settings, each trained with the same seeds in the same order: Student's t-test of the seeds' differences.
+
+    What the seeds of both have in common, such as the subset of the data, cancels. Raises ValueError for fewer than two seeds.
+    """
+    from scipy.stats import t  # Imported here because it takes a second.
+
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError("a paired t-test needs at least two seeds, the same of both")
+    differences = np.subtract(first, second)
+    value, freedom = float(differences.mean()), len(differences) - 1
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    half = float(t.ppf(0.975, freedom)) * error
+    p = float(2 * t.sf(abs(value) / error, freedom)) if error else float(value == 0)
+    return Difference(value, max(-1.0, value - half), min(1.0, value + half), p, PAIRED)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

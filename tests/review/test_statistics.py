@@ -93,3 +93,14 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     }  # fmt: skip
     only = [int((right[x] & ~right[y]).sum()) for x, y in ("ab", "ba")]
     assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
+
+
+def test_the_same_seeds_are_compared_pair_by_pair() -> None:
+    first, second = [0.71, 0.74, 0.69, 0.75], [0.70, 0.72, 0.69, 0.72]
+    found, truth = statistics.of_same_seeds(first, second), stats.ttest_rel(first, second)
+    low, high = truth.confidence_interval(0.95)
+    assert (found.p, found.low, found.high) == pytest.approx((truth.pvalue, low, high))
+    assert found.value == pytest.approx(0.015)
+    assert found.high - found.low < statistics.of_seeds(first, second).high - statistics.of_seeds(first, second).low
+    with pytest.raises(ValueError, match="the same of both"):
+        statistics.of_same_seeds(first, second[:3])
