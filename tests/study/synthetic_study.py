@@ -1,0 +1,82 @@
+"""Results of made-up studies with a known law, for tests of what follows from results."""
+
+import numpy as np
+
+from pipeline.study.results import CellResult, Question, StudyResults
+
+FLOOR, SCALE, EXPONENT = 0.1, 0.3, 0.3
+
+
+def law(x: float, scale: float = SCALE, exponent: float = EXPONENT) -> float:
+    return 1 - (FLOOR + scale * x**-exponent)
+
+
+def cell(
+    model: str,
+    family: str,
+    x: float,
+    seed: int,
+    score: float | None,
+    question: Question,
+    state: str = "done",
+    name: str = "top1",
+) -> CellResult:
+    """A cell at x images or exaFLOPs; score None: without one."""
+    size, exaflops = (round(x), 0.01) if question == "data_size" else (50_000, x)
+    scores = {name: score} if score is not None else {}
+    return CellResult(
+        f"{model}-{x:g}-seed{seed}", model, family, 1_000_000, size, max(1, round(1000 * x)), 64_000, exaflops, seed,
+        state,  # type: ignore[arg-type]
+        "" if state == "done" else "the loss is not finite since step 12",
+        scores, dict.fromkeys(scores, 10_000), 0.1 if state == "done" else None,
+    )  # fmt: skip
+
+
+def study(question: Question, cells: list[CellResult], score: str = "top1") -> StudyResults:
+    return StudyResults("made-up", question, score, "datasets/made-up", "0123456789abcdef", "made-up:test", 32, cells)
+
+
+def scaling(
+    seeds: int = 3,
+    noise: float = 0.003,
+    budgets: tuple[float, ...] = (1, 2, 4, 8),
+    score: str = "top1",
+    models: int = 2,
+) -> StudyResults:
+    """2 families, by the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
+    generator = np.random.default_rng(3)
+    cells = []
+    for family, shift in (("ViT", 0.0), ("BiT", 0.02)):
+        for number in range(models):
+            size = 0.25 * 3**number
+            for x in budgets:
+                for seed in range(seeds):
+                    error = 0.1 + shift + 0.1 * size**-0.5 + 0.14 * (x / size) ** -0.5
+                    value = 1 - error + noise * generator.standard_normal()
+                    cells.append(cell(f"{family}-{number}", family, x, seed, float(value), "scaling", name=score))
+    return study("scaling", cells, score)
+
+
+def data_size(
+    seeds: int = 3, noise: float = 0.003, sizes: tuple[float, ...] = (6250, 12500, 25000, 50000)
+) -> StudyResults:
+    """ResNet wins on few images, ViT on many; they cross between 12,500 and 25,000."""
+    generator = np.random.default_rng(4)
+    cells = []
+    for model, family, scale, exponent in (("ViT-Ti/4", "ViT", 40.0, 0.48), ("R26", "BiT", 4.0, 0.24)):
+        for x in sizes:
+            for seed in range(seeds):
+                value = law(x, scale, exponent) + noise * generator.standard_normal()
+                cells.append(cell(model, family, x, seed, float(value), "data_size"))
+    return study("data_size", cells)
+
+
+def ablation(seeds: int = 3, noise: float = 0.003, score: str = "top1") -> StudyResults:
+    generator = np.random.default_rng(5)
+    means = {"learned-1d": 0.642, "none": 0.60, "learned-2d": 0.643, "relative": 0.641}
+    cells = [
+        cell(name, name, 1.0, seed, float(mean + noise * generator.standard_normal()), "ablation", name=score)
+        for name, mean in means.items()
+        for seed in range(seeds)
+    ]
+    return study("ablation", cells, score)
