@@ -46,8 +46,10 @@ def study(config: StudyConfig) -> None:
     from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
     from pipeline.ray_tasks import shared_path
     from pipeline.study.driver import run, run_here
+    from pipeline.transfer.child_run import make_child
 
     folder = Path(str(shared_path("out", config.out))) / config.name
+    shared_path("data.path", make_child("study", config.run, [*config.settings, "name=study"]).config.data.path)
     if config.plan or config.cell:
         run(config)
         return

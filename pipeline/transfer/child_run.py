@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,13 +62,21 @@ def start_command(
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours."""
+    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
+
+    Raises UserError where there is no such file.
+    """
+    script = _COMMANDS / f"{command}.py"
+    if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
+        raise UserError(
+            f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python launch/..."
+        )
     start = shlex.split(launcher) or [sys.executable]
     environment = os.environ if environment is None else environment
     # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     return subprocess.run(
-        [*start, str(_COMMANDS / f"{command}.py"), *arguments],
+        [*start, str(script), *arguments],
         env={**environment, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
