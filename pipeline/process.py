@@ -9,12 +9,14 @@ Every file in `launch/` calls `guard` first, because later imports can take seco
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import sys
 from types import FrameType
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _INTERRUPTED = "stopped: the same command resumes it\n"
 
 
@@ -39,6 +41,14 @@ def guard(module: str) -> None:
     # In a background job SIGINT is ignored, and stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process a signal when the thread that started it ends, however that happens.
+
+    To be called in a child process before its program starts (subprocess's preexec_fn).
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def interruptible() -> None:

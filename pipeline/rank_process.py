@@ -4,11 +4,9 @@ Called by ray_tasks.py, where an actor on each node holds one rank.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_PR_SET_PDEATHSIG = 1
+from pipeline.process import die_with_parent
+
 # Seconds between two polls of the ranks.
 _POLL_SECONDS = 0.5
 # Lines of output that are kept of a rank, and printed if it fails.
@@ -60,7 +59,7 @@ class RankProcess:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.process = subprocess.Popen(
             [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -119,8 +118,3 @@ def wait_for_ranks(
         time.sleep(_POLL_SECONDS)
     # A rank that a signal killed has a negative code; one that did not exit in time has none.
     return max((abs(code) for code in codes if code is not None), default=1)
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before its program: the kernel kills it when the parent dies, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

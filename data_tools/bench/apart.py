@@ -1,7 +1,6 @@
 """Runs a piece of a benchmark in a process of its own, which may fail, crash, hang or exhaust the GPU without ending the rest."""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pipeline.process import die_with_parent
+
 Row = dict[str, Any]
 # Yields rows as they are measured.
 Work = Callable[..., Iterable[Row]]
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR, _MAX_TRACEBACK = 200, 3000
 
 
@@ -52,7 +52,7 @@ def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: s
 
 def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # The kernel kills this process when its parent dies.
+    die_with_parent()
     try:
         for row in work(*arguments):
             sender.send(row)

@@ -108,9 +108,14 @@ def _run(run: ChildRun, command: str, job: Job, output: IO[bytes]) -> None:
 
 
 def _wait_until_free(folder: Path) -> None:
-    """Wait for the ranks of a start whose driver was killed: they commit a checkpoint before they end."""
+    """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
+
+    Raises LostError if they do not end.
+    """
     end = time.monotonic() + _COMMIT_SECONDS
-    while holder(folder) is not None and time.monotonic() < end:
+    while (who := holder(folder)) is not None:
+        if time.monotonic() > end:
+            raise LostError(f"{folder} is in use by {who}.")
         time.sleep(0.5)
 
 

@@ -2,17 +2,20 @@
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import Status, read_status
+from pipeline.process import die_with_parent
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
@@ -80,6 +83,8 @@ def start_command(
         env={**environment, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
+        # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),
     ).returncode
 
 

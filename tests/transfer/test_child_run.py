@@ -1,0 +1,56 @@
+"""Commands that a grid or a study starts."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.transfer import child_run
+
+COMMAND = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    pathlib.Path(sys.argv[1]).write_text(str(number))
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("begun", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import pathlib, sys
+sys.path[:] = {path!r}
+from pipeline.transfer import child_run
+child_run._COMMANDS = pathlib.Path(sys.argv[1])
+child_run.start_command("train", [sys.argv[2]])
+"""
+
+
+def test_a_command_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """Otherwise it would go on, and keep its run's folder from whoever continues the run."""
+    (tmp_path / "train.py").write_text(COMMAND)
+    heard = tmp_path / "heard"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(path=sys.path), str(tmp_path), str(heard)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout
+    assert parent.stdout.readline() == "begun\n"
+    parent.kill()
+    end = time.monotonic() + 30
+    while not heard.exists() or not heard.read_text():
+        assert time.monotonic() < end, "the command goes on"
+        time.sleep(0.05)
+    assert heard.read_text() == str(int(signal.SIGTERM))
+    parent.wait()
+    parent.stdout.close()
+
+
+def test_a_machine_without_the_command_says_how_to_bring_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(child_run, "_COMMANDS", tmp_path)
+    with pytest.raises(UserError, match=r"has no .*/pretrain.py. On a Ray cluster, use: ray job submit --working-dir"):
+        child_run.start_command("pretrain", [])
