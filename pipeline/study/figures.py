@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from pipeline.evaluate.render import shorten
 from pipeline.page import png
 from pipeline.review.budgets import COLOURS
+from pipeline.review.statistics import PAIRED
 from pipeline.study import published
 from pipeline.study.answers import Answers, Line, Point, title_of
 from pipeline.study.fit import Prediction
@@ -197,7 +198,10 @@ def draw_variants(answers: Answers) -> bytes | None:
     for place, variant in enumerate(variants):
         is_base = variant.point is base
         colour = "0.35" if is_base else COLOURS[0]
-        seeds = [100 * (score - base.mean) for score in variant.point.scores]
+        # Beside a paired interval, the differences of the pairs.
+        is_paired = variant.difference is not None and variant.difference.method == PAIRED
+        beside = base.scores if is_paired else [base.mean] * len(variant.point.scores)
+        seeds = [100 * (score - other) for score, other in zip(variant.point.scores, beside, strict=True)]
         if len(seeds) > 1:
             axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, markersize=4, zorder=1)
         if one := variant.difference:
@@ -213,8 +217,7 @@ def draw_variants(answers: Answers) -> bytes | None:
     ]
     axes.set_yticks(range(len(variants)), labels, parse_math=False)
     axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlabel(f"{title_of(answers.results.score)}: difference to {shorten(base.model, _MAX_NAME)}, percentage points",
-                    parse_math=False)  # fmt: skip
+    axes.set_xlabel(f"{title_of(answers.results.score)}: difference to the baseline, points", parse_math=False)
     axes.set_title("95 % interval of the difference; pale: single seeds", fontsize=9, color="0.35")
     _finish(axes, "x")
     return png(figure)

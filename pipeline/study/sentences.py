@@ -18,7 +18,7 @@ def sentences(answers: Answers) -> list[str]:
         return found
     if answers.results.question == "ablation":
         return [*_of_variants(answers), *found]
-    return [*_of_leads(answers), *_of_predictions(answers), *_of_checks(answers), *found]
+    return [*_of_leads(answers), *_of_optimal(answers), *_of_predictions(answers), *_of_checks(answers), *found]
 
 
 def _missing(answers: Answers) -> Iterator[str]:
@@ -45,16 +45,16 @@ def _missing(answers: Answers) -> Iterator[str]:
 
 # -------------------------------------------------------------------- who wins
 def _of_leads(answers: Answers) -> Iterator[str]:
-    if not answers.leads:
-        best = max(answers.points, key=lambda point: point.mean)
-        about = amount(answers.x(best), answers)
-        names = {point.model for point in answers.points}
-        why = (
-            ""
-            if len(names) == 1
-            else f" No two models have a score at the same number of {answers.unit}, so none is called better."
+    best = max(answers.points, key=lambda point: point.mean)
+    if all(lead.best != best for lead in answers.leads):
+        highest = f"The highest score is {percent(best.mean, best.interval)}, of {best.model} at {amount(answers.x(best), answers)}."
+        is_alone = len({point.model for point in answers.points}) > 1 and not answers.leads
+        yield highest + (
+            f" No two models have a score at the same number of {answers.unit}, so none is called better."
+            if is_alone
+            else ""
         )
-        yield f"The highest score is {percent(best.mean, best.interval)}, of {best.model} at {about}.{why}"
+    if not answers.leads:
         return
     groups: list[list[Lead]] = []
     for lead in answers.leads:
@@ -77,10 +77,25 @@ def _of_leads(answers: Answers) -> Iterator[str]:
         sure = "No lead over the second is sure: it may be noise."
     else:
         sure = f"The lead over the second may be noise at {listed(unsure, _MAX_NAMED)}."
-    yield f"Best of the models: {', '.join(parts)} {answers.unit}. {sure}"
+    yield f"Best at the same number of {answers.unit}: {', '.join(parts)}. {sure}"
 
 
 # -------------------------------------------------------------------- laws
+def _of_optimal(answers: Answers) -> Iterator[str]:
+    """The best model of the next larger budget."""
+    if not answers.optimal:
+        return
+    budget, found = answers.optimal[-1]
+    if isinstance(found, str):
+        return
+    missed = any(line.name == found.family and line.left_out and not line.left_out.is_inside for line in answers.models)
+    yield (
+        f"By the fitted laws, the best model for {amount(budget, answers)} is {found.family} (probability {100 * found.probability:.0f} %), "
+        f"and it stays the best from {number(found.low, answers)} to {number(found.high, answers)}"
+        f"{', though its law without the largest runs missed these' if missed else ''}."
+    )
+
+
 def _of_predictions(answers: Answers) -> Iterator[str]:
     predicted = _predicted(answers)
     if not predicted:
@@ -106,7 +121,7 @@ def _of_checks(answers: Answers) -> Iterator[str]:
     checked = [line for line in predicted if line.left_out]
     if not checked:
         if predicted:
-            yield "These predictions could not be checked by leaving the largest runs out."
+            yield "There is no check of this by leaving the largest runs out."
         return
     held = [line.name for line in checked if line.left_out and line.left_out.is_inside]
     failed = [line.name for line in checked if line.name not in held]

@@ -33,11 +33,13 @@ def written(results: StudyResults, folder: Path) -> tuple[str, str]:
 
 def test_data_size(tmp_path: Path) -> None:
     said, text = written(made_up.data_size(), tmp_path)
-    assert said.startswith("Best of the models: R26 at 6,250 to 12,500, ViT-Ti/4 at 25,000 to 50,000 training images.")
+    assert said.startswith(
+        "Best at the same number of training images: R26 at 6,250 to 12,500, ViT-Ti/4 at 25,000 to 50,000."
+    )
     assert "at 100,000" in said
     assert "predicted these within their intervals (ViT-Ti/4, R26)" in said
     assert (
-        text.index("Best of the models")
+        text.index("Best at the same number")
         < text.index("](score.png)")
         < text.index("## All cells")
         < text.index("## How this was made")
@@ -53,6 +55,7 @@ def test_scaling(tmp_path: Path) -> None:
     assert "Predicted for the next larger run: ViT" in said
     assert "missed these for ViT, though they held for BiT" in said
     assert "| 16 | ViT-2 |" in text
+    assert "By the fitted laws, the best model for 16 exaFLOPs is ViT-2 (probability " in said
     assert {"score.png", "laws.png", "paper.png"} <= {file.name for file in tmp_path.iterdir()}
     assert "of another kind than top-1 accuracy" in text
 
@@ -117,8 +120,10 @@ def test_nothing_was_run_and_no_cells_at_all(question: str, tmp_path: Path) -> N
     written(replace(results, cells=[]), tmp_path / "empty")
 
 
-@pytest.mark.parametrize("question", ["data_size", "scaling"])
-@pytest.mark.parametrize("how", ["failed", "without the score", "no number"])
+@pytest.mark.parametrize(
+    ("question", "how"),
+    [("data_size", "failed"), ("data_size", "without the score"), ("data_size", "no number"), ("scaling", "failed")],
+)
 def test_a_family_without_scores(question: str, how: str, tmp_path: Path) -> None:
     results = _STUDIES[question](seeds=1)
     if how == "failed":
@@ -159,8 +164,7 @@ def test_two_points(question: str, tmp_path: Path) -> None:
     assert "Predicted" not in said
 
 
-@pytest.mark.parametrize("question", ["data_size", "scaling"])
-@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("question", "score"), [("data_size", 0.0), ("data_size", 1.0), ("scaling", 0.5)])
 def test_equal_scores(question: str, score: float, tmp_path: Path) -> None:
     results = _STUDIES[question](seeds=2)
     results = replace(results, cells=[replace(cell, scores={"top1": score}) for cell in results.cells])
@@ -174,6 +178,19 @@ def test_one_model_and_one_point(tmp_path: Path) -> None:
     one = made_up.study("data_size", [made_up.cell("A", "A", 1000, 0, 0.5, "data_size")])
     said, _ = written(one, tmp_path)
     assert said.startswith("The highest score is 50.00 % [49.02, 50.98], of A at 1,000 training images.")
+
+
+def test_models_at_different_compute_are_not_called_better(tmp_path: Path) -> None:
+    cells = [
+        made_up.cell(f"m{n}", "F", x, seed, 0.5 + 0.1 * n, "scaling")
+        for n, x in enumerate((1, 2, 4))
+        for seed in (0, 1)
+    ]
+    said, _ = written(made_up.study("scaling", cells), tmp_path)
+    assert (
+        "The highest score is 70.00 % [70.00, 70.00], of m2 at 4 exaFLOPs. No two models have a score at the same"
+        in said
+    )
 
 
 def test_compute_of_zero_is_no_point_on_a_logarithmic_axis(tmp_path: Path) -> None:
