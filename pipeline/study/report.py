@@ -166,7 +166,7 @@ def _laws(answers: Answers) -> Iterator[Block]:
             found, left = line.prediction, line.left_out
             rows.append(
                 (
-                    _name(line, answers), f"{line.fit.num_runs}", _limit(line.fit.floor),
+                    _name(line, answers), _limit(line.fit.floor),
                     estimate(line.fit.exponent), f"{100 * line.fit.deviation:.2f}",
                     f"{prediction_text(found)} at {number(found.x, answers)}" if found else "refused",
                     f"{prediction_text(left.prediction)}; measured {100 * (1 - left.error):.2f} %: {'inside' if left.is_inside else 'outside'}" if left else "refused",
@@ -175,10 +175,9 @@ def _laws(answers: Answers) -> Iterator[Block]:
     if rows:
         header = (
             "line",
-            "runs",
             "limit of the score",
             "exponent",
-            "scatter of a run, points",
+            "scatter, points",
             f"next larger run, {answers.unit}",
             "largest runs, predicted from the others",
         )
@@ -237,7 +236,7 @@ def _optimal(answers: Answers) -> Iterator[Block]:
     }
     fitted = {line.name for line in answers.models if line.fit and not line.why_not}
     absent = [line.name for line in answers.models if line.name not in fitted]
-    text = f"The last budget is the next larger one. The ranges end where the laws are no longer used, {MAX_EXTRAPOLATION:g} times beyond the runs."
+    text = f"The last budget is the next larger one. The ranges are of the laws themselves, without their intervals, and end where laws are no longer used, {MAX_EXTRAPOLATION:g} times beyond the runs."
     if absent:
         text += f" Not compared, without a law: {', '.join(absent)}."
     yield Paragraph(text)
@@ -249,28 +248,18 @@ def _optimal(answers: Answers) -> Iterator[Block]:
 def _cells(results: StudyResults) -> Iterator[Block]:
     yield Heading("All cells")
     names = score_names(results)
+    has_families = any(cell.family != cell.model for cell in results.cells)
     rows = [
         (
-            cell.name, cell.model, cell.family, f"{cell.parameters:,}", f"{cell.data_size:,}", f"{cell.steps:,}",
-            f"{cell.images_seen:,}", f"{cell.exaflops:.3g}", f"{cell.seed}", "–" if cell.hours is None else f"{cell.hours:.2f}",
+            cell.name, *([cell.family] if has_families else []), cell.state if not cell.reason else f"{cell.state}: {cell.reason}",
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
-            cell.state if not cell.reason else f"{cell.state}: {cell.reason}",
+            f"{cell.data_size:,}", f"{cell.exaflops:.3g}", f"{cell.steps:,}", f"{cell.images_seen:,}", f"{cell.parameters:,}",
+            "–" if cell.hours is None else f"{cell.hours:.2f}",
         )
         for cell in results.cells
     ]  # fmt: skip
-    header = (
-        "cell",
-        "model",
-        "family",
-        "parameters",
-        "training images",
-        "steps",
-        "images seen",
-        "exaFLOPs",
-        "seed",
-        "hours",
-    )
-    yield Table((*header, *(f"{name}, %" for name in names), "state"), rows)
+    header = ("cell", *(["family"] if has_families else []), "state", *(f"{name}, %" for name in names))
+    yield Table((*header, "training images", "exaFLOPs", "steps", "images seen", "parameters", "hours"), rows)
 
 
 def method(answers: Answers) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ def written(results: StudyResults, folder: Path) -> tuple[str, str]:
         assert file.suffix != ".png" or (f"]({file.name})" in text and file.read_bytes().startswith(b"\x89PNG"))
     assert html.count("<img") == sum(file.suffix == ".png" for file in files)
     assert all(sentence in text for sentence in sentences)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1, table
     assert all(cell.name in text for cell in results.cells)
     assert " nan" not in text
     assert "None" not in text
