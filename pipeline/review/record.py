@@ -68,7 +68,7 @@ class Files(Protocol):
 class RunRecord:
     """What is known of one run.
 
-    kind: pretrain, finetune, grid, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
+    kind: pretrain, finetune, grid, study, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
     the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
     built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. steps: planned ones, 0 if
     unknown. images_per_step, flops_per_image: 0 if unknown. starts: one mapping for each known start. results: of a grid or a
