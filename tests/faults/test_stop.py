@@ -20,7 +20,7 @@ import pytest
 import torch
 from faulty_s3 import S3, copy_folder, stall
 from forked import Forge, ForkedRun, train, until
-from ranks import ROOT, metrics, settings
+from ranks import ROOT, metrics, settings, without_mlflow
 from tiny import make_dataset
 
 from pipeline import distributed
@@ -321,7 +321,7 @@ def test_the_end_of_the_deepspeed_command_stops_its_ranks(data: Path, tmp_path: 
     folder = tmp_path / "left"
     runner = subprocess.Popen(
         [*deepspeed(), "launch/pretrain.py", *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": without_mlflow(tmp_path)},
     )  # fmt: skip
     family: list[psutil.Process] = []
     try:
@@ -359,7 +359,7 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
         [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "clock.so"),
-             "CLOCK_JUMP": str(clock)},
+             "CLOCK_JUMP": str(clock), "PYTHONPATH": without_mlflow(tmp_path)},
     )  # fmt: skip
     family = psutil.Process(supervisor.pid)
 

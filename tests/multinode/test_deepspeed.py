@@ -19,7 +19,7 @@ import pytest
 import yaml
 from forked import Forge
 from hosts import Host
-from ranks import ROOT, metrics, settings
+from ranks import ROOT, metrics, settings, without_mlflow
 
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
@@ -80,6 +80,7 @@ def site(can_have_hosts: None, can_have_ssh: None, tmp_path_factory: pytest.Temp
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONPATH": without_mlflow(home),
         }
         daemons = [
             node.start("sh", "-ec", _SSHD, "sh", home / "sshd_config", stderr=subprocess.DEVNULL) for node in nodes
