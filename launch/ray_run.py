@@ -13,6 +13,7 @@ guard(__name__)
 
 from pipeline import ray_tasks
 from pipeline.command import mistakes_in_one_line
+from pipeline.installed import python_arguments
 from pipeline.outputs import try_outputs
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -41,6 +42,7 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.
         signal.signal(number, lambda number, frame: heard.append(number))
+    command = [*python_arguments(command[0]), *command[1:]]
     return ray_tasks.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
 
 

@@ -61,7 +61,7 @@ def connect(num_cpus: int = 0) -> int:
     if not ray.is_initialized():
         options: dict[str, Any] = {}
         if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-            pass  # The job's working_dir is this repository, and every worker has it.
+            pass  # Every worker has this library: the job's working_dir is this repository, or it is installed.
         elif os.environ.get("RAY_ADDRESS"):
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
         else:
@@ -337,7 +337,7 @@ def run_ranks(
 ) -> int:
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
-    command: a script and its arguments; it finds RANK, LOCAL_RANK, ... in its environment, as under any other launcher.
+    command: Python's arguments (a script, or -m and a module, and its settings); it finds RANK, LOCAL_RANK, ... in its environment, as under any other launcher.
     num_ranks: 0 is as many as fit: one per GPU, or per `cpus` CPUs if the cluster has no GPU.
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.

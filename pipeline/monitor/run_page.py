@@ -253,5 +253,7 @@ def _user() -> str:
 
 def _git(*arguments: str) -> str:
     root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").exists():
+        raise FileNotFoundError("installed: a repository around it would be another project's")
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.installed import shipped
 from pipeline.json_record import MAX_QUOTED, quoted, shortened
 
 # A file of settings has some KB; PyYAML reads about 100 KB in a second.
@@ -62,9 +63,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError when the file is missing, unreadable, too large or no mapping."""
+    """The mapping in a YAML file. Raises UserError when the file is missing, unreadable, too large or no mapping.
+
+    A relative path `configs/...` that does not exist is the shipped file of that name.
+    """
     try:
-        with open(path, "rb") as file:
+        with open(shipped(path), "rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")

@@ -1,6 +1,7 @@
 """The templates for SLURM and Kubernetes, run with stand-ins for the cluster's commands: who is started, stopped, tried again."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -43,7 +44,12 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """Has the repository in `vit`, and the cluster's commands in `bin`."""
-    for path, text in (("vit/.venv/bin/torchrun", _TORCHRUN), ("bin/srun", _SRUN), ("bin/scontrol", _SCONTROL)):
+    for path, text in (
+        ("vit/.venv/bin/torchrun", _TORCHRUN),
+        ("bin/torchrun", _TORCHRUN),
+        ("bin/srun", _SRUN),
+        ("bin/scontrol", _SCONTROL),
+    ):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -67,8 +73,13 @@ def run(home: Path, script: str, code: str, stop_by: signal.Signals | None = Non
 def started(home: Path) -> tuple[dict[str, str], RunConfig]:
     """torchrun's options, and the settings that the run was given."""
     words = (home / "said").read_text().split("\n")[:-1]
-    at = words.index("launch/pretrain.py")
-    return dict(zip(words[:at:2], words[1:at:2], strict=True)), read_settings(RunConfig, words[at + 1 :])
+    at = words.index("--config")
+    options, program = words[: at - 1], words[at - 1]
+    if program == "launch.pretrain":
+        assert options.pop() == "-m"
+    else:
+        assert program == "launch/pretrain.py"
+    return dict(zip(options[::2], options[1::2], strict=True)), read_settings(RunConfig, words[at:])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,23 @@ def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, expec
 
 def test_kuberay() -> None:
     spec = yaml.safe_load((ROOT / "launch/kuberay.yaml").read_text())["spec"]
-    python, launcher, command, *settings = shlex.split(spec["entrypoint"])
-    assert (python, launcher, command) == ("python", "launch/ray_run.py", "launch/pretrain.py")
+    vit, launcher, command, *settings = shlex.split(spec["entrypoint"])
+    assert (vit, launcher, command) == ("vit", "ray_run", "pretrain")
+    assert (ROOT / "launch" / f"{launcher}.py").exists()
     assert read_settings(RunConfig, settings).out == "/shared/runs"
-    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"working_dir": "/vit"}
+    assert f"ray[default]=={spec['rayClusterSpec']['rayVersion']}" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_pods_use_the_user_and_folder_of_the_image() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    user, group = re.search(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE).groups()
+    folder = re.findall(r"^WORKDIR (\S+)$", dockerfile, re.MULTILINE)[-1]
+    _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
+    cluster = yaml.safe_load((ROOT / "launch/kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
+    pods = [
+        group["template"]["spec"] for group in (job["spec"], cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    for pod in pods:
+        assert pod["securityContext"]["runAsUser"] == int(user)
+        assert pod["securityContext"]["runAsGroup"] == pod["securityContext"]["fsGroup"] == int(group)
+        assert [container["workingDir"] for container in pod["containers"]] == [folder]
