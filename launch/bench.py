@@ -11,7 +11,7 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline.command import main
-from pipeline.settings.bench import GpuBenchConfig
+from pipeline.settings.bench import GpuBenchConfig, ModelBenchConfig
 from pipeline.settings.data import BenchConfig
 from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig
@@ -60,6 +60,14 @@ def bench_gpu(config: GpuBenchConfig) -> None:
     run(config)
 
 
+def bench_model(config: ModelBenchConfig) -> None:
+    from data_tools.bench.model_speed import run  # Late: imports torch.
+    from data_tools.bench.record import Record
+
+    run(config, record := Record("model", config))
+    record.finish()
+
+
 if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
     del sys.argv[1]
     main(
@@ -91,6 +99,20 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["train"]:
         reliable median than a few long ones.
         """,
     )
+elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
+    del sys.argv[1]
+    main(
+        ModelBenchConfig,
+        bench_model,
+        """
+        Measure the ViT on this CPU, in CPU seconds: training (forward and backward) and inference, beside a minimal ViT in
+        plain PyTorch and that of `transformers`, if installed, alternately; each with both forms of GELU, and as a share of
+        the speed of a plain matrix product.
+
+          python launch/bench.py model
+          python launch/bench.py model models=[ViT-B/16] precisions=[bf16] batch=16 rounds=9
+        """,
+    )
 elif __name__ == "__main__" and sys.argv[1:2] == ["tracking"]:
     del sys.argv[1]
     main(
@@ -110,8 +132,8 @@ elif __name__ == "__main__":
         bench,
         """
         Measure the data loader (data) or sharding (shard) and those of other projects, alternately, on the same images; or
-        the cost of augmentation (augment). For the training step, see `bench.py train --help`, for MLflow
-        `bench.py tracking --help`.
+        the cost of augmentation (augment). For the training step, see `bench.py train --help`, for the model on
+        a CPU `bench.py model --help`, for MLflow `bench.py tracking --help`.
 
           python launch/bench.py data source=photos
           python launch/bench.py shard source=imagenet_samples.tar images=2000 rounds=5

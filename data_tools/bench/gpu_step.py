@@ -137,7 +137,7 @@ def beside_others(case: Case, best: Setup, compiled: bool) -> Iterator[Row]:
     makers: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
         "ours, best": (lambda: _vit(case), replace(best, engine=False, graph=False, deterministic=False)),
         "ours, bare loop": (lambda: _vit(case), plain),
-        "transformers": (lambda: _transformers_vit(case), plain),
+        "transformers": (lambda: transformers_vit(case.config), plain),
         "timm": (lambda: _timm_vit(case), plain),
     }
     steps: dict[str, tuple[Step, Setup]] = {}
@@ -347,14 +347,14 @@ def _filled(model: Any, device: torch.device) -> Any:
     return model
 
 
-def _transformers_vit(case: Case) -> nn.Module:
+def transformers_vit(config: models.ViTConfig) -> nn.Module:
+    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
     import transformers
 
-    config = case.config
     settings = transformers.ViTConfig(
         hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
-        intermediate_size=config.mlp_width, image_size=case.pixels, patch_size=config.patch_size, num_labels=NUM_CLASSES,
-        hidden_act="gelu_pytorch_tanh", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
+        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
+        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
     )  # fmt: skip
     return transformers.ViTForImageClassification(settings)
 

@@ -1,10 +1,10 @@
-"""The settings that all benchmarks share, and those of the benchmark on a GPU."""
+"""The settings that all benchmarks share, and those of the benchmarks of models on a GPU and on a CPU."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS
+from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
 from pipeline.settings.schema import setting
 
 
@@ -49,3 +49,19 @@ class GpuBenchConfig(RecordConfig):
             name, _, pixels = model.partition("@")
             if not name or not pixels.isdecimal():
                 raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBenchConfig(RecordConfig):
+    """A benchmark of the ViT on a CPU against other implementations of it."""
+
+    models: list[str] = setting(["ViT-S/16", "ViT-B/16"], "Names of the models.", min_items=1)
+    precisions: list[Literal["fp32", "bf16"]] = setting(
+        ["fp32", "bf16"], "Precisions of weights and activations.", min_items=1
+    )
+    image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
+    batch: int = setting(8, "Images per step.", min=1, max=MAX_BATCH)
+    rounds: int = setting(5, "Number of rounds; each measures everything once, and medians are reported.", min=1)
+    threads: int = setting(
+        1, "Threads of torch. CPU seconds are reliable beside other load only with one.", min=1, max=MAX_THREADS
+    )
