@@ -33,21 +33,33 @@ exec env --ignore-signal=CHLD cat
 
 
 class Host:
-    """One host. name: its host name. address: its IP address in the network of all."""
+    """One host. name: its host name. address: its IP address in the network of all; number: its last part."""
 
-    def __init__(self, name: str, address: str, visible: Sequence[Path]) -> None:
-        self.name, self.address = name, address
-        script = f"hostname {name}\n{_FIRST_PROCESS}"
+    def __init__(self, name: str, number: int, visible: Sequence[Path], switch: "Host | None" = None) -> None:
+        self.name, self.address, self.number = name, f"10.77.0.{number}", number
+        self._visible, self._switch = visible, switch
+        self.boot()
+
+    def boot(self) -> None:
+        """Start it, with an empty /tmp; after `kill`, the same host again. Raises OSError."""
+        script = f"hostname {self.name}\n{_FIRST_PROCESS}"
         self._holder = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", script, "sh", *map(str, visible)],
+            [*_UNSHARE, "sh", "-c", script, "sh", *map(str, self._visible)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "up\n":
             self._holder.kill()
-            raise OSError(f"{name} did not start: {self._holder.communicate()[1].strip()}")
+            raise OSError(f"{self.name} did not start: {self._holder.communicate()[1].strip()}")
         (first,) = psutil.Process(self._holder.pid).children()
         self.pid = first.pid
+        if self._switch:
+            # From outside, where the hosts' process ids mean something. The kernel names the bridge's end, since it takes away
+            # that of a dead host a moment after its death. The same MAC address, because the other hosts remember it.
+            mac = f"02:00:00:00:00:{self.number:02x}"
+            cable = f"link add master bridge up type veth peer name eth0 address {mac} netns {self.pid}"
+            _ip(self._switch, [cable])
+            _ip(self, ["link set lo up", f"address add {self.address}/24 dev eth0", "link set eth0 up"])
 
     def start(
         self, *command: str | Path, cwd: Path = Path("/"), env: dict[str, str] | None = None, **options: object
@@ -98,26 +110,19 @@ def network(size: int, visible: Sequence[Path]) -> Iterator[list[Host]]:
 
     visible: folders that all of them and this machine share, even if they lie in /tmp. Raises OSError.
     """
-    folders = {folder.resolve() for folder in visible}
+    # Where a path leads, too: .venv may be a link.
+    folders = {path for folder in visible for path in (folder.absolute(), folder.resolve())}
     hidden = [f for f in folders if f.parts[:2] == ("/", "tmp") and not folders.intersection(f.parents)]
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, number: int) -> Host:
-            host = Host(name, f"10.77.0.{number}", hidden)
+        def start(name: str, number: int, switch: Host | None = None) -> Host:
+            host = Host(name, number, hidden, switch)
             stack.callback(host.kill)
             return host
 
         switch = start("switch", 254)
-        nodes = [start(f"node{number}", number) for number in range(1, size + 1)]
-        wiring = ["link add bridge type bridge", "link set bridge up"]
-        for node in nodes:
-            # From outside, where the hosts' process ids mean something.
-            wiring.append(f"link add {node.name} type veth peer name eth0 netns {node.pid}")
-            wiring.append(f"link set {node.name} master bridge up")
-        _ip(switch, wiring)
-        for node in nodes:
-            _ip(node, ["link set lo up", f"address add {node.address}/24 dev eth0", "link set eth0 up"])
-        yield nodes
+        _ip(switch, ["link add bridge type bridge", "link set bridge up"])
+        yield [start(f"node{number}", number, switch) for number in range(1, size + 1)]
 
 
 def why_not() -> str:

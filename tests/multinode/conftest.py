@@ -5,6 +5,7 @@ import shutil
 
 import hosts
 import pytest
+from cluster import TOOLS
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,6 @@ def can_have_hosts() -> None:
 @pytest.fixture(scope="session")
 def can_have_ssh() -> None:
     """Skips where the hosts could not be reached; in CI, that is a failure."""
-    if missing := [tool for tool in ("/usr/sbin/sshd", "pdsh", "ssh-keygen") if shutil.which(tool) is None]:
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         reason = f"hosts need {', '.join(missing)} (Debian: openssh-server, pdsh)"
         (pytest.fail if os.environ.get("REQUIRE_HOSTS") else pytest.skip)(reason)

@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import hosts
 import psutil
 import pytest
 import yaml
+from cluster import CPU_RANKS, PATH, copy_repository, start_sshd, wait_for, write_ssh
 from forked import Forge
 from hosts import Host
 from ranks import ROOT, metrics, settings, without_mlflow
@@ -26,11 +26,6 @@ from pipeline.lifecycle.run_folder import RESUME, read_status
 STEPS = 36
 # Uneven: 4 ranks, and 3 once node3 is gone.
 SLOTS = {"node1": 1, "node2": 2, "node3": 1}
-_SSHD = """
-mount -t tmpfs tmpfs /run
-mkdir /run/sshd
-exec /usr/sbin/sshd -D -e -f "$1"
-"""
 
 
 @dataclass(frozen=True)
@@ -58,45 +53,23 @@ class Site:
 @pytest.fixture(scope="module")
 def site(can_have_hosts: None, can_have_ssh: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     home = tmp_path_factory.mktemp("site")
-    folder = home / "vit"
-    for name in ("launch", "pipeline", "data_tools", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("key", "host_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True)
-    (home / "sshd_config").write_text(
-        f"HostKey {home}/host_key\nAuthorizedKeysFile {home}/key.pub\nStrictModes no\nPidFile none\nUsePAM no\n"
-    )
+    folder = copy_repository(home / "vit")
     with hosts.network(3, [home, ROOT, Path(sys.prefix)]) as nodes:
-        (home / "ssh_config").write_text(
-            f"User root\nIdentityFile {home}/key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-            + "".join(f"Host {node.name}\n  HostName {node.address}\n" for node in nodes)
-        )
+        client = write_ssh(home, nodes)
         (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
         environment = {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}:/usr/sbin:/sbin",
+            "PATH": PATH,
             "HOME": str(home),
-            "PDSH_SSH_ARGS_APPEND": f"-F {home}/ssh_config",
+            "PDSH_SSH_ARGS_APPEND": f"-F {client}",
             "PDSH_RCMD_TYPE": "ssh",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
+            **CPU_RANKS,
             "PYTHONPATH": without_mlflow(home),
         }
-        daemons = [
-            node.start("sh", "-ec", _SSHD, "sh", home / "sshd_config", stderr=subprocess.DEVNULL) for node in nodes
-        ]
+        daemons = [start_sshd(node, home) for node in nodes]
         yield Site(nodes, folder, environment)
         for node, daemon in zip(nodes, daemons, strict=True):
             node.kill()
             daemon.wait()
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen, log: Path, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
 
 
 def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: Path) -> None:
@@ -134,10 +107,7 @@ def start_run(site: Site, dataset: Path, name: str, *more: str, log: Path, befor
     if not data.exists():
         shutil.copytree(dataset, data)
     (site.folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
-    carried = [
-        f"{name}={site.environment[name]}\n" for name in ("DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
-    ]
-    (site.folder / ".deepspeed_env").write_text("".join(carried))
+    (site.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in CPU_RANKS.items()))
     run = settings(data, out, name, "evaluate.every=100%", "checkpoint.every=5 steps", *more)
     launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
     return site.start(*before, *launch, "launch/pretrain.py", *run, log=log), out / name, run

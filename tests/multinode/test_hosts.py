@@ -32,14 +32,14 @@ def this_machine() -> tuple[str, ...]:
 
 
 def test_hosts_share_a_network_and_a_folder_only(can_have_hosts: None, tmp_path: Path) -> None:
-    before, visible = this_machine(), [tmp_path, Path(sys.prefix)]  # A clone in /tmp has its Python there, too.
+    before, visible = this_machine(), [tmp_path, Path(sys.prefix)]  # A clone in /tmp has its Python there.
     # The same names and addresses twice, at the same time.
     with hosts.network(1, visible) as (other,), hosts.network(2, visible) as (one, two):
         assert this_machine() == before
         serve = (
             "import socket; s = socket.create_server(('', 7000)); open('up', 'w'); s.accept()[0].sendall(b'from two')"
         )
-        ask = "import socket; print(socket.create_connection(('10.77.0.2', 7000), timeout=5).recv(99).decode())"
+        ask = "import socket; print(socket.create_connection(('10.77.0.2', 7000), timeout=2).recv(99).decode())"
         server = two.start(sys.executable, "-c", serve, cwd=tmp_path)
         while not (tmp_path / "up").exists():
             assert server.poll() is None
@@ -62,6 +62,13 @@ def test_hosts_share_a_network_and_a_folder_only(can_have_hosts: None, tmp_path:
         assert sleeper.wait(timeout=10) == -signal.SIGKILL
         assert not one.processes()
         assert two.run("echo", "fine") == "fine\n"
+        one.boot()
+        assert one.run("ls", "/tmp").split() == sorted(
+            {folder.parts[2] for folder in visible if folder.parts[1] == "tmp"}
+        )
+        with pytest.raises(subprocess.CalledProcessError, match="non-zero") as refused:
+            two.run(sys.executable, "-c", ask.replace("0.2", "0.1"))
+        assert "refused" in refused.value.output
     assert this_machine() == before
 
 

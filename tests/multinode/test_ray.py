@@ -1,32 +1,27 @@
 """`ray job submit` on a cluster of two hosts: a run that is stopped and goes on; sharding, while one of them dies."""
 
-import contextlib
 import json
-import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import hosts
-import psutil
 import pytest
+from cluster import copy_repository, frozen_task, ray_environment, start_ray, wait_for, wait_for_ray
 from forked import Forge
 from hosts import Host
-from ranks import metrics, settings
+from ranks import ROOT, metrics, settings
 from raw_images import contents, jpeg
 
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
-T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 SAMPLES_PER_SHARD, NUM_SHARDS = 40, 12
+# The task of a shard, and its file.
+SHARDING = ("write_shard", r"\.tar\.\w+\.tmp$")
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkout(home: Path) -> Path:
     """What a user has: this repository, and beside its files more than should be sent to a cluster."""
-    folder = home / "checkout"
-    for name in ("launch", "pipeline", "data_tools", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (".gitignore", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
+    folder = copy_repository(home / "checkout")
     for name in (".venv/lib", "runs/vit", "elsewhere/photos"):
         (folder / name).mkdir(parents=True)
         with open(folder / name / "large.tar", "wb") as file:
@@ -65,75 +56,22 @@ def source(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(home: Path) -> dict[str, str]:
-    """Of the cluster and who talks to it; nothing of this machine's own Ray."""
-    (home / "token").write_text("0123456789abcdef" * 4)
-    return {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(home),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(home / "token"),
-        "RAY_JOB_STOP_WAIT_TIME_S": "30",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        # A dead node is given up after seconds.
-        "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_failure_threshold": "3",
-        # This machine's memory is used by others too, for whom Ray would kill workers here.
-        "RAY_memory_monitor_refresh_ms": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    return ray_environment(home)
 
 
 @pytest.fixture(scope="module")
 def cluster(can_have_hosts: None, environment: dict[str, str], home: Path) -> Iterator[list[Host]]:
     """A Ray of one CPU on each host."""
     with hosts.network(2, [home, ROOT]) as nodes:
-        processes = _start_ray(nodes, environment, home)
+        processes = []
+        for host in nodes:
+            log = home / f"{host.name}.log"
+            processes.append(start_ray(host, nodes[0], environment, log))
+            wait_for_ray(processes[-1], log)
         yield nodes
         for host, process in zip(nodes, processes, strict=True):
             host.kill()
             process.wait()
-
-
-def _start_ray(nodes: list[Host], environment: dict[str, str], home: Path) -> list[subprocess.Popen]:
-    head, worker = nodes
-    join = {
-        head: ["--head", "--port=6379", "--dashboard-host=0.0.0.0", "--no-monitor"],
-        worker: [f"--address={head.address}:6379"],
-    }
-    processes = []
-    for host in nodes:
-        log = home / f"{host.name}.log"
-        command = ["ray", "start", "--block", f"--node-ip-address={host.address}", *join[host]]
-        command += ["--num-cpus=1", "--object-store-memory=100000000", "--include-log-monitor=false"]
-        with open(log, "w") as file:
-            processes.append(host.start(*command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        wait_for(lambda log=log: "Ray runtime started" in log.read_text(), processes[-1], log)
-    return processes
-
-
-def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, seconds: float = 180) -> T:
-    """What a condition is when it holds; fails with the log when the process ends before that, or time is up."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert process.poll() is None, f"ended with {process.returncode}:\n{log.read_text()}"
-        assert time.monotonic() < deadline, f"still waiting:\n{log.read_text()}"
-        time.sleep(0.02)
-    return result
-
-
-def frozen_task(host: Host) -> psutil.Process | None:
-    """A worker of the host, stopped in the middle of a shard; None when there is none at the moment."""
-    for process in host.processes("ray::write_shard"):
-        process.send_signal(signal.SIGSTOP)
-        while process.status() != psutil.STATUS_STOPPED:
-            pass
-        for file in Path(f"/proc/{process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # Of one of its other threads.
-                if re.search(r"\.tar\.\w+\.tmp$", os.readlink(file)):
-                    return process
-        process.send_signal(signal.SIGCONT)
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +138,8 @@ def test_a_node_that_dies_costs_its_tasks_and_no_byte(
 
     wait_for(lambda: len(list(out.glob("*.tar"))) >= 2, job, log)
     # Both work. (Stop the head first: it might finish the job before the other begins.)
-    of_head = wait_for(lambda: frozen_task(head), job, log)
-    wait_for(lambda: frozen_task(worker), job, log)
+    of_head = wait_for(lambda: frozen_task(head, *SHARDING), job, log)
+    wait_for(lambda: frozen_task(worker, *SHARDING), job, log)
     worker.kill()
     progress = out / "progress.json"
     wait_for(lambda: json.loads(progress.read_text())["retries"], job, log)
