@@ -106,11 +106,11 @@ elif __name__ == "__main__" and sys.argv[1:2] == ["model"]:
         bench_model,
         """
         Measure the ViT on this CPU, in CPU seconds: training (forward and backward) and inference, beside a minimal ViT in
-        plain PyTorch and that of `transformers`, if installed, alternately; each with both forms of GELU, and as a share of
+        plain PyTorch and that of `transformers`, if installed, in turn; each with both forms of GELU, and as a share of
         the speed of a plain matrix product.
 
           python launch/bench.py model
-          python launch/bench.py model models=[ViT-B/16] precisions=[bf16] batch=16 rounds=9
+          python launch/bench.py model models=[ViT-B/16] precisions=[bf16] batch=8 rounds=9
         """,
     )
 elif __name__ == "__main__" and sys.argv[1:2] == ["tracking"]:

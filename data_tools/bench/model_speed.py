@@ -1,12 +1,12 @@
 """Speed of the ViT on a CPU, beside a minimal ViT and that of `transformers`, with the machine's matrix product as the limit.
 
-All contestants take turns in one process, so that other load on the machine affects all of them. Shape letters as in
+Contestants take turns, each in a process of its own, so that they share neither memory nor threads. Shape letters as in
 `pipeline/model/vit.py`.
 """
 
-import statistics
-import time
-from collections.abc import Callable
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from data_tools.bench.corpus import noise_batch
 from data_tools.bench.gpu_step import NUM_CLASSES, transformers_vit
+from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import Record, markdown
 from pipeline import model as models
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.errors import UserError
 from pipeline.settings.bench import ModelBenchConfig
 
-_OURS = "ours"
-_PRODUCT = "product"
+_OURS, _PRODUCT = "ours", "product"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WORK = ("training", "inference")
-_HEADS = ("model", "precision", "work", "contestant", "GELU", "CPU s", "of the product", "ours is faster", "same GELU")
+_HEADS = ("", "GELU", "CPU ms per image", "of the product", "ours (tanh) is faster", "ours with the same GELU")
 
 
 class MinimalBlock(nn.Module):
@@ -68,88 +67,112 @@ class MinimalViT(nn.Module):
 
 
 def run(config: ModelBenchConfig, record: Record) -> None:
-    """Measure, and print a table. Raises UserError for a model that is no ViT of the paper."""
-    torch.set_num_threads(config.threads)
-    configs = {name: models.configure(name, config.image_size, NUM_CLASSES) for name in config.models}
-    for name, model_config in configs.items():
+    """Measure, and print a table for each model and precision. Raises UserError for a model that is no plain ViT."""
+    cases = {name: models.configure(name, config.image_size, NUM_CLASSES) for name in config.models}
+    for name, case in cases.items():
         # The others are written for exactly this architecture.
-        if not isinstance(model_config, models.ViTConfig) or model_config.stem is not None or model_config.axial:
+        if not isinstance(case, models.ViTConfig) or case.stem is not None or case.axial:
             raise UserError(f"models: {name} is not a plain Vision Transformer.")
-    lines = []
-    for name, model_config in configs.items():
-        assert isinstance(model_config, models.ViTConfig)
+    with contextlib.suppress(
+        ImportError
+    ):  # Here once, not in each process; without it, they say that it is not installed.
+        importlib.import_module("transformers")
+    for name, case in cases.items():
+        assert isinstance(case, models.ViTConfig)
         for precision in config.precisions:
-            contestants = make_contestants(model_config, record)
-            for work in _WORK:
-                lines += _measure(config, name, model_config, precision, work, contestants, record)
-    print("\n" + markdown(_HEADS, lines))
+            for work in config.work:
+                _measure(config, f"{name} {precision} {work}", case, _DTYPES[precision], work, record)
 
 
-def make_contestants(config: models.ViTConfig, record: Record) -> dict[tuple[str, str], nn.Module]:
-    """(contestant, GELU) -> model on the CPU, in fp32. Those that are not installed are printed and recorded as failed."""
-    found: dict[tuple[str, str], nn.Module] = {}
-    for gelu in ("tanh", "erf"):
-        ours = models.build(replace(config, gelu=gelu))
-        minimal = MinimalViT(replace(config, gelu=gelu))
-        with torch.no_grad():
-            for mine, its in zip(ours.parameters(), minimal.parameters(), strict=True):
-                its.copy_(mine)
-        found[_OURS, gelu], found["minimal", gelu] = ours, minimal
-        try:
-            found["transformers", gelu] = transformers_vit(replace(config, gelu=gelu))
-        except ImportError as error:
-            if not any(row["name"] == "transformers" for row in record.rows):
-                print(f"transformers: not measured, {error}", flush=True)
-                record.add("transformers", failed=str(error))
-    return found
+def minimal_vit(config: models.ViTConfig) -> nn.Module:
+    """The minimal model with the weights of ours."""
+    copy_parameters(models.build(config), minimal := MinimalViT(config))
+    return minimal
+
+
+@torch.no_grad()
+def copy_parameters(model: nn.Module, minimal: nn.Module) -> None:
+    for mine, its in zip(model.parameters(), minimal.parameters(), strict=True):
+        its.copy_(mine)
+
+
+_MAKERS: dict[str, Callable[[models.ViTConfig], nn.Module]] = {
+    _OURS: models.build, "minimal": minimal_vit, "transformers": transformers_vit,
+}  # fmt: skip
 
 
 def _measure(
-    config: ModelBenchConfig, name: str, model: models.ViTConfig, precision: str, work: str,
-    contestants: dict[tuple[str, str], nn.Module], record: Record,
-) -> list[list[str]]:  # fmt: skip
-    """Time all contestants in turn; returns lines of the table."""
-    dtype, batch = _DTYPES[precision], noise_batch(config.batch, config.image_size)
-    step = _train if work == "training" else _infer
-    steps: dict[tuple[str, str], Callable[[], object]] = {
-        _key: _bound(step, m.to(dtype), batch) for _key, m in contestants.items()
-    }
-    shape = config.batch * model.num_tokens, model.width, model.mlp_width
-    a, b = torch.randn(shape[0], shape[1]).to(dtype), torch.randn(shape[1], shape[2]).to(dtype)
-    steps[_PRODUCT, ""] = lambda: a @ b
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
-    for round_number in range(-1, config.rounds):  # The first is a warm-up.
-        for key, run_step in steps.items():
-            begin = time.process_time()
-            run_step()
-            if round_number >= 0:
-                seconds[key].append(time.process_time() - begin)
-    medians = {key: statistics.median(taken) for key, taken in seconds.items()}
-    product = 2 * shape[0] * shape[1] * shape[2] / medians.pop((_PRODUCT, ""))
-    flops = models.training_flops_per_image(model) * config.batch / (1 if work == "training" else 3)
-    print(
-        f"{name}, {precision}, {work}: a plain product of {shape[0]} x {shape[1]} x {shape[2]} does {product / 1e9:,.0f} GFLOP/s",
-        flush=True,
-    )
+    config: ModelBenchConfig, title: str, model: models.ViTConfig, dtype: torch.dtype, work: str, record: Record
+) -> None:
+    contestants = [_product(config, model, dtype, work)]
+    for gelu in ("tanh", "erf"):
+        for name in _MAKERS:
+            contestants.append(_contestant(config, name, replace(model, gelu=gelu), dtype, work))
+    results = race(contestants, config.rounds)
+    speeds = {name: found.per_cpu for name, found in results.items() if isinstance(found, Timing)}
     lines = []
-    for (contestant, gelu), taken in medians.items():
-        # Medians of ratios of the same round, in which both had the same load beside them.
-        ours, same = (
-            statistics.median(x / y for x, y in zip(seconds[contestant, gelu], seconds[_OURS, which], strict=True))
-            for which in ("tanh", gelu)
-        )
-        share = flops / taken / product
+    for contestant in contestants:
+        name, gelu = contestant.name, contestant.about[0]
+        if name not in speeds:
+            record.add(f"{title}, {name}", failed=str(results[name]))
+            lines.append([name, gelu, f"not measured: {results[name]}", "", "", ""])
+            continue
+        same = speeds[_named(_OURS, gelu or "tanh")] / speeds[name]
+        ours, share = speeds[_named(_OURS, "tanh")] / speeds[name], speeds[name] / speeds[_PRODUCT]
         record.add(
-            f"{name} {precision} {work}, {contestant} {gelu}", cpu_seconds=taken, share_of_product=share,
-            relative_to_ours=ours, relative_to_ours_same_gelu=same, product_gflops=product / 1e9,
+            f"{title}, {name}", cpu_seconds_per_image=1 / speeds[name], share_of_product=share, ours_is_faster=ours,
+            ours_with_same_gelu_is_faster=same,
         )  # fmt: skip
-        ratios = ["", ""] if contestant == _OURS and gelu == "tanh" else [f"{ours:.2f}", f"{same:.2f}"]
-        lines.append([name, precision, work, contestant, gelu, f"{taken:.3f}", f"{share:.0%}", *ratios])
-    return lines
+        lines.append([name, gelu, f"{1e3 / speeds[name]:.1f}", f"{share:.0%}", f"{ours:.2f}", f"{same:.2f}"])
+    flops = _flops(model, work)
+    print(f"\n{title}, batch {config.batch}, {config.threads} threads; the product does "
+          f"{flops * speeds[_PRODUCT] / 1e9:,.0f} GFLOP per CPU second\n")  # fmt: skip
+    print(markdown(_HEADS, lines), flush=True)
 
 
-def _bound(step: Callable[[nn.Module, Batch], object], model: nn.Module, batch: Batch) -> Callable[[], object]:
-    return lambda: step(model, batch)
+def _contestant(
+    config: ModelBenchConfig, name: str, model_config: models.ViTConfig, dtype: torch.dtype, work: str
+) -> Contestant:
+    step = _train if work == "training" else _infer
+    batch = noise_batch(config.batch, config.image_size)
+    ready: list[nn.Module] = []  # Of the process in which this is timed.
+
+    def prepare() -> None:
+        torch.set_num_threads(config.threads)
+        ready.append(_MAKERS[name](model_config).to(dtype))
+        step(ready[0], batch)
+
+    def steps() -> Iterator[int]:
+        for _ in range(config.steps):
+            step(ready[0], batch)
+            yield config.batch
+
+    return Contestant(_named(name, model_config.gelu), [model_config.gelu], config.threads, steps, prepare=prepare)
+
+
+def _product(config: ModelBenchConfig, model: models.ViTConfig, dtype: torch.dtype, work: str) -> Contestant:
+    """The product of the MLP's first layer, again and again, until it has done as much arithmetic as the model."""
+    N, D, M = config.batch * model.num_tokens, model.width, model.mlp_width
+    count = max(1, round(_flops(model, work) * config.batch / (2 * N * D * M)))
+
+    def steps() -> Iterator[int]:
+        torch.set_num_threads(config.threads)
+        a, b, out = torch.randn(N, D).to(dtype), torch.randn(D, M).to(dtype), torch.empty(N, M, dtype=dtype)
+        for _ in range(config.steps):
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+            yield config.batch
+
+    return Contestant(_PRODUCT, [""], config.threads, steps)
+
+
+def _named(name: str, gelu: str) -> str:
+    return f"{name}, {gelu}"
+
+
+def _flops(model: models.ViTConfig, work: str) -> float:
+    """FLOPs of one image."""
+    return models.training_flops_per_image(model) / (1 if work == "training" else 3)
 
 
 def _train(model: nn.Module, batch: Batch) -> None:

@@ -59,8 +59,12 @@ class ModelBenchConfig(RecordConfig):
     precisions: list[Literal["fp32", "bf16"]] = setting(
         ["fp32", "bf16"], "Precisions of weights and activations.", min_items=1
     )
+    work: list[Literal["training", "inference"]] = setting(
+        ["training", "inference"], "training is forward and backward, without an optimizer.", min_items=1
+    )
     image_size: int = setting(224, "Side of the images in pixels.", min=1, max=MAX_SIDE)
-    batch: int = setting(8, "Images per step.", min=1, max=MAX_BATCH)
+    batch: int = setting(32, "Images per step.", min=1, max=MAX_BATCH)
+    steps: int = setting(1, "Steps of each contestant in a round, after one that is not counted.", min=1)
     rounds: int = setting(5, "Number of rounds; each measures everything once, and medians are reported.", min=1)
     threads: int = setting(
         1, "Threads of torch. CPU seconds are reliable beside other load only with one.", min=1, max=MAX_THREADS
