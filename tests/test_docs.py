@@ -4,6 +4,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+from cluster import readme_commands
+
+from pipeline.command import read_settings
+from pipeline.settings.data import ShardConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.transfer import VtabConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -60,3 +68,13 @@ def test_every_command_is_in_the_readme() -> None:
     commands = [path.name for path in (ROOT / "launch").glob("*.py")]
     assert commands
     assert [name for name in commands if f"`{name}`" not in readme] == []
+
+
+def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With absolute paths: a job of Ray runs in a copy of this folder. (`make rehearsal` runs them.)"""
+    monkeypatch.chdir(ROOT)
+    words = [command[command.index("--config") :] for command in readme_commands()]
+    shards, run, sweep = map(read_settings, (ShardConfig, RunConfig, VtabConfig), words)
+    assert run.data.path == shards.out
+    assert sweep.weights == f"{run.out}/{run.name}"
+    assert all(Path(path).is_absolute() for path in (shards.source, shards.out, run.out, sweep.data))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,17 @@ mount -t tmpfs tmpfs /run
 mkdir /run/sshd
 exec /usr/sbin/sshd -D -e -f "$1"
 """
+
+
+def readme_commands() -> list[list[str]]:
+    """The words of the three commands of the section "On a cluster"."""
+    section = (ROOT / "README.md").read_text().partition("\n## On a cluster\n")[2].partition("\n## ")[0]
+    lines = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    commands = [shlex.split(line) for line in lines.replace("\\\n", " ").splitlines()]
+    assert [Path(word).name for words in commands for word in words if word.startswith("launch/")] == [
+        "shard.py", "pretrain.py", "vtab.py"
+    ], commands  # fmt: skip
+    return commands
 
 
 def copy_repository(folder: Path) -> Path:
