@@ -6,7 +6,7 @@ STORE ?= runs/mlflow.db
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast lint mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
+.PHONY: demo test rehearsal test-fast lint mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
@@ -41,6 +41,10 @@ gpu-packages:
 
 gpu-wheels: install
 	$(PY) tests/gpu/bring.py fetch .gpu-wheels
+
+# The README's three cluster commands on three hosts of this machine, one of which dies in each (root, iproute2, openssh-server, pdsh).
+rehearsal: install
+	$(PY) tests/multinode/rehearsal.py
 
 # To run while working: neither ranks, nor Ray, nor tests of over a second.
 test-fast: install

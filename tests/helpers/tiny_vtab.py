@@ -1,5 +1,6 @@
 """Tiny weights and three of VTAB's tasks, for the tests of sweeps."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiny import make_dataset
@@ -15,9 +16,14 @@ _SETTINGS = [
 ]  # fmt: skip
 
 
+def prepare_tasks(folder: Path, names: Sequence[str]) -> None:
+    """Writes the data sets of tasks, in folders of their names."""
+    for seed, name in enumerate(names):
+        make_dataset(folder / name, _SPLITS, seed=seed)
+
+
 def prepare(folder: Path) -> list[str]:
-    """Writes both into the folder. Returns the settings of a sweep but its learning rates."""
+    """Writes weights and tasks into the folder. Returns the settings of a sweep but its learning rates."""
     models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
-    for seed, name in enumerate(PREPARED):
-        make_dataset(folder / "tasks" / name, _SPLITS, seed=seed)
+    prepare_tasks(folder / "tasks", PREPARED)
     return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *_SETTINGS]
