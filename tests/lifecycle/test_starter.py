@@ -57,7 +57,10 @@ class Family:
         """Run a shell line with the names filled in; returns once the rank has looked for its starter."""
         for name, command in self.names.items():
             line = line.replace(name, command)
-        shell = subprocess.Popen(["bash", "-c", line], env=self.environment, start_new_session=True)
+        shell = subprocess.Popen(
+            ["bash", "-c", line], env=self.environment, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # Ignored under nohup, which the starter respects.
+        )  # fmt: skip
         self.wait_for("found")
         return shell
 
