@@ -1,0 +1,38 @@
+"""A host with a slow network is told from one that was busy for a moment."""
+
+from pipeline.lifecycle.host_check import ask_all, problems
+from pipeline.settings.operate import HostsConfig
+
+SLOTS = {"node1": 1, "node2": 1, "node3": 1}
+ANSWER = {
+    "versions": {}, "missing": [], "writable": True, "free_bytes": 10**12, "gpus": 0, "cores": 2, "clock_offset": 0.0,
+}  # fmt: skip
+
+
+def found(*rounds: list[float | None]) -> tuple[list[str], int]:
+    """(problems, number of rounds) when the hosts have these speeds in each round; None is no answer."""
+    left = list(rounds)
+
+    def ask_each() -> list[dict[str, object]]:
+        return [{"error": "gone"} if speed is None else {**ANSWER, "gbit_per_second": speed} for speed in left.pop(0)]
+
+    answers = ask_all(ask_each)
+    config = HostsConfig(hostfile="hosts", run="run.yaml")
+    return problems(SLOTS, answers, config, "token"), len(rounds) - len(left)
+
+
+def test_a_host_that_is_slow_each_time_is_unfit() -> None:
+    slow = [8.0, 7.6, 3.0]
+    lines, rounds = found(slow, slow, slow, slow)
+    assert lines == ["node3: 3.00 Gbit/s to it, less than half of the usual 7.60"]
+    assert rounds == 3
+
+
+def test_a_busy_moment_is_forgiven() -> None:
+    assert found([8.0, 7.6, 3.0], [2.0, 7.0, 7.0], [1.0, 1.0, 1.0]) == ([], 2)
+    assert found([8.0, 7.6, 7.0], [1.0, 1.0, 1.0]) == ([], 1)
+
+
+def test_a_host_that_does_not_answer_is_told_at_once_and_later() -> None:
+    assert found([8.0, None, 7.0], [8.0, 7.0, 7.0]) == (["node2: gone"], 1)
+    assert found([8.0, 3.0, 7.0], [8.0, None, 7.0]) == (["node2: gone"], 2)
