@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -22,7 +22,7 @@ from pipeline.ray_tasks import LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
 from pipeline.study.cells import Cell, Study
-from pipeline.study.results import CellResult
+from pipeline.study.results import CellResult, State
 from pipeline.transfer.child_run import ChildRun, how_ended, read_outcome, start_command, with_track
 from pipeline.transfer.score_table import RESULTS_FILE
 
@@ -33,6 +33,10 @@ _REFUSED = 2
 _COMMIT_SECONDS = 120.0
 # Variables of a Ray worker. A command inside of a cell that starts Ray gets a cluster of its own on the cell's machine.
 _OF_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+
+
+# Name of a cell -> (what became of it, the reason).
+Ends = Mapping[str, tuple[State, str]]
 
 
 class StoppedError(Exception):
@@ -57,13 +61,11 @@ def run_job(job: Job) -> dict[str, str]:
     diverged = {}
     for cell in job.cells:
         begin = time.monotonic()
-        is_new = how_ended(cell.run) is None
         try:
             run_cell(cell, job)
         except DivergedError as error:
             diverged[cell.name] = str(error)
-        if is_new:
-            _add_hours(job.folder, cell.name, (time.monotonic() - begin) / 3600)
+        _add_hours(job.folder, cell.name, (time.monotonic() - begin) / 3600)
     return diverged
 
 
@@ -168,8 +170,8 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 # -------------------------------------------------------------------- what became of a cell
-def result_of(study: Study, cell: Cell, failed: Mapping[str, str]) -> CellResult:
-    """The result of a cell, from its folders. failed: reason of each cell that failed in this start, by name."""
+def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
+    """The result of a cell, from its folders. ends: how cells that are not done ended in this start."""
     found = CellResult(
         cell.name, cell.model.name, cell.family, cell.parameters, cell.data_size, cell.steps, cell.images_seen, cell.flops / 1e18,
         cell.seed, folder=str(cell.run.folder), run_id=run_id_of(cell.run.folder) or "",
@@ -177,8 +179,9 @@ def result_of(study: Study, cell: Cell, failed: Mapping[str, str]) -> CellResult
     ended = how_ended(cell.run)
     if ended is not None and ended.status == "diverged":
         return replace(found, state="diverged", reason=ended.reason)
-    if cell.name in failed:
-        return replace(found, state="failed", reason=failed[cell.name])
+    if cell.name in ends:
+        state, reason = ends[cell.name]
+        return replace(found, state=state, reason=reason)
     if ended is None:
         return found
     scores, num_test = _scores(study, cell)
@@ -190,9 +193,7 @@ def result_of(study: Study, cell: Cell, failed: Mapping[str, str]) -> CellResult
     if missing:
         diverged = [f"{f.name}: {outcome}" for f in cell.finetunes if isinstance(outcome := read_outcome(f), str)]
         return replace(found, state="diverged", reason=diverged[0]) if diverged else found
-    return replace(
-        found, state="done", scores=scores, num_test=num_test, hours=_read_hours(study.folder).get(cell.name)
-    )
+    return replace(found, state="done", scores=scores, num_test=num_test, hours=_read_hours(study.folder, cell.name))
 
 
 def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]:
@@ -246,16 +247,16 @@ def _vtab_scores(folder: Path, cell: Cell) -> float | None:
 
 def _add_hours(folder: Path, name: str, hours: float) -> None:
     (folder / HOURS).mkdir(exist_ok=True)
-    file = folder / HOURS / f"{name}.json"
-    write_text(file, json.dumps({"hours": hours + _read_hours(folder).get(name, 0.0)}))
+    write_text(_hours_file(folder, name), json.dumps({"hours": hours + (_read_hours(folder, name) or 0.0)}))
 
 
-def _read_hours(folder: Path) -> dict[str, float]:
-    """Hours of each cell's processes, without those of a start that was killed."""
-    return dict(_hours_in(folder))
+def _read_hours(folder: Path, name: str) -> float | None:
+    """Hours of a cell's processes, without those of a start that was killed; None if nothing is known of them."""
+    try:
+        return json_record.read(_hours_file(folder, name), dict[str, float]).get("hours")
+    except (FileNotFoundError, UserError):
+        return None
 
 
-def _hours_in(folder: Path) -> Iterator[tuple[str, float]]:
-    for file in (folder / HOURS).glob("*.json"):
-        with contextlib.suppress(UserError, FileNotFoundError):
-            yield file.stem, json_record.read(file, dict[str, float])["hours"]
+def _hours_file(folder: Path, name: str) -> Path:
+    return folder / HOURS / f"{name}.json"

@@ -211,7 +211,7 @@ def _cells_of(
         try:
             steps = make_plan(run.config, len(split), 1).steps
             if config.cooldown:
-                run, trunk, trunk_steps = _with_trunk(config, stem, seed, overrides, steps)
+                run, trunk, trunk_steps = _with_trunk(config, name, stem, seed, overrides, steps)
                 make_plan(run.config, len(split), 1)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
@@ -224,12 +224,11 @@ def _cells_of(
 
 
 def _with_trunk(
-    config: StudyConfig, stem: str, seed: int, overrides: list[str], steps: int
+    config: StudyConfig, name: str, stem: str, seed: int, overrides: list[str], steps: int
 ) -> tuple[ChildRun, ChildRun, int]:
     """Returns (the run with a cooldown, the run at a constant rate up to where it begins, steps of that one)."""
     cooldown = max(1, round(config.cooldown * steps))
     constant = [*overrides, "schedule.decay=constant", f"train.length={steps} steps"]
-    name = overrides_value(overrides, "name")
     run = make_child(name, config.run, [*constant, f"schedule.cooldown={cooldown} steps"])
     if run.config.schedule.warmup.unit == "%":
         raise UserError(
@@ -258,11 +257,6 @@ def _finetune_flops(config: RunConfig, model: models.Config) -> float:
     split, _ = run_splits(open_dataset(config.data.path), config.data, config.seed)
     images = config.train.length.steps(len(split), config.train.global_batch) * config.train.global_batch
     return float(images) * models.training_flops_per_image(replace(model, image_size=config.model.image_size))
-
-
-def overrides_value(overrides: list[str], name: str) -> str:
-    """The value of the last override of a setting."""
-    return [text.partition("=")[2] for text in overrides if text.startswith(f"{name}=")][-1]
 
 
 def _some(names: list[str]) -> str:

@@ -25,10 +25,10 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cell_run import Job, StoppedError, result_of, run_job
+from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job
 from pipeline.study.cells import Cell, Study, open_study
 from pipeline.study.cost import estimate, plan_table, refuse_too_long
-from pipeline.study.results import StudyResults, write_results
+from pipeline.study.results import State, StudyResults, write_results
 from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
 
@@ -96,8 +96,8 @@ def run(
     that cannot run, and at the end if a cell failed; the report is written then. Exits with code 75 when a run was asked to stop.
     """
     study = open_study(config)
-    ended: dict[str, str] = {}
-    results = read_cells(study, ended)
+    ends: dict[str, tuple[State, str]] = {}
+    results = read_cells(study, ends)
     estimated = estimate(study, results.cells)
     if config.plan:
         print("\n".join(plan_table(study, estimated, results.cells, at_a_time)))
@@ -116,8 +116,8 @@ def run(
         print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
     with show(study) or nullcontext() as page:
         if not config.report:
-            _run_cells(study, ended, run_jobs, at_a_time, page)
-        results, sentences = _report(study, ended, page)
+            _run_cells(study, ends, run_jobs, at_a_time, page)
+        results, sentences = _report(study, ends, page)
     print("\n".join(sentences))
     print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
     if failed := [cell for cell in results.cells if cell.state == "failed"]:
@@ -128,11 +128,11 @@ def run(
     return results
 
 
-def _report(study: Study, failed: dict[str, str], page: Page | None) -> tuple[StudyResults, list[str]]:
+def _report(study: Study, ends: Ends, page: Page | None) -> tuple[StudyResults, list[str]]:
     """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
     from pipeline.study.report import write_report  # Late: Matplotlib.
 
-    results = read_cells(study, failed)
+    results = read_cells(study, ends)
     write_results(results, study.folder)
     sentences, files = write_report(results, study.folder)
     if page:
@@ -140,8 +140,8 @@ def _report(study: Study, failed: dict[str, str], page: Page | None) -> tuple[St
     return results, sentences
 
 
-def read_cells(study: Study, failed: dict[str, str]) -> StudyResults:
-    """What is known of all cells, in the order of the settings. failed: reasons of cells that failed in this start, by name."""
+def read_cells(study: Study, ends: Ends) -> StudyResults:
+    """What is known of all cells, in the order of the settings. ends: as of `result_of`."""
     first = study.cells[0].run.config.data
     models = [model.name for model in study.config.models]
     cells = sorted(study.cells, key=lambda cell: (models.index(cell.model.name), cell.data_size, cell.steps, cell.seed))
@@ -153,7 +153,7 @@ def read_cells(study: Study, failed: dict[str, str]) -> StudyResults:
         study.dataset.fingerprint,
         f"{study.dataset.path.name}:{first.evaluated_split}",
         study.image_size,
-        [result_of(study, cell, failed) for cell in cells],
+        [result_of(study, cell, ends) for cell in cells],
         study.notes,
     )
 
@@ -169,9 +169,11 @@ def _run_one(study: Study, name: str) -> None:
         _exit_to_resume(stopped)
 
 
-def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_time: int, page: Page | None) -> None:
-    """Run what is not done. failed: gets the reasons of cells that failed."""
-    results = read_cells(study, failed)
+def _run_cells(
+    study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, at_a_time: int, page: Page | None
+) -> None:
+    """Run what is not done. ends: gets how cells ended that failed, or diverged before they had a run."""
+    results = read_cells(study, ends)
     todo = {result.name for result in results.cells if result.state == "not run"}
     jobs = [job for job in study.jobs if any(cell.name in todo for cell in job)]
     of_model = {cell.name: cell.model.name for cell in study.cells}
@@ -179,7 +181,7 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
     clock = _Clock(study.folder)
     next_report = time.monotonic()
 
-    def to_run(progress: SweepProgress) -> Iterator[Job]:
+    def to_run() -> Iterator[Job]:
         for number, cells in enumerate(jobs):
             hours = _hours_of(study, [cell for cell in cells if cell.name in todo])
             if study.config.hours and clock.hours() + hours / at_a_time > study.config.hours:
@@ -197,17 +199,18 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
     def fail(index: int, reason: str) -> None:
         for cell in started[index]:
             if result_of(study, cell, {}).state == "not run":
-                failed[cell.name] = reason
+                ends[cell.name] = "failed", reason
                 progress.gave_up(cell.model.name, cell.name, reason)
 
     with SweepProgress(
         list(of_model.values()), [of_model[r.name] for r in results.cells if r.name not in todo], study.folder
     ) as progress:
         try:
-            for index, diverged in run_jobs(run_job, to_run(progress), progress.retried, fail):
+            for index, diverged in run_jobs(run_job, to_run(), progress.retried, fail):
+                ends |= {name: ("diverged", reason) for name, reason in diverged.items()}
                 for cell in started[index]:
                     if cell.name in todo:
-                        result = result_of(study, cell, diverged)
+                        result = result_of(study, cell, ends)
                         if result.state == "done":
                             line = f"{cell.name}: {study.config.score} {result.scores[study.config.score]:.2%}"
                             progress.ended(cell.model.name, line, 3600 * (result.hours or 0.0))
@@ -215,7 +218,7 @@ def _run_cells(study: Study, failed: dict[str, str], run_jobs: RunJobs, at_a_tim
                             progress.gave_up(cell.model.name, cell.name, result.reason or "it has no score")
                 clock.save()
                 if time.monotonic() >= next_report:
-                    _report(study, failed, page)
+                    _report(study, ends, page)
                     next_report = time.monotonic() + _REPORT_SECONDS
         except StoppedError as stopped:
             _exit_to_resume(stopped)

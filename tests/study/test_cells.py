@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import make_dataset
+from tiny_study import write_run
 
 from pipeline.errors import UserError
 from pipeline.settings import schema
@@ -13,31 +13,10 @@ from pipeline.study import driver
 from pipeline.study.cells import Study, new_flops, open_study
 from pipeline.study.cost import estimate, refuse_too_long
 
-RUN = """
-name: base
-model: {name: ViT-Ti/4, image_size: 16, width: 16, depth: 1, mlp_width: 16, num_heads: 2, representation: false}
-data: {path: DATA, streams: 4, window: 16, threads: 1}
-augment: {eval_crop: resize}
-train: {length: 8 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 2}
-optimizer: {lr: 1.0e-3}
-schedule: {decay: cosine, warmup: 1 steps}
-engine: {precision: fp32}
-evaluate: {every: 100%}
-checkpoint: {every: 100%}
-track: {enabled: false}
-"""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
-
 
 @pytest.fixture
-def base(data: Path, tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    file.write_text(RUN.replace("DATA", str(data)))
-    return file
+def base(dataset: Path, tmp_path: Path) -> Path:
+    return write_run(tmp_path, dataset)
 
 
 def make(base: Path, text: str, *overrides: str) -> StudyConfig:
@@ -134,11 +113,11 @@ def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parents[2] / "configs" / "study").glob("*.yaml")), ids=lambda file: file.stem
 )
-def test_the_ready_studies_have_cells(file: Path, data: Path, tmp_path: Path) -> None:
+def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path) -> None:
     """On a small data set, which is why batches and subsets are small."""
     own = schema.load(StudyConfig, file)
     small = [
-        f"data.path={data}",
+        f"data.path={dataset}",
         "data.eval_split=val",
         "train.global_batch=64",
         "train.micro_batch=64",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from child_runs import leave_behind
 from tiny import make_dataset
+from tiny_study import write_run
 
 from launch.study import in_mlflow
 from pipeline.lifecycle.run_folder import RESUME
@@ -14,23 +15,14 @@ from pipeline.settings.study import StudyConfig
 from pipeline.study import cell_run, driver
 from pipeline.transfer.child_run import make_child
 
-RUN = """
-name: base
-model: {name: ViT-Ti/4, image_size: 16, width: 16, depth: 1, mlp_width: 16, num_heads: 2, representation: false}
-data: {path: DATA, streams: 4, window: 16}
-train: {length: 8 steps, global_batch: 24, micro_batch: 24, loss: softmax}
-schedule: {warmup: 1 steps}
-track: {experiment: photos}
-"""
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> StudyConfig:
     make_dataset(tmp_path / "data", {"train": 60, "val": 12})
-    (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(tmp_path / "data")))
+    run = write_run(tmp_path, tmp_path / "data", "{experiment: photos}")
     return schema.load(
         StudyConfig, None,
-        [f"run={tmp_path / 'run.yaml'}", "name=shapes", f"out={tmp_path / 'runs'}", "question=ablation", "tflops=1",
+        [f"run={run}", "name=shapes", f"out={tmp_path / 'runs'}", "question=ablation", "tflops=1",
          "models=[{name: wide,settings: [model.width=32]},{name: slim},{name: odd,settings: [model.gelu=erf]}]"],
     )  # fmt: skip
 

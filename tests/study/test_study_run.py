@@ -16,7 +16,7 @@ import pytest
 import torch
 from forked import Forge
 from safetensors.torch import load_file
-from tiny import make_dataset
+from tiny_study import write_run
 
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
@@ -27,19 +27,6 @@ from pipeline.study import cell_run, driver
 from pipeline.study.results import StudyResults, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = """
-name: base
-model: {name: ViT-Ti/4, image_size: 16, width: 16, depth: 1, mlp_width: 16, num_heads: 2, representation: false}
-data: {path: DATA, streams: 4, window: 16, threads: 1}
-augment: {eval_crop: resize}
-train: {length: 8 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1, max_skipped_steps: 2}
-optimizer: {lr: 1.0e-3}
-schedule: {decay: cosine, warmup: 1 steps}
-engine: {precision: fp32}
-evaluate: {every: 100%}
-checkpoint: {every: 50%}
-track: {enabled: false}
-"""
 TUNE = """
 name: tuned
 model: {image_size: 16}
@@ -54,16 +41,10 @@ track: {enabled: false}
 """
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
-
-
 @pytest.fixture
-def base(data: Path, tmp_path: Path) -> Path:
-    for name, text in (("run", RUN), ("tune", TUNE)):
-        (tmp_path / f"{name}.yaml").write_text(text.replace("DATA", str(data)))
-    return tmp_path / "run.yaml"
+def base(dataset: Path, tmp_path: Path) -> Path:
+    (tmp_path / "tune.yaml").write_text(TUNE.replace("DATA", str(dataset)))
+    return write_run(tmp_path, dataset)
 
 
 Started = list[tuple[str, str]]
@@ -213,6 +194,17 @@ def test_a_cell_whose_processes_die_is_tried_again_and_one_that_is_asked_to_stop
     with pytest.raises(UserError, match=r"1 of 2 cells failed, such as two-seed0: .*exit code -9"):
         driver.run(config, no_pause)
     assert by_name(driver.run(config, no_pause))["two-seed0"].state == "done"
+
+
+def test_a_common_part_that_diverges_is_told_in_the_report(base: Path, started: Started) -> None:
+    """The cell itself has no run then."""
+    models = "models=[{name: good},{name: wild,settings: [optimizer.lr=1e18]}]"
+    config = make(base, "trunks", "scaling", models, "lengths=[8 steps]", "cooldown=0.25")
+    results = by_name(driver.run(config, no_pause))
+    assert results["good-seed0"].state == "done"
+    assert results["wild-seed0"].state == "diverged"
+    assert "max_skipped_steps" in results["wild-seed0"].reason
+    assert not (base.parent / "runs" / "trunks" / "wild-seed0" / "log.txt").exists()
 
 
 def test_hours_leave_out_what_does_not_fit(
