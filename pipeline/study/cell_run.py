@@ -26,7 +26,7 @@ from pipeline.study.results import CellResult, State
 from pipeline.transfer.child_run import ChildRun, how_ended, read_outcome, start_command, with_track
 from pipeline.transfer.score_table import RESULTS_FILE
 
-OUTPUT, HOURS = "output", "hours"
+OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
 _REFUSED = 2
 # Most seconds for which a cell waits for such ranks.
@@ -61,10 +61,16 @@ def run_job(job: Job) -> dict[str, str]:
     diverged = {}
     for cell in job.cells:
         begin = time.monotonic()
+        failure = _failure_file(job.folder, cell.name)
+        failure.unlink(missing_ok=True)
         try:
             run_cell(cell, job)
         except DivergedError as error:
             diverged[cell.name] = str(error)
+        except (UserError, LostError) as error:
+            failure.parent.mkdir(exist_ok=True)
+            write_text(failure, json.dumps({"reason": str(error)}))
+            raise
         _add_hours(job.folder, cell.name, (time.monotonic() - begin) / 3600)
     return diverged
 
@@ -171,7 +177,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 # -------------------------------------------------------------------- what became of a cell
 def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
-    """The result of a cell, from its folders. ends: how cells that are not done ended in this start."""
+    """The result of a cell, from its folders. ends: how cells ended in this start of which their folders say nothing."""
     found = CellResult(
         cell.name, cell.model.name, cell.family, cell.parameters, cell.data_size, cell.steps, cell.images_seen, cell.flops / 1e18,
         cell.seed, folder=str(cell.run.folder), run_id=run_id_of(cell.run.folder) or "",
@@ -182,6 +188,8 @@ def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
     if cell.name in ends:
         state, reason = ends[cell.name]
         return replace(found, state=state, reason=reason)
+    if (failure := _read_failure(study.folder, cell.name)) is not None:
+        return replace(found, state="failed", reason=failure)
     if ended is None:
         return found
     scores, num_test = _scores(study, cell)
@@ -260,3 +268,15 @@ def _read_hours(folder: Path, name: str) -> float | None:
 
 def _hours_file(folder: Path, name: str) -> Path:
     return folder / HOURS / f"{name}.json"
+
+
+def _read_failure(folder: Path, name: str) -> str | None:
+    """Why the last try of a cell failed; None if it did not, or if a kill left no time to say so."""
+    try:
+        return json_record.read(_failure_file(folder, name), dict[str, str]).get("reason")
+    except (FileNotFoundError, UserError):
+        return None
+
+
+def _failure_file(folder: Path, name: str) -> Path:
+    return folder / FAILED / f"{name}.json"

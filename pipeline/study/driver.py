@@ -3,6 +3,7 @@
     study.json     what each cell is (cells.py). A folder holds one study.
     CELL/          run folder of a cell; CELL-NAME/ of its fine-tuning; *-trunk-*/ of steps that cells share
     output/        what the commands of each cell printed
+    failed/        why the last try of a cell failed
     hours/         the time of each cell; spent.json: of the whole study, which `hours` limits
     progress.json  while it runs
     results.json   what is known of every cell (results.py), with report.md, report.html, results.csv and figures
@@ -109,8 +110,8 @@ def run(
     if config.cell:
         _run_one(study, config.cell)
         return None
-    not_run = {result.name for result in results.cells if result.state == "not run"}
-    left = [cell for cell in study.cells if cell.name in not_run]
+    names_left = names_to_run(results)
+    left = [cell for cell in study.cells if cell.name in names_left]
     if not config.report:
         refuse_too_long(study, estimated, left, _read_spent(study.folder), at_a_time)
         print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
@@ -158,6 +159,11 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
     )
 
 
+def names_to_run(results: StudyResults) -> set[str]:
+    """Names of the cells that a start runs: neither done nor diverged. One that failed is tried again."""
+    return {cell.name for cell in results.cells if cell.state in ("not run", "failed")}
+
+
 def _run_one(study: Study, name: str) -> None:
     """Run a cell, as a task of a SLURM array does. Its shorter lengths come first if they share its steps."""
     try:
@@ -174,7 +180,7 @@ def _run_cells(
 ) -> None:
     """Run what is not done. ends: gets how cells ended that failed, or diverged before they had a run."""
     results = read_cells(study, ends)
-    todo = {result.name for result in results.cells if result.state == "not run"}
+    todo = names_to_run(results)
     jobs = [job for job in study.jobs if any(cell.name in todo for cell in job)]
     of_model = {cell.name: cell.model.name for cell in study.cells}
     started: list[list[Cell]] = []
@@ -198,7 +204,7 @@ def _run_cells(
 
     def fail(index: int, reason: str) -> None:
         for cell in started[index]:
-            if result_of(study, cell, {}).state == "not run":
+            if result_of(study, cell, {}).state in ("not run", "failed"):
                 ends[cell.name] = "failed", reason
                 progress.gave_up(cell.model.name, cell.name, reason)
 

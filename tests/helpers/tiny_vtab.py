@@ -1,15 +1,17 @@
 """Tiny weights and three of VTAB's tasks, for the tests of sweeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiny import make_dataset
 
 from pipeline import model as models
+from pipeline.transfer.vtab_cell import Job
 
 PREPARED = ("dtd", "pets", "svhn")
 _SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
-_SETTINGS = [
+SETTINGS = [
     "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]",
     "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
     "protocol.augment.eval_crop=resize", "threads=1",
@@ -26,4 +28,12 @@ def prepare(folder: Path) -> list[str]:
     """Writes weights and tasks into the folder. Returns the settings of a sweep but its learning rates."""
     models.save(models.create("ViT-mu/4", 8, 7), folder / "weights.pt", {"fingerprint": "f" * 16})
     prepare_tasks(folder / "tasks", PREPARED)
-    return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *_SETTINGS]
+    return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *SETTINGS]
+
+
+def run_here(
+    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
+) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Runs cells one after another in this process: a `vtab.RunCells`."""
+    for number, job in enumerate(jobs):
+        yield number, function(job)

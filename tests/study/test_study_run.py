@@ -17,14 +17,19 @@ import torch
 from forked import Forge
 from safetensors.torch import load_file
 from tiny_study import write_run
+from tiny_vtab import SETTINGS, prepare_tasks
+from tiny_vtab import run_here as run_vtab_here
 
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError
 from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig
+from pipeline.settings.transfer import VtabConfig
 from pipeline.study import cell_run, driver
 from pipeline.study.results import StudyResults, read_results
+from pipeline.transfer import vtab
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNE = """
@@ -59,8 +64,11 @@ def started(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Started:
         command: str, arguments: list[str], launcher: str = "", output: Any = None, environment: Any = None
     ) -> int:
         file, overrides = arguments[1], arguments[2:]
-        from pipeline.settings.run import RunConfig
-
+        if command == "vtab":  # Not as a process that starts Ray.
+            sweep = schema.load(VtabConfig, file, overrides)
+            begun.append((command, Path(sweep.weights).name))
+            vtab.run(sweep, Path(sweep.out), run_vtab_here)
+            return 0
         config = schema.load(RunConfig, file, overrides)
         begun.append((command, config.name))
         flat = schema.flatten(schema.to_dict(config))
@@ -161,12 +169,36 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     with pytest.raises(UserError):
         driver.run(config, no_pause)
     assert {name for _, name in started} == {"bad-seed0"}
-    # The report alone runs nothing.
+    # The report alone runs nothing, and still knows why a cell failed.
     del started[:]
-    driver.run(schema.load(StudyConfig, None, [
-        f"run={base}", f"out={base.parent / 'runs'}", "name=mixed", "question=ablation", models, "report=true",
-        f"finetune=[{base.with_name('tune.yaml')}]", "score=finetune:tuned",
-    ]), no_pause)  # fmt: skip
+    with pytest.raises(UserError, match=r"1 of 3 cells failed, such as bad-seed0: .*/dev/null/x"):
+        driver.run(schema.load(StudyConfig, None, [
+            f"run={base}", f"out={base.parent / 'runs'}", "name=mixed", "question=ablation", models, "report=true",
+            f"finetune=[{base.with_name('tune.yaml')}]", "score=finetune:tuned",
+        ]), no_pause)  # fmt: skip
+    assert started == []
+
+
+def test_a_hybrid_and_a_vit_are_scored_on_vtab(base: Path, started: Started, tmp_path: Path) -> None:
+    prepare_tasks(tmp_path / "tasks", ["dtd", "svhn"])
+    (tmp_path / "vtab.yaml").write_text("{}")
+    settings = [*SETTINGS, "protocol.image_size=32", "protocol.lr=[0.1]", f"data={tmp_path / 'tasks'}"]
+    models = "models=[{name: plain},{name: hybrid,settings: [model.name=R+Ti/16,model.image_size=32]}]"
+    config = make(
+        base, "scored", "ablation", models, f"vtab={tmp_path / 'vtab.yaml'}", f"vtab_settings={json.dumps(settings)}", "score=vtab"
+    )  # fmt: skip
+    results = by_name(driver.run(config, no_pause))
+    assert sorted(started) == [
+        ("pretrain", "hybrid-seed0"), ("pretrain", "plain-seed0"), ("vtab", "hybrid-seed0"), ("vtab", "plain-seed0"),
+    ]  # fmt: skip
+    for name, cell in results.items():
+        content = json.loads((base.parent / "runs" / "scored" / f"{name}-vtab" / "results.json").read_text())
+        dtd, svhn = (row["accuracy"] for row in content["scores"])
+        assert cell.state == "done"
+        assert cell.scores["vtab"] == (dtd + svhn) / 2
+    # Nothing is scored again.
+    del started[:]
+    driver.run(config, no_pause)
     assert started == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from measure_tracking import serving
-from tiny_vtab import prepare
+from tiny_vtab import prepare, run_here
 
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
@@ -86,13 +86,6 @@ def in_turn(outcome: Callable[[Cell], dict[str, Any] | str]) -> vtab.RunCells:
                 yield number, found
 
     return run_cells
-
-
-def run_here(
-    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, job in enumerate(jobs):
-        yield number, function(job)
 
 
 @pytest.mark.slow

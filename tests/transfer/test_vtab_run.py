@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_vtab import PREPARED, prepare
+from tiny_vtab import PREPARED, prepare, run_here
 
 from pipeline import model as models
 from pipeline.errors import UserError
@@ -29,13 +29,6 @@ PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings with tiny weights and three tasks."""
     return [*prepare(tmp_path_factory.mktemp("vtab")), "protocol.lr=[0.1]"]
-
-
-def run_here(
-    function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, job in enumerate(jobs):
-        yield number, function(job)
 
 
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
