@@ -224,7 +224,8 @@ def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
         said = f"{model}, batch {batch}: fastest exact step: {best or 'none measured'}"
         if engine:
             words = [f"engine.{name}={str(on).lower()}" for name, on in _engine_settings(engine).items()]
-            rest = str(replace(engine, engine=False, deterministic=False, compile=_without_setting(engine.compile)))
+            other = _without_setting(engine.compile)
+            rest = str(replace(engine, engine=False, deterministic=False, fused_optimizer=False, compile=other))
             said += f"; in the engine: {' '.join(words)} train.micro_batch={batch}"
             said += "" if rest == "eager" else f", and, which no setting offers: {rest}"
         lines.append(said + ".")
@@ -232,7 +233,11 @@ def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
 
 
 def _engine_settings(setup: Setup) -> dict[str, bool]:
-    return {"compile": setup.compile == "default", "deterministic": setup.deterministic}
+    return {
+        "compile": setup.compile == "default",
+        "fused": setup.fused_optimizer,
+        "deterministic": setup.deterministic,
+    }
 
 
 def _without_setting(mode: str) -> str:

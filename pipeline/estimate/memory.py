@@ -144,7 +144,8 @@ def _gradients_and_buffers(
     p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
-    work = _optimizer_work(config.optimizer) * group
+    # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors.
+    work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
     bucket = e * reduce_bucket(P)
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)

@@ -131,7 +131,7 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
 
 
 def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulation: int) -> int:
-    """Memory traffic of a rank's optimizer step, each tensor read and written once: a fused optimizer."""
+    """Memory traffic of a rank's optimizer step, each tensor read and written once: a fused optimizer (engine.fused)."""
     stage, e = config.engine.zero_stage, memory.element_bytes(config.engine.precision)
     P = num_parameters(model)
     p = P if stage == 0 else math.ceil(P / world_size)

@@ -284,6 +284,10 @@ class EngineConfig:
     )
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
+    fused: bool | None = setting(
+        None,
+        "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless offload is set.",
+    )
     activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
     deterministic: bool = setting(
         True,

@@ -5,11 +5,18 @@ import math
 import torch
 from torch import nn
 
-from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
+from pipeline.settings.run_sections import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
-def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
+def is_fused(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a run on this device updates its weights in one kernel: engine.fused, or what is fastest there."""
+    return config.fused if config.fused is not None else device.type == "cuda" and not config.offload
+
+
+def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False) -> torch.optim.Optimizer:
     """Build AdamW or SGD with two parameter groups: those named in `decayed`, and the rest without weight decay.
+
+    fused: with torch's fused kernels, instead of those that it chooses.
 
     torch's AdamW multiplies weights by 1 - lr x weight_decay: the paper's decoupled decay with its own value, scaled by
     the schedule.
@@ -22,8 +29,9 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> torch
         {"params": [p for n, p in named.items() if n not in decayed], "weight_decay": 0.0},
     ]
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused or None)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused or None)
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:

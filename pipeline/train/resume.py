@@ -32,7 +32,7 @@ _FREE_WHEN_FINISHED = (
     "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
     "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
     "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio", "profile.",
-    "track.", "launch.", "ranks", "evaluation_excluded", "left_out.",
+    "track.", "launch.", "ranks", "evaluation_excluded", "left_out.", "fused_optimizer",
 )  # fmt: skip
 _SETS_THE_RESULT = ("engine.precision",)
 
@@ -65,8 +65,8 @@ def find_checkpoint_on_all_ranks(
 
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
-    # Settings that an older checkpoint lacks had today's defaults, and no samples were excluded.
-    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED}
+    # Settings that an older checkpoint lacks had today's defaults, no samples were excluded, and no optimizer was fused.
+    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, "fused_optimizer": False}
     state = read_state(path)
     then = {**default_settings(), **nothing, **state.identity}
     # Compared as text: image sizes used to be numbers, before 224x384 was possible.

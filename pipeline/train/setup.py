@@ -52,7 +52,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     ranks = from_environment()
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
     dataset, split, evaluation, plan = prepared.dataset, prepared.split, prepared.evaluation, prepared.plan
-    facts = resume.identity(config, dataset, plan, split, evaluation)
+    fused = optimizers.is_fused(config.engine, ranks.device)
+    facts = resume.identity(config, dataset, plan, split, evaluation) | {"fused_optimizer": fused}
     folder = stop.folder.path
     before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
@@ -84,7 +85,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
+    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer, fused)
     clock = StepClock(ranks.device)
     objective = objective_of(model, config)
     with room_for_training(config, plan, model.config, stop):

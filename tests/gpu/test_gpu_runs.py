@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,11 @@ EXACT = [
 ]
 # Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
 ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
+TINY = (
+    "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "model.name=ViT-Ti/8",
+    "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2", "train.loss=softmax",
+    "train.micro_batch=2", "train.global_batch=4",
+)  # fmt: skip
 LONG = ("train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=100%", *ALL_OF_IT)
 PLAIN = ("schedule.decay=constant",)
 LOSSES = {
@@ -45,6 +52,14 @@ LOSSES = {
     "masked": [*MASKED],
     "recomputed": ["engine.activation_checkpointing=true"],
     **({"offload": ["engine.offload=true"], "compiled": ["engine.compile=true"]} if HAS_GPU else {}),
+    "other optimizer": ["engine.fused=false" if HAS_GPU else "engine.fused=true"],
+}
+# Files of DeepSpeed and of this project with lines where the host waits in a step (docs/performance.md), by ZeRO stage, in fp32.
+WAITS = {
+    0: {"zero/engine.py"},
+    1: {"runtime/utils.py"},
+    2: {"runtime/utils.py"},
+    3: {"runtime/utils.py", "zero/stage3.py"},
 }
 
 
@@ -69,6 +84,40 @@ def little_memory(arguments: tuple[list[str], float]) -> None:
 
     torch.cuda.set_per_process_memory_fraction(arguments[1])
     train([arguments[0]])
+
+
+def waits_in_steps(stages: list[int]) -> None:
+    """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each ZeRO stage."""
+    from measure_memory import OBJECTIVE, make_engine, noise
+
+    from pipeline.distributed import from_environment
+    from pipeline.train.loop import training_step
+    from pipeline.train.zero.engine import start_ranks
+
+    ranks = from_environment()
+    start_ranks(ranks, timeout_minutes=5)
+    for stage in stages:
+        given = [*TINY, f"engine.zero_stage={stage}", "engine.precision=fp32"]
+        engine, plan = make_engine(schema.load(RunConfig, None, given), 4, ranks, fused=HAS_GPU)
+        batch = noise(plan.micro_batch, (16, 16), 4, 0)
+        if HAS_GPU:
+            batch = replace(
+                batch,
+                images=batch.images.pin_memory(),
+                labels=batch.labels.pin_memory(),
+                valid=batch.valid.pin_memory(),
+            )
+        for _ in range(3):  # The optimizer makes its state, and stage 3 traces the order of its parameters.
+            training_step(engine, OBJECTIVE, [batch] * plan.accumulation, 0, 1e-3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if HAS_GPU:
+                torch.cuda.set_sync_debug_mode("warn")
+            training_step(engine, OBJECTIVE, [batch] * plan.accumulation, 0, 1e-3)
+            if HAS_GPU:
+                torch.cuda.set_sync_debug_mode("default")
+        files = {"/".join(Path(w.filename).parts[-2:]) for w in caught if "synchronizing" in str(w.message)}
+        print("waits", json.dumps([stage, sorted(files)]), flush=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +211,13 @@ def test_what_is_no_number_never_reaches_the_weights(tmp_path: Path) -> None:
         skipped = metrics(folder, "skipped_steps")
         assert [skipped[step] for step in (BAD_STEP - 1, BAD_STEP, 12)] == [0, 1, 1]
         assert all(bool(torch.isfinite(tensor).all()) for tensor in models.read_weights(folder)[1].values())
+
+
+def test_the_host_waits_only_where_it_is_documented(tmp_path: Path) -> None:
+    """As CUDA itself reports it. (tests/train/test_fake_gpu.py looks at torch's operators, in all precisions.)"""
+    said = finish("test_gpu_runs:waits_in_steps", list(WAITS), tmp_path / "output.txt")
+    found = dict(json.loads(line.removeprefix("waits ")) for line in said.splitlines() if line.startswith("waits "))
+    assert found == {stage: sorted(files) if HAS_GPU else [] for stage, files in WAITS.items()}
 
 
 @pytest.mark.parametrize("more", [[], ["engine.activation_checkpointing=true"], ["engine.zero_stage=3"]], ids=str)

@@ -62,7 +62,7 @@ def count(overrides: list[str], num_classes: int, bucket: int, reuse: int, ranks
         stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=reuse // 20
     )  # The defaults are 1e9 and 5e7.
     config = schema.load(RunConfig, None, overrides)
-    trained, plan = make_engine(config, num_classes, ranks, foreach=False)
+    trained, plan = make_engine(config, num_classes, ranks)
     batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
     for step in range(3):
         with Collectives() as found:

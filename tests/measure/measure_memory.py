@@ -29,13 +29,11 @@ from pipeline.train.zero.engine import Engine, start_ranks
 OBJECTIVE = Classification("softmax")
 
 
-def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, foreach: bool) -> tuple[Engine, Plan]:
+def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, fused: bool = False) -> tuple[Engine, Plan]:
     plan = make_plan(config, 1000, ranks.world_size)
     model = build(new_model_config(config.model, num_classes), seed=0)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer)
-    for group in optimizer.param_groups:
-        group["foreach"] = foreach
+    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer, fused)
     clock = StepClock(ranks.device)
     return Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
 
@@ -52,7 +50,11 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     memory.REDUCE_BUCKET = bucket
     config = schema.load(RunConfig, None, overrides)
     live = LiveTensors()
-    engine, plan = make_engine(config, num_classes, ranks, foreach=True)  # what torch does on a GPU
+    fused = config.engine.fused is not False
+    engine, plan = make_engine(config, num_classes, ranks, fused)
+    if not fused:  # As torch chooses on a GPU.
+        for group in engine.optimizer.param_groups:
+            group["foreach"] = True
     batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
     with live, operators_of_a_gpu():
         training_step(engine, OBJECTIVE, batches, 0, 1e-3)  # The optimizer makes its state.
@@ -71,7 +73,7 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
 def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) -> dict[str, Any]:
     """A few steps, after a rehearsal or without one: this rank's losses, and all that a checkpoint would hold."""
     config = schema.load(RunConfig, None, overrides)
-    engine, plan = make_engine(config, num_classes, ranks, foreach=False)
+    engine, plan = make_engine(config, num_classes, ranks)
     size = config.model.image_size
     drawn = torch.get_rng_state()
     if rehearse:

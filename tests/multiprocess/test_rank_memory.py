@@ -19,10 +19,10 @@ ALL, PART = 4_000_000, 250_000  # elements of a bucket that may hold all gradien
 CKPT = "engine.activation_checkpointing=true"
 # stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at it.
 CASES: list[tuple[int, str, int, int, list[str]]] = [
-    (0, "fp32", 2, ALL, []),
+    (0, "fp32", 2, ALL, ["engine.fused=false"]),
     (1, "fp32", 1, ALL, ["model.dropout=0.1"]),
     (2, "fp32", 2, PART, ["optimizer.name=sgd", "optimizer.weight_decay=0"]),
-    (3, "fp32", 2, PART, []),
+    (3, "fp32", 2, PART, ["engine.fused=false"]),
     (1, "bf16", 2, ALL, []),
     (2, "bf16", 1, ALL, [CKPT]),
     (3, "bf16", 1, ALL, ["model.dropout=0.1"]),
@@ -48,7 +48,7 @@ REHEARSED = [
     (2, "fp32", ["optimizer.name=sgd"]),
     (3, "fp32", []),
     (1, "bf16", []),
-    (2, "fp16", []),
+    (2, "fp16", ["engine.fused=true"]),
     (1, "fp32", ["engine.offload=true"]),
 ]
 

@@ -360,6 +360,8 @@ CONTINUED = {
     "adam-0": ["engine.zero_stage=0"],
     "sgd-3": [*SGD, "engine.zero_stage=3"],
     "bf16-1": ["engine.zero_stage=1", "engine.precision=bf16"],
+    "fused-2": ["engine.zero_stage=2", "engine.fused=true"],
+    "fused-bf16-3": ["engine.zero_stage=3", "engine.precision=bf16", "engine.fused=true"],
 }
 
 
@@ -375,7 +377,8 @@ def moved(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     said = []
     for i, world_size in enumerate(WORLD_SIZES):
         runs = [
-            run(name, 2 * i + 2, f"engine.zero_stage={stages[i]}", *more)
+            # At last as on a GPU: with a fused optimizer.
+            run(name, 2 * i + 2, f"engine.zero_stage={stages[i]}", *more, *(["engine.fused=true"] if i == 3 else []))
             for name, (stages, more, _) in MOVES.items()
         ]  # fmt: skip
         if world_size == 2:
@@ -399,6 +402,7 @@ def test_a_move_says_what_it_changed(moved: tuple[Path, list[str]]) -> None:
     said = moved[1][3]
     assert "changed since the checkpoint: ranks was 4, is 3" in said
     assert "changed since the checkpoint: engine.zero_stage was 3, is 2" in said
+    assert "changed since the checkpoint: fused_optimizer was False, is True" in said
     assert "train.micro_batch = 6 does not divide a rank's 8 samples (24 / 3 ranks): 4 is used" in said
     assert "24 = 3 ranks x 2 x 4 samples" in said
 

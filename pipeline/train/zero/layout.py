@@ -100,7 +100,9 @@ def begin_states(engine: Any, shards: list[Shard], names: list[str], steps: int 
             if name != WEIGHTS and name not in state:
                 state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
         if steps is not None:
-            state["step"] = torch.tensor(float(steps))
+            # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
+            fused = any(group.get("fused") for group in engine.basic_optimizer.param_groups)
+            state["step"] = torch.tensor(float(steps), device=shard.key.device if fused else "cpu")
 
 
 def zero_states(engine: Any) -> None:
