@@ -30,6 +30,7 @@ if __name__ == "__main__":
           python launch/plan.py --config configs/pretrain/vit_l16_imagenet21k.yaml --cluster 8x8xH100-80GB
           python launch/plan.py --config FILE --cluster 8x8xH100-80GB samples=14.2e6 classes=21841 price=2.5
           python launch/plan.py --config FILE --cluster 8x8xA100-40GB network=aws-p4d     # or network=400, in Gb/s per node
+          python launch/plan.py --config FILE --cluster 8x8xH100-80GB bench=gpu.json      # of launch/bench.py gpu, on such a GPU
           python launch/plan.py --config FILE --cluster 8x8xH100-80GB measured=1000       # images/s that one GPU was measured at
           python launch/plan.py --config FILE --cluster 1x4xA100-40GB train.micro_batch=32 json=plan.json
 

@@ -1,12 +1,14 @@
 """What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from data_tools.bench import roofline
 from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record, markdown
+from pipeline.estimate.measured import Fastest
+from pipeline.model import training_flops_per_image
 from pipeline.monitor.profile import find_gpu
 
 Row = dict[str, Any]
@@ -86,6 +88,7 @@ def write_report(record: Record, exactness: Exactness) -> None:
     ]  # fmt: skip
     advice = _advice(rows, exactness)
     record.facts |= {"report": "\n\n".join(line for line in [*lines, *advice] if line), "advice": advice}
+    record.facts["fastest"] = [asdict(found) for found in fastest_steps(rows, exactness)]
     print("\n" + record.facts["report"], flush=True)
 
 
@@ -230,6 +233,22 @@ def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
             said += "" if rest == "eager" else f", and, which no setting offers: {rest}"
         lines.append(said + ".")
     return lines
+
+
+def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
+    """The fastest exact configuration of the engine for each model and batch: what `launch/plan.py bench=FILE` reads."""
+    found = []
+    for model, batch in {(row["model"], row["batch"]): None for row in rows if "losses" in row}:
+        case = _case(model, batch)
+        setup = exactness.fastest(rows, case, engine=True)
+        row = setup and _find(rows, model, batch, setup)
+        if setup and row:
+            settings = [f"engine.{name}={str(on).lower()}" for name, on in _engine_settings(setup).items()]
+            gflops = training_flops_per_image(case.config) / 1e9
+            found.append(
+                Fastest(model, gflops, batch, row["images_per_second"], [*settings, f"train.micro_batch={batch}"])
+            )
+    return found
 
 
 def _engine_settings(setup: Setup) -> dict[str, bool]:

@@ -19,6 +19,7 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
+from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
@@ -72,6 +73,7 @@ class Forecast:
     network: Network | None
     time: StepTime | None  # also None if the speed of a GPU is not known
     scaling: list[Row]
+    measured: Measured | None  # with config.bench
 
     @property
     def flops_per_image(self) -> int:
@@ -159,6 +161,9 @@ def make_forecast(config: PlanConfig) -> Forecast:
     cluster = Cluster.parse(config.cluster) if config.cluster else None
     data = _data(config)
     model = _model(config, data.classes)
+    measured = read_measured(config, model, cluster) if cluster and config.bench else None
+    if cluster and measured:
+        config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.samples, num_gpus)
     stages = (1, 2, 3) if config.engine.precision != "fp32" else (0, 1, 2, 3)
@@ -189,7 +194,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
             advised.accumulation,
         )
         rows = scaling(config, model, cluster, network)
-    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows)
+    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows, measured)
 
 
 def _most_images(config: RunConfig, model: Config, world_size: int, limit: float) -> int:
@@ -308,7 +313,7 @@ def _describe_time(forecast: Forecast) -> list[str]:
     mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
     return [
         "Time and cost as advised below",
-        f"  one GPU      {_speed_of_a_gpu(config)}",
+        f"  one GPU      {forecast.measured or _speed_of_a_gpu(config)}",
         f"  network      {network.name}: {network.link / 1e9:,.0f} GB/s between GPUs, {network.cards / 1e9:,.0f} GB/s between nodes "
         f"({network.source})",
         f"  step         {time.total:.3f} s = {time.compute:.3f} forward and backward + {time.exposed:.3f} waiting for communication "
@@ -327,7 +332,7 @@ def _describe_time(forecast: Forecast) -> list[str]:
 def _speed_of_a_gpu(config: PlanConfig) -> str:
     if config.measured:
         return f"{config.measured:,.0f} images/s measured (measured=...), optimizer added"
-    measure = "not measured (measured=... images/s of one GPU)"
+    measure = "not measured (bench=FILE of launch/bench.py gpu, or measured=... images/s of one GPU)"
     if config.mfu:
         return f"{measure}; an MFU of {config.mfu:.0%} is given"
     return f"{measure}; kernels are assumed to reach {config.efficiency:.0%} of the data sheet (efficiency=...)"
@@ -453,6 +458,7 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "step_seconds": forecast.step_seconds,
         "step": asdict(forecast.time) if forecast.time else None,
         "mfu": forecast.mfu,
+        "measured": asdict(forecast.measured) if forecast.measured else None,
         "scaling": [asdict(row) for row in forecast.scaling],
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,

@@ -31,6 +31,10 @@ class PlanConfig(RunConfig):
     measured: float = setting(
         0.0, "Images/s that one GPU was measured at; replaces the predicted speed of a GPU.", min=0
     )
+    bench: str = setting(
+        "",
+        "JSON file of launch/bench.py gpu, measured on such a GPU; its fastest exact step of this model replaces the predicted one.",
+    )
     mfu: float = setting(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", min=0, max=1)
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
     save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
@@ -48,10 +52,11 @@ class PlanConfig(RunConfig):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
-        if self.mfu and self.measured:
-            raise UserError(
-                f"mfu = {self.mfu:g} and measured = {self.measured:g} both give the speed of a GPU: set one."
-            )
+        given = {"mfu": f"{self.mfu:g}", "measured": f"{self.measured:g}", "bench": self.bench or "0"}
+        if len(twice := [f"{name} = {value}" for name, value in given.items() if value != "0"]) > 1:
+            raise UserError(f"{' and '.join(twice)} give the speed of a GPU: set one.")
+        if self.bench and not self.cluster:
+            raise UserError(f"bench = {self.bench} gives the speed of a GPU: give --cluster, too.")
 
 
 @dataclass(frozen=True, kw_only=True)
