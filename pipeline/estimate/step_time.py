@@ -7,13 +7,14 @@ Letters: P parameters, p = P / ranks, e bytes of a parameter (fp32 4, 16 bits 2)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pipeline.estimate import memory
-from pipeline.estimate.network import Kind, Network
+from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
+from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters, training_flops_per_image
-from pipeline.monitor.profile import Gpu
+from pipeline.monitor.profile import Gpu, find_gpu
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.run import OptimizerConfig, RunConfig
 
@@ -66,6 +67,26 @@ def step_time(
         0.0, spent["backward"] - accumulation * backward
     )
     return StepTime(compute, optimizer, sum(spent.values()), exposed)
+
+
+def predicted_speed(config: RunConfig, plan: Plan, model: Config, gpu_name: str, gpus_per_node: int) -> float:
+    """Images/s of a whole run on GPUs with this CUDA name, in the usual server of such a GPU; 0 if their speed is not known."""
+    gpu = find_gpu(gpu_name)
+    planned = PlanConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
+    if gpu is None or not is_predictable(planned):
+        return 0.0
+    nodes = max(1, plan.world_size // gpus_per_node)
+    time = step_time(
+        planned,
+        model,
+        gpu,
+        find_network("", gpu),
+        nodes,
+        min(gpus_per_node, plan.world_size),
+        plan.micro_batch,
+        plan.accumulation,
+    )
+    return plan.global_batch / time.total
 
 
 def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tuple[float, float]:

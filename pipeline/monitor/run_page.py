@@ -16,6 +16,8 @@ from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
+# Parameter of a training run on GPUs: the speed of the whole run that pipeline/estimate predicted at its start.
+PREDICTED_SPEED = "images_per_second_predicted"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",

@@ -13,6 +13,7 @@ from pipeline.data.storage.whole import write_files
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import of_samples
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.run_page import PREDICTED_SPEED
 from pipeline.outputs import try_output
 from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.review import lineage
@@ -37,7 +38,6 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_PLANNED_MFU = 0.4  # a common figure of large models; beside it stands what the run reached
 _MAX_EVALUATIONS = 12
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
@@ -79,9 +79,8 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
-        yield Paragraph(
-            f"Planned speed and time are those of an MFU of {100 * _PLANNED_MFU:.0f} %, an assumption (docs/plan.md)."
-        )
+        if _predicted_speed(record):
+            yield Paragraph("Planned speed and time are predicted from the GPU's data sheet (docs/plan.md).")
         if plan := record.files.read("plan.txt"):
             yield Code(plan.decode(errors="replace").strip())
     yield from _scores(record)
@@ -129,9 +128,9 @@ def _measured(record: RunRecord) -> Table:
     train = record.dataset("training")
     speed, _ = median_speed(record)
     mfu = _median(record.metrics.get("mfu"))
-    planned_mfu = _PLANNED_MFU
     seconds = record.training_seconds
-    planned_speed = speed * planned_mfu / mfu if mfu else 0.0
+    planned_speed = _predicted_speed(record)
+    planned_mfu = mfu * planned_speed / speed if speed else 0.0
     steps, done = record.steps, record.last_step
     rows: list[tuple[str, ...]] = [
         ("steps", f"{steps:,}" if steps else "–", f"{done:,}"),
@@ -148,7 +147,7 @@ def _measured(record: RunRecord) -> Table:
     rows.append(
         (
             "MFU, median",
-            f"{100 * planned_mfu:.0f} %" if mfu else "–",
+            f"{100 * planned_mfu:.0f} %" if planned_mfu else "–",
             f"{100 * mfu:{'.1f' if mfu >= 0.001 else '.2g'}} %" if mfu else "–",
         )
     )
@@ -162,6 +161,14 @@ def _measured(record: RunRecord) -> Table:
     if waits := _median(record.metrics.get("data_wait")):
         rows.append(("share of time that waits for data, median", "–", f"{100 * waits:.1f} %"))
     return Table(("", "planned", "measured"), rows)
+
+
+def _predicted_speed(record: RunRecord) -> float:
+    """Images/s of the whole run as predicted at its start; 0 for a run on CPUs or of an earlier version."""
+    try:
+        return float(record.parameters.get(PREDICTED_SPEED, 0))
+    except ValueError:
+        return 0.0
 
 
 def _median(series: Series | None) -> float:

@@ -15,10 +15,11 @@ from pipeline.data.storage.retry import StorageError
 from pipeline.errors import UserError
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
+from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, installed_packages
+from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, installed_packages
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
@@ -52,6 +53,11 @@ def run_facts(
         "classes": dataset.num_classes,
         "excluded": split.excluded,
     }
+    if device.type == "cuda":
+        ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        gpu = torch.cuda.get_device_name(device)
+        if speed := predicted_speed(config, plan, model.config, gpu, ranks_of_host):
+            parameters[PREDICTED_SPEED] = round(speed, 1)
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name

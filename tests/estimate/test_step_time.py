@@ -10,12 +10,22 @@ from pipeline.errors import UserError
 from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, traffic
+from pipeline.estimate.plan import make_plan
 from pipeline.estimate.scaling import advice, scaling
-from pipeline.estimate.step_time import StepTime, collectives, is_predictable, optimizer_bytes, passes, step_time
+from pipeline.estimate.step_time import (
+    StepTime,
+    collectives,
+    is_predictable,
+    optimizer_bytes,
+    passes,
+    predicted_speed,
+    step_time,
+)
 from pipeline.model import Config, configure, num_parameters, training_flops_per_image
 from pipeline.monitor.profile import Gpu, find_gpu
 from pipeline.settings import schema
 from pipeline.settings.operate import PlanConfig
+from pipeline.settings.run import RunConfig
 
 REQUIRED = ["name=x", "data.path=x", "train.length=90 epochs", "model.name=ViT-L/16", "samples=14.2e6", "classes=1000"]
 
@@ -227,6 +237,19 @@ def test_what_was_measured_replaces_the_prediction() -> None:
         load("mfu=0.5", "measured=9")
     assert not is_predictable(load("engine.precision=fp32"))
     assert is_predictable(load("engine.precision=fp32", "measured=9"))
+
+
+def test_the_speed_of_a_run_is_that_of_its_plan() -> None:
+    """As `launch/plan.py` says for the same layout on 8 servers of 8 GPUs; 0 where a GPU is not known."""
+    config = lay_out(load("train.micro_batch=64"), 1, False)
+    given = [text for text in REQUIRED if not text.startswith(("samples", "classes"))]
+    run = schema.load(RunConfig, None, [*given, "train.micro_batch=64", "engine.zero_stage=1"])
+    plan = make_plan(run, 14_200_000, 64)
+    speed = predicted_speed(run, plan, vit(), "NVIDIA H100 80GB HBM3", 8)
+    assert speed == pytest.approx(4096 / step_time(config, vit(), H100, find_network("", H100), 8, 8, 64, 1).total)
+    assert predicted_speed(run, plan, vit(), "NVIDIA GTX 1080", 8) == 0.0
+    fp32 = schema.load(RunConfig, None, [*given, "engine.precision=fp32"])
+    assert predicted_speed(fp32, plan, vit(), "NVIDIA H100 80GB HBM3", 8) == 0.0
 
 
 def test_optimizer_bytes() -> None:

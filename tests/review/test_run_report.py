@@ -14,7 +14,7 @@ from pipeline.checkpoint.store import FORMAT
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.run_page import plain_name
+from pipeline.monitor.run_page import PREDICTED_SPEED, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.page import markdown
 from pipeline.review import lineage, report
@@ -143,6 +143,23 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
         "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
     ):  # fmt: skip
         assert re.search(re.escape(shown), page, re.IGNORECASE), shown
+
+
+def test_a_run_on_gpus_has_its_predicted_speed_beside_it(tmp_path: Path) -> None:
+    """20 log lines, 110.5 images/s and an MFU of 20 % in the median."""
+    folder = write_run(tmp_path / "a")
+    page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
+    assert "| images/s, median | – | 110.5 |" in page
+    assert "| MFU, median | – | 20.0 % |" in page
+    assert "predicted from" not in page
+    facts = json.loads((folder / "page" / "facts.json").read_text())
+    facts["facts"]["parameters"][PREDICTED_SPEED] = "221.0"
+    (folder / "page" / "facts.json").write_text(json.dumps(facts))
+    page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
+    assert "| images/s, median | 221.0 | 110.5 |" in page
+    assert "| MFU, median | 40 % | 20.0 % |" in page
+    assert "| time of training steps | 1 s |" in page
+    assert "Planned speed and time are predicted from the GPU's data sheet" in page
 
 
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
