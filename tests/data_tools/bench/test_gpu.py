@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data_tools.bench import gpu, gpu_step, roofline
 from data_tools.bench.apart import rows_apart
@@ -18,7 +19,8 @@ from data_tools.bench.gpu_report import Exactness, predictions, write_report
 from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record
 from pipeline.errors import UserError
-from pipeline.model import configure, training_flops_per_image
+from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
+from pipeline.model import ViTConfig, configure, training_flops_per_image
 from pipeline.settings.bench import GpuBenchConfig, RecordConfig
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,25 @@ def test_measured_operations_are_recognised() -> None:
     table = predictions(TINY, None, measured)
     assert len(table.splitlines()) == 2 + len(rows)
     assert table.count("not measured") == len(rows - measured.keys())
+
+
+@pytest.mark.parametrize("model", ["ViT-L/16", "ViT-H/14"])
+def test_memory_traffic_counted_by_hand_is_that_of_the_operators_that_run(model: str) -> None:
+    """Two counts with nothing in common. By hand, the norm before the head and the sums outside of blocks are left out."""
+    config = configure(model, 224, 1000)
+    assert isinstance(config, ViTConfig)
+    forward, backward = traffic(config, 64, torch.bfloat16)
+    by_hand = {o.name: o.bytes * (config.depth if o.in_block else 1) for o in roofline.operations(config, 64)}
+    kinds = {
+        MATRICES: (["qkv products", "output product", "MLP products", "patch embedding"], 0.01),
+        ATTENTION: (["attention products"], 0.01),
+        GELU: (["GELU"], 0.01),
+        NORMS: (["layer norms"], 0.03),
+        OTHER: (["residuals", "bias gradients", "q, k, v gradients into one"], 0.03),
+    }
+    for kind, (names, tolerance) in kinds.items():
+        counted = forward.bytes[kind] + backward.bytes[kind]
+        assert sum(by_hand[name] for name in names) == pytest.approx(counted, rel=tolerance), kind
 
 
 # ---------------------------------------------------------------------- exactness
