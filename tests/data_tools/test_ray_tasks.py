@@ -63,3 +63,26 @@ def test_a_node_agent_that_dies_is_one_line(own_ray: None) -> None:
     assert "error: Ray's node agent on this machine died" in done.stderr
     assert "Run the same command again to continue." in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) <= 3  # Ray may have a line of its own.
+
+
+def test_as_many_tasks_fit_as_nodes_have_cpus_and_gpus_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs of a task are on one node."""
+    import ray
+
+    def nodes(*found: tuple[int, int]) -> None:
+        listed = [{"Alive": True, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}} for cpus, gpus in found]
+        monkeypatch.setattr(ray, "nodes", lambda: [*listed, {"Alive": False, "Resources": {"CPU": 99, "GPU": 99}}])
+
+    nodes((64, 8), (64, 8), (16, 0))
+    assert ray_tasks.capacity(8, 8) == (2, 8)
+    assert ray_tasks.capacity(8, 3) == (4, 3)  # 2 GPUs of each node are left over.
+    assert ray_tasks.capacity(8, 0.25) == (16, 0.25)  # Of 64 shares there are CPUs for 16.
+    assert ray_tasks.capacity(1, 1 / 3) == (48, 1 / 3)
+    nodes((64, 8), (64, 4))
+    assert ray_tasks.capacity(4, 8) == (1, 8)
+    with pytest.raises(UserError, match=r"gpus = 16, but no node of this cluster has so many GPUs: 8 at most\."):
+        ray_tasks.capacity(4, 16)
+    with pytest.raises(UserError, match=r"threads = 65, but no node of this cluster has so many CPUs: 64 at most\."):
+        ray_tasks.capacity(65, 1)
+    nodes((4, 0))
+    assert ray_tasks.capacity(2, 8) == (2, 0.0)
