@@ -226,38 +226,38 @@ def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
         best, engine = (exactness.fastest(rows, case, engine=kind) for kind in (False, True))
         said = f"{model}, batch {batch}: fastest exact step: {best or 'none measured'}"
         if engine:
-            words = [f"engine.{name}={str(on).lower()}" for name, on in _engine_settings(engine).items()]
-            other = _without_setting(engine.compile)
-            rest = str(replace(engine, engine=False, deterministic=False, fused_optimizer=False, compile=other))
-            said += f"; in the engine: {' '.join(words)} train.micro_batch={batch}"
-            said += "" if rest == "eager" else f", and, which no setting offers: {rest}"
+            rest = _without_settings(engine)
+            said += f"; in the engine: {' '.join(_settings(engine, batch))}"
+            said += "" if rest == Setup() else f", and, which no setting offers: {rest}"
         lines.append(said + ".")
     return lines
 
 
 def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
-    """The fastest exact configuration of the engine for each model and batch: what `launch/plan.py bench=FILE` reads."""
+    """The fastest exact configuration that settings of a run give, for each model and batch: `launch/plan.py bench=FILE` reads it."""
+    rows = [row for row in rows if "setup" not in row or _without_settings(Setup(**row["setup"])) == Setup()]
     found = []
     for model, batch in {(row["model"], row["batch"]): None for row in rows if "losses" in row}:
         case = _case(model, batch)
         setup = exactness.fastest(rows, case, engine=True)
         row = setup and _find(rows, model, batch, setup)
         if setup and row:
-            settings = [f"engine.{name}={str(on).lower()}" for name, on in _engine_settings(setup).items()]
             gflops = training_flops_per_image(case.config) / 1e9
-            found.append(
-                Fastest(model, gflops, batch, row["images_per_second"], [*settings, f"train.micro_batch={batch}"])
-            )
+            found.append(Fastest(model, gflops, batch, row["images_per_second"], _settings(setup, batch)))
     return found
 
 
-def _engine_settings(setup: Setup) -> dict[str, bool]:
-    return {
+def _settings(setup: Setup, batch: int) -> list[str]:
+    """The settings of a run that give this step, as far as there are any."""
+    chosen = {
         "compile": setup.compile == "default",
         "fused": setup.fused_optimizer,
         "deterministic": setup.deterministic,
     }
+    return [*(f"engine.{name}={str(on).lower()}" for name, on in chosen.items()), f"train.micro_batch={batch}"]
 
 
-def _without_setting(mode: str) -> str:
-    return "" if mode == "default" else mode
+def _without_settings(setup: Setup) -> Setup:
+    """What of it no setting of a run gives; `Setup()` for nothing."""
+    mode = "" if setup.compile == "default" else setup.compile
+    return replace(setup, engine=False, deterministic=False, fused_optimizer=False, compile=mode)

@@ -70,7 +70,9 @@ def test_as_many_tasks_fit_as_nodes_have_cpus_and_gpus_for(monkeypatch: pytest.M
     import ray
 
     def nodes(*found: tuple[int, int]) -> None:
-        listed = [{"Alive": True, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}} for cpus, gpus in found]
+        listed = [
+            {"Alive": True, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}} for cpus, gpus in found
+        ]
         monkeypatch.setattr(ray, "nodes", lambda: [*listed, {"Alive": False, "Resources": {"CPU": 99, "GPU": 99}}])
 
     nodes((64, 8), (64, 8), (16, 0))

@@ -41,11 +41,13 @@ def write_bench(file: Path, gpu: str, steps: Sequence[tuple[str, int, Setup, flo
 
 ENGINE = Setup(engine=True, deterministic=True)
 FUSED = Setup(engine=True, deterministic=True, fused_optimizer=True)
+NOT_OFFERED = Setup(engine=True, deterministic=True, compile="max-autotune")  # by no setting of a run
 STEPS = [
     ("ViT-L/16@224", 128, Setup(), 100.0, 1.0),
     ("ViT-L/16@224", 128, ENGINE, 160.0, 1.0),
     ("ViT-L/16@224", 128, FUSED, 128.0, 1.0),
     ("ViT-L/16@224", 128, Setup(engine=True, deterministic=True, compile="default"), 64.0, 2.0),  # another loss
+    ("ViT-L/16@224", 128, NOT_OFFERED, 64.0, 1.0),
     ("ViT-H/14@224", 32, Setup(), 100.0, 1.0),
     ("ViT-H/14@224", 32, ENGINE, 100.0, 1.0),
 ]
