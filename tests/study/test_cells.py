@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_study import write_run
 
 from pipeline.errors import UserError
@@ -12,6 +13,8 @@ from pipeline.settings.study import StudyConfig
 from pipeline.study import driver
 from pipeline.study.cells import Study, new_flops, open_study
 from pipeline.study.cost import estimate, refuse_too_long
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -110,9 +113,7 @@ def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str
     assert not (base.parent / "runs").exists(), "a plan writes nothing"
 
 
-@pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "configs" / "study").glob("*.yaml")), ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "study").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path) -> None:
     """On a small data set, which is why batches and subsets are small."""
     own = schema.load(StudyConfig, file)
@@ -127,7 +128,24 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         [f"data_sizes=[{','.join(str(20 * (i + 1)) for i in range(len(own.data_sizes)))}]"] if own.data_sizes else []
     )
     settings = f"settings={json.dumps([*own.settings, *small])}"
-    study = open_study(schema.load(StudyConfig, file, [settings, *sizes, f"out={tmp_path}", "tflops=1"]))
+    finetunes = []
+    for name in own.finetune:  # On the same small data.
+        content = yaml.safe_load((ROOT / name).read_text())
+        finetunes.append(tmp_path / Path(name).name)
+        finetunes[-1].write_text(yaml.safe_dump({**content, "data": {"path": str(dataset), "eval_split": "val"}}))
+    models = [
+        {**vars(model), "settings": [text for text in model.settings if not text.startswith("schedule.warmup=")]}
+        for model in own.models
+    ]
+    more = [
+        settings,
+        *sizes,
+        f"models={json.dumps(models)}",
+        f"finetune=[{','.join(map(str, finetunes))}]",
+        f"out={tmp_path}",
+        "tflops=1",
+    ]
+    study = open_study(schema.load(StudyConfig, file, more))
     lengths = max(1, len(own.lengths), len(own.budgets))
     assert len(study.cells) == len(own.models) * max(1, len(own.data_sizes)) * lengths * len(own.seeds)
     assert sum(estimate(study, []).hours.values()) > 0
