@@ -33,6 +33,11 @@ def check_environment() -> int:
     return numbers["WORLD_SIZE"]
 
 
+def ranks_on_host() -> int:
+    """The number of ranks on this host, by whichever variable the launcher sets; 1 without a launcher."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+
+
 def refuse_busy_port() -> None:
     """Raise UserError on rank 0 if another process listens on MASTER_PORT, where the ranks connect."""
     port = os.environ.get("MASTER_PORT")

@@ -144,7 +144,7 @@ def _gradients_and_buffers(
     p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - _undecayed(model)) / (1 if stage == 0 else world_size))
-    # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors.
+    # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
     work = _optimizer_work(config.optimizer) * group if config.engine.fused is False else 0
     bucket = e * reduce_bucket(P)
     if stage == 0:

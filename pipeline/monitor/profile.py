@@ -1,7 +1,6 @@
 """Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory; data sheets of GPUs; a trace."""
 
 import contextlib
-import os
 import re
 import resource
 import time
@@ -16,6 +15,7 @@ import psutil
 import torch
 
 from pipeline.distributed import Ranks
+from pipeline.launcher import ranks_on_host
 
 # By CUDA's name, from NVIDIA's data sheets: dense 16-bit peak in TFLOP/s (figures without sparsity), memory in gigabytes, its
 # bandwidth in GB/s, and the bandwidth of the links to the other GPUs of a server in GB/s and direction: NVLink, else PCIe x16.
@@ -82,7 +82,7 @@ def host_memory() -> int:
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     with contextlib.suppress(OSError, ValueError):  # No container, or no limit ("max").
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total // max(1, int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return total // ranks_on_host()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:

@@ -61,17 +61,17 @@ def run_job(job: Job) -> dict[str, str]:
     diverged = {}
     for cell in job.cells:
         begin = time.monotonic()
-        failure = _failure_file(job.folder, cell.name)
+        failure = _note_file(job.folder, FAILED, cell.name)
         failure.unlink(missing_ok=True)
         try:
             run_cell(cell, job)
         except DivergedError as error:
             diverged[cell.name] = str(error)
         except (UserError, LostError) as error:
-            failure.parent.mkdir(exist_ok=True)
-            write_text(failure, json.dumps({"reason": str(error)}))
+            _write_note(job.folder, FAILED, cell.name, {"reason": str(error)})
             raise
-        _add_hours(job.folder, cell.name, (time.monotonic() - begin) / 3600)
+        hours = (_read_note(job.folder, HOURS, cell.name).get("hours") or 0.0) + (time.monotonic() - begin) / 3600
+        _write_note(job.folder, HOURS, cell.name, {"hours": hours})
     return diverged
 
 
@@ -188,8 +188,8 @@ def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
     if cell.name in ends:
         state, reason = ends[cell.name]
         return replace(found, state=state, reason=reason)
-    if (failure := _read_failure(study.folder, cell.name)) is not None:
-        return replace(found, state="failed", reason=failure)
+    if failure := _read_note(study.folder, FAILED, cell.name):
+        return replace(found, state="failed", reason=str(failure.get("reason")))
     if ended is None:
         return found
     scores, num_test = _scores(study, cell)
@@ -201,7 +201,9 @@ def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
     if missing:
         diverged = [f"{f.name}: {outcome}" for f in cell.finetunes if isinstance(outcome := read_outcome(f), str)]
         return replace(found, state="diverged", reason=diverged[0]) if diverged else found
-    return replace(found, state="done", scores=scores, num_test=num_test, hours=_read_hours(study.folder, cell.name))
+    # Without those of a start that was killed.
+    hours = _read_note(study.folder, HOURS, cell.name).get("hours")
+    return replace(found, state="done", scores=scores, num_test=num_test, hours=hours)
 
 
 def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]:
@@ -253,30 +255,19 @@ def _vtab_scores(folder: Path, cell: Cell) -> float | None:
     return mean(mean(accuracies) for accuracies in by_task.values())
 
 
-def _add_hours(folder: Path, name: str, hours: float) -> None:
-    (folder / HOURS).mkdir(exist_ok=True)
-    write_text(_hours_file(folder, name), json.dumps({"hours": hours + (_read_hours(folder, name) or 0.0)}))
+# -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed
+def _note_file(folder: Path, kind: str, name: str) -> Path:
+    return folder / kind / f"{name}.json"
 
 
-def _read_hours(folder: Path, name: str) -> float | None:
-    """Hours of a cell's processes, without those of a start that was killed; None if nothing is known of them."""
+def _write_note(folder: Path, kind: str, name: str, note: dict[str, Any]) -> None:
+    (folder / kind).mkdir(exist_ok=True)
+    write_text(_note_file(folder, kind, name), json.dumps(note))
+
+
+def _read_note(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    """Empty if there is none, as where a kill left no time to write it."""
     try:
-        return json_record.read(_hours_file(folder, name), dict[str, float]).get("hours")
+        return json_record.read(_note_file(folder, kind, name), dict[str, Any])
     except (FileNotFoundError, UserError):
-        return None
-
-
-def _hours_file(folder: Path, name: str) -> Path:
-    return folder / HOURS / f"{name}.json"
-
-
-def _read_failure(folder: Path, name: str) -> str | None:
-    """Why the last try of a cell failed; None if it did not, or if a kill left no time to say so."""
-    try:
-        return json_record.read(_failure_file(folder, name), dict[str, str]).get("reason")
-    except (FileNotFoundError, UserError):
-        return None
-
-
-def _failure_file(folder: Path, name: str) -> Path:
-    return folder / FAILED / f"{name}.json"
+        return {}

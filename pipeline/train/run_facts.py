@@ -17,6 +17,7 @@ from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
+from pipeline.launcher import ranks_on_host
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, installed_packages
@@ -54,9 +55,8 @@ def run_facts(
         "excluded": split.excluded,
     }
     if device.type == "cuda":
-        ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         gpu = torch.cuda.get_device_name(device)
-        if speed := predicted_speed(config, plan, model.config, gpu, ranks_of_host):
+        if speed := predicted_speed(config, plan, model.config, gpu, ranks_on_host()):
             parameters[PREDICTED_SPEED] = round(speed, 1)
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_gpu import TINY
 from forked import until
 from planted import BAD_STEP
 from ranks import STEPS, metrics, settings
@@ -38,11 +39,6 @@ EXACT = [
 ]
 # Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
 ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
-TINY = (
-    "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "model.name=ViT-Ti/8",
-    "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2", "train.loss=softmax",
-    "train.micro_batch=2", "train.global_batch=4",
-)  # fmt: skip
 LONG = ("train.length=40 steps", "checkpoint.every=5 steps", "evaluate.every=100%", *ALL_OF_IT)
 PLAIN = ("schedule.decay=constant",)
 LOSSES = {

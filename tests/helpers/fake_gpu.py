@@ -18,6 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 RANKS, CLASSES = 2, 4
+TINY = [
+    "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "train.loss=softmax",
+    "train.micro_batch=2", "train.global_batch=8", "model.name=ViT-Ti/8", "model.image_size=16", "model.width=32",
+    "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
+]  # fmt: skip
 
 
 def load_library(path: str) -> None:
@@ -81,7 +86,7 @@ def pretend() -> None:
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # torch has one of AdamW's. It changes tensors in place, whose values are not there.
-    torch.library.register_fake("aten::_fused_sgd_", lambda *_, **__: None)
+    torch.library.register_fake(torch.ops.aten._fused_sgd_.default, lambda *tensors, **settings: None)
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS), LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )

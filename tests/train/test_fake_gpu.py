@@ -14,13 +14,9 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
+from fake_gpu import TINY
 from host_syncs import HostSyncs
 
-TINY = [
-    "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "train.loss=softmax",
-    "train.micro_batch=2", "train.global_batch=8", "model.name=ViT-Ti/8", "model.image_size=16", "model.width=32",
-    "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
-]  # fmt: skip
 NO_SIZES = ["model.width=null", "model.depth=null", "model.mlp_width=null", "model.num_heads=null"]
 NOISE = ["model.dropout=0.1", "model.drop_path=0.2"]
 CHECKPOINTING = ["engine.activation_checkpointing=true"]

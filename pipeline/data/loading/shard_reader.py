@@ -16,6 +16,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
+from pipeline.launcher import ranks_on_host
 
 Request = TypeVar("Request", bound=tuple)
 
@@ -64,8 +65,7 @@ class ShardReader:
             yield from requests
             return
         self._start_downloaders(self.cache)
-        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_node
+        limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_host()
         coming = iter(requests)
         waiting: deque[tuple[Request, np.ndarray]] = deque()
         uses: Counter[int] = Counter()
