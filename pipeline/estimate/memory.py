@@ -224,25 +224,30 @@ def _optimizer_work(optimizer: OptimizerConfig) -> int:
     return 4 if optimizer.name == "adam" or optimizer.weight_decay else 0
 
 
+@cache
 def _undecayed(model: Config) -> int:
     """Number of parameters without weight decay: biases, norms, class token, positions."""
     decayed = _built(model).weight_decay_mask()
     return sum(p.numel() for name, p in _built(model).named_parameters() if name not in decayed)
 
 
+@cache
 def _largest_parameter(model: Config) -> int:
     return max(parameter.numel() for parameter in _built(model).parameters())
 
 
+@cache
 def _head(model: Config) -> int:
     return sum(parameter.numel() for parameter in _built(model).head.parameters())
 
 
+@cache
 def persistent(model: Config) -> int:
     """Number of parameters in tensors below stage 3's threshold."""
     return sum(p.numel() for p in _built(model).parameters() if p.numel() < PERSISTENCE_THRESHOLD)
 
 
+@cache
 def sharded_tensors(model: Config) -> int:
     """Number of parameter tensors that stage 3 shards."""
     return sum(parameter.numel() >= PERSISTENCE_THRESHOLD for parameter in _built(model).parameters())

@@ -5,7 +5,7 @@ the GPU's memory and writes its outputs.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs
+from pipeline.estimate.activations import OperatorsOfAGpu, meta_inputs, shallow
 from pipeline.model import Config, ViTConfig, build
 
 MATRICES, ATTENTION, NORMS, GELU, OTHER = "matrix products", "attention", "norms", "GELU", "other"
@@ -39,14 +39,26 @@ class Traffic:
 
 def traffic(config: Config, micro_batch: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
     """Returns the traffic of the forward and of the backward pass of `micro_batch` images."""
-    found = []
-    for one, two in zip(_count(config, 1, dtype), _count(config, 2, dtype), strict=True):
-        # Weights are read once however many images there are; the rest grows with them.
-        growth = {kind: two.bytes[kind] - one.bytes[kind] for kind in one.bytes}
-        found.append(
-            Traffic({kind: one.bytes[kind] + (micro_batch - 1) * growth[kind] for kind in growth}, one.kernels)
-        )
-    return found[0], found[1]
+    # Weights are read once however many images there are, and kernels are launched once; the rest grows with them.
+    one, two = (_count_all(config, images, dtype) for images in (1, 2))
+    forward, backward = (
+        replace(_extended(a, b, micro_batch - 1), kernels=a.kernels) for a, b in zip(one, two, strict=True)
+    )
+    return forward, backward
+
+
+def _extended(first: Traffic, second: Traffic, times: int) -> Traffic:
+    """Returns the first, and so many times what the second has more than it."""
+    grown = {kind: count + times * (second.bytes[kind] - count) for kind, count in first.bytes.items()}
+    return Traffic(grown, first.kernels + times * (second.kernels - first.kernels))
+
+
+def _count_all(config: Config, images: int, dtype: torch.dtype) -> list[Traffic]:
+    if not (found := shallow(config)):
+        return list(_count(config, images, dtype))
+    *models, deeper = found
+    two, three = (_count(model, images, dtype) for model in models)
+    return [_extended(a, b, deeper) for a, b in zip(two, three, strict=True)]
 
 
 @cache

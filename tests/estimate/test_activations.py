@@ -7,6 +7,7 @@ import torch
 from live_tensors import operators_of_a_gpu
 from torch import Tensor
 
+from pipeline.estimate import activations, operators
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.memory import input_bytes
 from pipeline.model import Config, Model, build, configure
@@ -61,6 +62,26 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
     found = saved_bytes(config, 3, dtype, checkpointing)
     assert found.total == pytest.approx(really_saved(model, 3, dtype), rel=0.02)
     assert 0 < found.largest <= found.block
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ViT-Ti/16", {"dropout": 0.1, "drop_path": 0.2, "pool": "map"}),
+        ("ViT-Ti/16", {"positions": "relative", "masked": "small_patch"}),
+        ("Axial-ViT-Ti/16", {}),
+        ("ViT-mu/8", {"registers": 4, "representation": True}),
+    ],
+)
+def test_further_blocks_are_like_those_that_are_counted(name: str, changes: dict[str, Any]) -> None:
+    """To the byte, and to the kernel."""
+    config = configure(name, 64, 0 if "masked" in changes else 50, **changes, depth=7)
+    assert activations.shallow(config)
+    for checkpointing in (False, True):
+        whole = activations._count(config, 2, torch.bfloat16, checkpointing)
+        assert activations._count_all(config, 2, torch.bfloat16, checkpointing) == whole
+    if "masked" not in changes:
+        assert operators._count_all(config, 2, torch.bfloat16) == list(operators._count(config, 2, torch.bfloat16))
 
 
 @pytest.mark.slow
