@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import OneRankError, UserError
+from pipeline.launcher import free_port
 
 T = TypeVar("T")
 
@@ -155,9 +156,3 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
 @functools.cache
 def _stream_aside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -1,12 +1,15 @@
 """Checks the environment variables that a launcher (deepspeed, torchrun, Ray, Slurm) sets. Standard library only."""
 
+import contextlib
 import os
+import random
 import socket
 
 from pipeline.errors import UserError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
+_PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
 
 
 def quiet_torch() -> None:
@@ -52,6 +55,18 @@ def refuse_busy_port() -> None:
             raise UserError(f"MASTER_PORT = {port} is kept for the system here. Use one above 1023.") from None
         except OSError:
             raise busy_port() from None
+
+
+def free_port() -> int:
+    """Returns a TCP port that nobody listens on, from a range that Linux does not assign to connections by itself.
+
+    A port that the system chose (port 0) could be assigned to another process before ours listens on it, seconds later.
+    """
+    for port in random.SystemRandom().sample(_PORTS, min(100, len(_PORTS))):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise UserError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free on this host, as far as tried.")
 
 
 def busy_port() -> UserError:

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipeline.launcher import free_port
 from pipeline.process import die_with_parent
 
 # Seconds between two polls of the ranks.
@@ -50,9 +50,7 @@ class RankProcess:
     """One rank, in a process of its own, so that signals and exit codes work as under any other launcher."""
 
     def free_port(self) -> int:
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return int(listener.getsockname()[1])
+        return free_port()
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start a Python script with its arguments."""

@@ -1,11 +1,13 @@
 """What a launcher tells a rank is checked before anything uses it."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from pipeline import launcher
 from pipeline.errors import UserError
-from pipeline.launcher import check_environment, refuse_busy_port
+from pipeline.launcher import check_environment, free_port, refuse_busy_port
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -63,3 +65,15 @@ def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> 
         refuse_busy_port()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     refuse_busy_port()
+
+
+def test_a_free_port_is_none_that_linux_assigns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert {free_port() for _ in range(20)} <= set(range(20_000, min(29_000, lowest)))
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", free_port()))
+        busy.listen()
+        port = busy.getsockname()[1]
+        monkeypatch.setattr(launcher, "_PORTS", range(port, port + 1))
+        with pytest.raises(UserError, match=rf"no port from {port} to {port} is free"):
+            free_port()

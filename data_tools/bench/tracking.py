@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from data_tools.bench.record import Record
-from pipeline.distributed import free_port
+from pipeline.launcher import free_port
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.operate import TrackingBenchConfig

@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from tiny import make_dataset
 from pipeline import distributed
 from pipeline import model as models
 from pipeline.errors import Stopped
+from pipeline.launcher import free_port
 from pipeline.lifecycle import stop
 from pipeline.lifecycle.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
 from pipeline.settings import schema
@@ -307,11 +307,8 @@ def process(family: psutil.Process, *words: str) -> psutil.Process:
 
 def deepspeed() -> list[str]:
     """The command that starts two ranks here."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     program = Path(sys.executable).parent / "deepspeed"
-    return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(port)]
+    return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(free_port())]
 
 
 @pytest.mark.slow

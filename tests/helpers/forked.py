@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline.launcher import free_port
 
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
 # An answer bears the number of its request: one that nobody read must not be taken for the next.
@@ -95,9 +96,7 @@ class Forge:
 
     def start_work(self, world_size: int, function: str, argument: Any) -> "ForkedRun":
         """Ranks that call a function ("module:name", of a file of tests) with an argument that JSON can hold."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         ranks = [
             {**os.environ, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
              "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

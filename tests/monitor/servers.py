@@ -5,7 +5,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,16 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.launcher import free_port
+
 
 def skip_or_fail(reason: str) -> None:
     """Skip, or fail in CI, which sets REQUIRE_HOSTS because it has installed what is needed."""
     (pytest.fail if os.environ.get("REQUIRE_HOSTS") else pytest.skip)(reason)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------------ PostgreSQL

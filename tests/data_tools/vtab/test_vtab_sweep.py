@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pipeline import model as models
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import file_sha256, open_dataset
 from pipeline.errors import UserError
+from pipeline.launcher import free_port
 from pipeline.model.files import find_file
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
@@ -142,12 +142,6 @@ def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]
         head.wait()
         psutil.wait_procs(processes, timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as there:
-        there.bind(("127.0.0.1", 0))
-        return there.getsockname()[1]
 
 
 def test_a_job_with_killed_workers_and_a_killed_driver_changes_no_byte(
