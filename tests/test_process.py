@@ -102,3 +102,27 @@ def test_a_real_command_that_is_interrupted_early(module: str) -> None:
             break
     said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]
     assert (process.wait(20), said) == (130, ["stopped: the same command resumes it"])
+
+
+def test_freed_memory_is_kept_for_the_next_tensors() -> None:
+    """The kernel counts the pages that it gives: for each tensor, or only for the first ones."""
+    script = """
+import resource, sys, torch
+from pipeline.process import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for attempt in range(40):
+    before = pages()
+    torch.empty(2**24).fill_(1)
+    print(pages() - before)
+"""
+
+    def pages(keep: str) -> list[int]:
+        command = [sys.executable, "-c", script, keep]
+        return [int(line) for line in subprocess.check_output(command, cwd=ROOT, text=True).split()]
+
+    usual, kept = pages("usual"), pages("keep")
+    assert min(usual) > 30, "in pages of at most 2 MiB"
+    assert sum(kept[20:]) < sum(usual[20:]) / 20, "aligned ones do not fit where the first ones were"

@@ -20,6 +20,7 @@ from data_tools.bench.record import Record, markdown
 from pipeline import model as models
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.errors import UserError
+from pipeline.process import keep_freed_memory
 from pipeline.settings.bench import ModelBenchConfig
 
 _OURS, _PRODUCT = "ours", "product"
@@ -139,6 +140,8 @@ def _contestant(
 
     def prepare() -> None:
         torch.set_num_threads(config.threads)
+        if name == _OURS and work == "inference":
+            keep_freed_memory()  # As `loaded_model.load_model` does.
         ready.append(_MAKERS[name](model_config).to(dtype))
         step(ready[0], batch)
 

@@ -24,6 +24,7 @@ from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
 from pipeline.outputs import try_output
+from pipeline.process import keep_freed_memory
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -76,6 +77,8 @@ def load_model(config: WeightsConfig) -> LoadedModel:
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     use_exact_arithmetic(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
     trained, state, extra = models.read_weights(config.weights, say=print)
