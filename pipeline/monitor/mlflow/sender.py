@@ -146,7 +146,7 @@ class MlflowSender:
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
                 if stopping:
-                    # Runs that begin together on a fresh database disturb each other until one has made its tables.
+                    # Runs that begin together in a fresh database on a server disturb each other until one has made its tables.
                     may_be_fresh = self._store is None and not self.uri.startswith("http")
                     first_failure = min(first_failure, time.monotonic())
                     if not may_be_fresh or time.monotonic() - first_failure > _FRESH_SECONDS:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.files import create
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG
 from pipeline.monitor.run_page import (
@@ -44,7 +45,17 @@ class MlflowStore:
 
         _open_databases_in_one_try()
         self.uri = uri
-        self.client: Any = MlflowClient(tracking_uri=uri)
+        if (database := _sqlite_file(uri)) and not database.exists():
+            _create_database(database)
+        try:
+            self.client: Any = MlflowClient(tracking_uri=uri)
+        except Exception as error:
+            if database and "_alembic_tmp_" in str(error):
+                raise UserError(
+                    "was left half made by a process that was killed while it created the database: remove the file; "
+                    "all runs are sent again from their folders"
+                ) from error
+            raise
 
     # ---------------------------------------------------------------- runs
     def experiment_id(self, name: str, artifact_location: str | None) -> str:
@@ -265,6 +276,36 @@ def _open_databases_in_one_try() -> None:
 
     utils.MAX_RETRY_COUNT = 1
     logging.getLogger(utils.__name__).setLevel(logging.WARNING)  # The import has set it to INFO.
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """File of an SQLite database; None for another store."""
+    from sqlalchemy.engine import make_url
+
+    if not uri.startswith("sqlite:") or (name := make_url(uri).database) in (None, "", ":memory:"):
+        return None
+    return Path(name)
+
+
+def _create_database(path: Path) -> None:
+    """Create an SQLite database with MLflow's tables, whole or not at all.
+
+    MLflow makes and changes its tables in some fifty steps that no transaction holds together. A process that is killed
+    between them leaves a database that no version of MLflow opens again, and so do two processes that begin at the same
+    time. So the tables are made in memory, and the file appears with all of them; the first of several processes wins.
+    """
+    from mlflow.store.db.utils import _initialize_tables
+    from mlflow.store.tracking import sqlalchemy_store  # noqa: F401  # Declares the tables that are made.
+    from sqlalchemy import create_engine
+    from sqlalchemy.pool import StaticPool
+
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    _initialize_tables(engine)
+    connection: Any = engine.raw_connection().driver_connection
+    content: bytes = connection.serialize()
+    engine.dispose()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    create(path, content)
 
 
 def _digest(text: str) -> str:
