@@ -27,6 +27,8 @@ R = TypeVar("R")
 _ROOT = Path(__file__).resolve().parent.parent
 # Seconds before each retry of a task: a node that is out of memory needs time.
 RETRY_PAUSES = (1.0, 5.0, 25.0)
+# How long tasks may still end by themselves before they are cancelled, in seconds.
+_ENDING_SECONDS = 1.0
 # Timeout for cancelled tasks to remove their unfinished files, in seconds.
 _CANCEL_SECONDS = 30.0
 # Timeout of a connection to the head node, in seconds.
@@ -282,15 +284,22 @@ class _Task:
 
 
 def _cancel(references: list[Any]) -> None:
-    """Cancel tasks by an exception, so that they remove unfinished files; kill those that do not end in time."""
+    """Cancel tasks by an exception, so that they remove unfinished files; kill those that do not end in time.
+
+    Tasks that are about to end may do so: Ray 2.60 aborts this process, without a word of ours, when it is told to cancel a
+    task whose result is just arriving ("Tried to complete task that was not pending").
+    """
     import ray
 
-    for reference in references:
+    def wait(references: list[Any], seconds: float) -> list[Any]:
+        """The tasks that run after so many seconds."""
+        return ray.wait(references, num_returns=len(references), timeout=seconds)[1] if references else []
+
+    running = wait(references, _ENDING_SECONDS)
+    for reference in running:
         ray.cancel(reference)
-    if references:
-        _, running = ray.wait(references, num_returns=len(references), timeout=_CANCEL_SECONDS)
-        for reference in running:
-            ray.cancel(reference, force=True)
+    for reference in wait(running, _CANCEL_SECONDS):
+        ray.cancel(reference, force=True)
 
 
 def _result(reference: Any) -> Any:
