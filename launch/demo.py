@@ -49,12 +49,14 @@ def demo(config: DemoConfig) -> None:
 
     title("1/5  Shard generated shapes and scikit-learn's scans of digits, with Ray")
     from data_tools.sharding import shard  # Late: --help needs no Ray.
+    from pipeline import ray_tasks
 
     make_shapes(out / "raw" / "shapes", config.num_per_class)
     make_digits(out / "raw" / "digits")
     for name, extra in (("shapes", ["val_share=0.1"]), ("digits", ["splits.train=train", "splits.test=test"])):
         folders = [f"source={out / 'raw' / name}", f"out={out / name}", "samples_per_shard=512"]
         shard.run(schema.load(ShardConfig, None, [*folders, *extra]))
+    ray_tasks.disconnect()
 
     title("2/5  Pre-train on the shapes; SIGKILL half-way")
     pretrain = command(config, "pretrain", [f"data.path={out / 'shapes'}"])
