@@ -182,8 +182,10 @@ def test_a_run_that_is_killed_and_stopped_is_the_whole_one(out: Path, dataset: P
     until(lambda: latest.exists() or first.poll() is not None)
     first.kill()
     assert first.wait() == -signal.SIGKILL, output.read_text()[-3000:]
-    reached = latest.read_text()
     second = ranks_of_one("forked:train", [broken], output)
+    # Until then the first one's writer, which survives it, may commit a checkpoint.
+    until(lambda: "resumed from" in output.read_text() or second.poll() is not None)
+    reached = latest.read_text()
     until(lambda: latest.read_text() != reached or second.poll() is not None)
     second.send_signal(signal.SIGTERM)
     begin = time.monotonic()
