@@ -39,6 +39,7 @@ def pretend() -> None:
     """Make torch and DeepSpeed believe in the GPU where they ask for more than a tensor's device, and in the other rank."""
     import torch
     import torch.distributed as dist
+    from torch import library
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from pipeline.train.zero.deepspeed_import import deepspeed  # noqa: F401
@@ -86,7 +87,7 @@ def pretend() -> None:
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # torch has one of AdamW's. It changes tensors in place, whose values are not there.
-    torch.library.register_fake(torch.ops.aten._fused_sgd_.default, lambda *tensors, **settings: None)
+    library.register_fake(torch.ops.aten._fused_sgd_.default, lambda *tensors, **settings: None)
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS), LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
