@@ -11,15 +11,15 @@ export OMP_NUM_THREADS ?= 1
 demo: install
 	$(PY) launch/demo.py
 
-# A test of ranks takes all cores by itself: one of them at a time. Beside them lint, then the plain tests, then those of Ray.
-# Niceness: Ray's come first, because Ray gives up when it cannot start in 30 s; then those of ranks.
+# The tests of ranks, then those of Ray, each of which takes all cores by itself, one at a time; the plain tests beside them, with what
+# is left of the processors, and lint at the end. (Ray gives up when it cannot start in 30 s, so it must not wait for the others.)
 test: install
-	@{ nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
-	nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray"; plain=$$?; \
-	$(PY) -m pytest -m ray; [ $$lint$$plain$$? = 000 ]; } >.pytest_rest.log 2>&1 & rest=$$!; \
-	trap "pkill -P $$rest; kill $$rest" INT TERM; \
-	nice -n 5 $(PY) -m pytest -m ranks; ranks=$$?; \
-	wait $$rest; rest=$$?; cat .pytest_rest.log; [ $$ranks$$rest = 00 ]
+	@nice -n 10 $(PY) -m pytest -n 2 --dist loadfile -m "not ranks and not ray" >.pytest_plain.log 2>&1 & plain=$$!; \
+	trap "pkill -P $$plain; kill $$plain" INT TERM; \
+	$(PY) -m pytest -m ranks; ranks=$$?; \
+	$(PY) -m pytest -m ray; ray=$$?; \
+	nice -n 10 $(MAKE) --no-print-directory lint; lint=$$?; \
+	wait $$plain; plain=$$?; cat .pytest_plain.log; [ $$ranks$$ray$$lint$$plain = 0000 ]
 
 # What the GPU of this machine does: its tests, then its speed, each in under ten minutes; results in $(OUT). Without a network,
 # after `make gpu-wheels` elsewhere, with the Python that has torch (docs/performance.md).
@@ -71,4 +71,4 @@ install: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .gpu-wheels .gpu-packages runs/demo .pytest_rest.log .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .gpu-wheels .gpu-packages runs/demo .pytest_plain.log .mypy_cache .ruff_cache .pytest_cache

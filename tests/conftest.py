@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from forked import Forge
 from tiny import make_dataset
 
 from pipeline import ray_tasks
+
+# The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
+ROWS = {"ray": {"ray_cluster", "own_ray"}, "ranks": {"forge", "can_have_hosts"}}
 
 # A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
 # that tests start.
@@ -151,11 +155,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             print(json.dumps({**line, "reason": reason}), file=file)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether not even to import a file: for one row, those without its tests. All imports together take ten seconds."""
+    row = config.option.markexpr
+    if row in ROWS and collection_path.name.startswith("test_") and not _may_have(row, collection_path):
+        return True
+    return None
+
+
+def _may_have(row: str, path: Path) -> bool:
+    return re.search(rf"\b(mark\.{row}|{'|'.join(ROWS[row])})\b", path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start Ray or ranks, by the fixtures that do so (the Makefile runs them separately)."""
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if {"ray_cluster", "own_ray"} & fixtures:
-            item.add_marker(pytest.mark.ray)
-        elif {"forge", "can_have_hosts"} & fixtures:
-            item.add_marker(pytest.mark.ranks)
+        for row, fixtures in ROWS.items():
+            if fixtures & set(getattr(item, "fixturenames", ())):
+                item.add_marker(row)
+                break
+        for row in ROWS:
+            if item.get_closest_marker(row) and not _may_have(row, item.path):
+                raise pytest.UsageError(
+                    f"{item.nodeid} is a test of {row}, and its file does not say how: name the fixture"
+                )

@@ -84,7 +84,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
             ),
             evaluate=EvaluateConfig(every=Length.parse("100%"), batch=config.batch),
             checkpoint=CheckpointConfig(every=steps, keep=1),
-            track=TrackConfig(enabled=False),
+            track=TrackConfig(enabled=False, figures=False),
         )  # fmt: skip
         settings.check()
         run_training(settings)

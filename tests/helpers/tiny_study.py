@@ -10,14 +10,14 @@ augment: {eval_crop: resize}
 train: {length: 8 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1, max_skipped_steps: 2}
 optimizer: {lr: 1.0e-3}
 schedule: {decay: cosine, warmup: 1 steps}
-engine: {precision: fp32}
+engine: {precision: fp32, peak_tflops: 0.1}
 evaluate: {every: 100%}
 checkpoint: {every: 50%}
 TRACK
 """
 
 
-def write_run(folder: Path, data: Path, track: str = "{enabled: false}") -> Path:
+def write_run(folder: Path, data: Path, track: str = "{enabled: false, figures: false}") -> Path:
     """Returns a YAML file for `run` of a study. data: its data set. track: the settings of that name."""
     file = folder / "run.yaml"
     file.write_text(_RUN.replace("DATA", str(data)).replace("TRACK", f"track: {track}"))

@@ -29,7 +29,7 @@ CASES = {
     "3-fp32": ["model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d", "optimizer.ema_decay=0.9"],
     "1-bf16": [*NOISE, *CHECKPOINTING, "augment.mixup=0.8", "augment.cutmix=1", "optimizer.ema_decay=0.9"],
     "2-bf16": [*MASKED, "train.loss=masked_pixels", *CHECKPOINTING],
-    "3-bf16": ["model.name=BiT-R50x1", *NO_SIZES, "model.width=32", "model.representation=false", "model.image_size=32", "train.global_batch=4"],
+    "3-bf16": ["model.name=BiT-R26x1", *NO_SIZES, "model.width=32", "model.representation=false", "model.image_size=32", "train.global_batch=4"],
     "1-fp16": ["model.name=Axial-ViT-Ti/8", "model.pool=gap", "model.positions=learned2d"],
     "2-fp16": [*MASKED, "train.loss=masked_mean_color", *NOISE],
     "3-fp16": ["model.positions=relative", *CHECKPOINTING, *NOISE],

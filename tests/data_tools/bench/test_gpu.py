@@ -257,7 +257,7 @@ def test_numbers_of_a_record_go_to_mlflow(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the whole way
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_whole_benchmark_on_a_cpu(tmp_path: Path) -> None:
     """All parts but the single steps, which are tested above; nothing is compiled, which takes minutes."""
     file = tmp_path / "found.json"

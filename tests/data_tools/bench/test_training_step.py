@@ -11,9 +11,9 @@ import pytest
 from tiny import make_dataset
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.slow
 def test_a_step_beside_a_bare_loop(tmp_path: Path) -> None:
     small = [
         f"json={tmp_path}/found.json",
@@ -39,6 +39,7 @@ def test_a_step_beside_a_bare_loop(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_short_run_from_shards(tmp_path: Path) -> None:
     """What stands in the line is from the run's own metrics; nothing of the run stays."""
     data = make_dataset(tmp_path / "data", {"train": 40, "val": 5})
