@@ -61,6 +61,8 @@ def install(folder: Path, target: Path) -> None:
     if missing and subprocess.run([*command, *map(str, missing)]).returncode:
         sys.exit("error: see above")
     print(f"{len(missing)} packages are in {target}: {', '.join(wheel.name.partition('-')[0] for wheel in missing)}")
+    if absent := sorted(name for name in _PRESENT if not _is_installed(name)):
+        print(f"expected in this Python and not found, so what needs them will fail: {', '.join(absent)}")
 
 
 def _is_installed(name: str) -> bool:
