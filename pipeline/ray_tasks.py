@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.errors import UserError
 from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
+from pipeline.settings.quantities import whole_number
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -127,10 +128,11 @@ def _prepare_environment() -> None:
 def _check_reachable(address: str) -> None:
     """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdigit():
+    number = whole_number(port)
+    if not host or number is None:
         return  # "auto" or "local", which Ray resolves.
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
 

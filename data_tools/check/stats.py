@@ -91,7 +91,9 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
             "min": int(there.min()) if len(there) else 0,
             "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
             "largest": names[int(classes.argmax())] if len(there) else "",
-            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())] if len(there) else "",
+            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())]
+            if len(there)
+            else "",
             "with_one_image": int((classes == 1).sum()),
             "empty": len(empty),
             "first_empty": [names[number] for number in empty[:10]],

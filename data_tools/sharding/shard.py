@@ -27,7 +27,7 @@ from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
-from data_tools.sources.listing import Skipped, printable
+from data_tools.sources.listing import Skipped, printable, reasons
 from pipeline import json_record, ray_tasks
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
@@ -225,6 +225,8 @@ def _finish(
             # could not be read then turned out to be copies.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
+    if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
+        raise UserError(f"no image of split {empty[0]!r} can be used: {reasons(skipped)}.")
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     source = identity["source"]
     if copies is not None:

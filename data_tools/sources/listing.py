@@ -293,7 +293,7 @@ class Collector:
         if self._absolute.count:
             notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
         if self.skipped:
-            notes.append(f"cannot use {len(self.skipped):,} of the items listed: {_reasons(self.skipped)}")
+            notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare:
             notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
@@ -352,7 +352,7 @@ class Collector:
                 )
 
     def _but_skipped(self) -> str:
-        return f"; {len(self.skipped):,} cannot be used: {_reasons(self.skipped)}" if self.skipped else ""
+        return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
 
     def _with_prefixes(self, table: pa.Table) -> pa.Table:
         prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
@@ -409,7 +409,8 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
-def _reasons(skipped: list[Skipped]) -> str:
+def reasons(skipped: list[Skipped]) -> str:
+    """The first few items that cannot be used, each with its reason."""
     few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
     return few + "; ..." * (len(skipped) > _NAMED)
 
