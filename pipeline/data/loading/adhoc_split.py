@@ -16,7 +16,7 @@ from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 from pipeline.errors import UserError
 
@@ -94,7 +94,7 @@ def _expand(place: str) -> Iterator[Path]:
     elif (path / INFO).is_file():
         raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+        found = sorted(file for file, _ in walk_files(path) if file.suffix.lower() in EXTENSIONS)
         if not found:
             raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found
