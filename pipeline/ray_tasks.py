@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.errors import UserError
 from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
 from pipeline.settings.quantities import whole_number
@@ -37,7 +37,10 @@ _CONNECT_SECONDS = 5.0
 
 
 def shared_path(name: str, value: str) -> AnyPath:
-    """The absolute path of the setting `name`. Raises UserError for a relative one under `ray job submit --working-dir`."""
+    """The absolute path of the setting `name`.
+
+    Raises UserError for a relative one under `ray job submit --working-dir`, and for one that is not UTF-8.
+    """
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
@@ -47,7 +50,12 @@ def shared_path(name: str, value: str) -> AnyPath:
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
         )
-    return path.resolve()
+    absolute = path.resolve()
+    if not is_utf8(str(absolute)):
+        raise UserError(
+            f"{name} = {value}: the path {absolute} is not UTF-8, as Ray and Parquet require. Rename its folders."
+        )
+    return absolute
 
 
 # -------------------------------------------------------------------- connecting

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from data_tools.progress import Progress
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, locate
+from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 from pipeline.errors import UserError
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
@@ -391,15 +391,6 @@ class _Few:
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
-def is_utf8(name: str) -> bool:
-    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def printable(name: str) -> str:

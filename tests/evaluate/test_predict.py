@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import runpy
 from pathlib import Path
 
@@ -150,6 +151,17 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
     named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
     assert {row["class"] for row in named} == {"one", "two", "three"}
+
+
+def test_a_name_that_is_not_utf8(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "1.png").write_bytes(files_of(data)[0])
+    (row,) = run(weights, folder, "top=1", f"out={tmp_path / 'table.csv'}")
+    assert row["image"] == f"{tmp_path}/caf\\xe9/1.png"
+    assert row["class"] is not None
+    with pytest.raises(UserError, match=r"samples.parquet: its path is not UTF-8"):
+        run(weights, data.path.rename(folder / "data"))
 
 
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:

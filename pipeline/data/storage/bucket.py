@@ -263,6 +263,15 @@ def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
     return None
 
 
+def is_utf8(name: str) -> bool:
+    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def make_folder(folder: AnyPath) -> None:
     """Create a local folder and its parents, if missing; object stores have no folders to create."""
     if isinstance(folder, Path):
