@@ -54,7 +54,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         _draw_tile(sheet, pen, left, top, place)
         name, about = sample["key"], f"{sample['width']}×{sample['height']}"
         if len(classes):
-            name, number_of = dataset.classes[sample["class"]], int(class_counts[sample["class"]])
+            name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
             about = f"{number_of:,} image{'s' * (number_of > 1)} · {about}"
         below = top + _TILE + 3
         pen.text((left, below), _cut(printable(name), _font(15), _TILE), _INK, _font(15))

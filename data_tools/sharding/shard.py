@@ -93,10 +93,10 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _remove_leftovers(out)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         refuse_untrained(listing, config)
-        names = readable_names(listing.classes, config.synset_names)
+        names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, existing, listing)
-        _refuse_other_names(out, names)
+        _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         for note in small_classes(split):
@@ -346,9 +346,15 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Reco
         )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
+def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) -> None:
+    """Compare class_names in dataset.json: they are not part of the listing's digest.
+
+    are_given: by synset_names. Earlier versions ignored the names that a source has itself.
+    """
+    if not (out / INFO).exists():
+        return
+    known = open_dataset(out).info.get("class_names")
+    if (known is not None or are_given) and (other := renamed(known, names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 

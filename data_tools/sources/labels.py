@@ -44,7 +44,7 @@ class LabelColumn:
         labels = [label.strip() if isinstance(label, str) else label for label in labels]
         labels = [label for label in labels if label != ""]
         if self._numbers is None:
-            return labels
+            return [str(label) for label in labels]
         if not all(isinstance(label, int) or re.fullmatch(r"-?[0-9]{1,18}", label) for label in labels):
             raise UserError(f"{where}: label {quoted(value)} is no number, as those before it or label_names ask for.")
         return [self._numbers.name(int(label), where) for label in labels]

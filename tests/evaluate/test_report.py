@@ -266,6 +266,15 @@ def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path
     assert "fewshot" not in neither
 
 
+def test_readable_names_are_shown(data: Dataset, weights: Path, tmp_path: Path) -> None:
+    info = {name: value for name, value in data.info.items() if name != "checksum"}
+    readable = ["crane", "bee", "crane", "doe", "eel", "fox"]
+    (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": readable}))
+    scores = report.run(config(weights, data, "shots=0", f"out={tmp_path / 'out'}"))
+    assert [row["class"] for row in scores["per_class"]][:4] == ["crane (ant)", "bee", "crane (cat|dog)", "doe"]
+    assert {pair["true"] for pair in scores["confused"]} <= {row["class"] for row in scores["per_class"]}
+
+
 def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00001000"
     checkpoint.mkdir(parents=True)

@@ -309,6 +309,8 @@ def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
     listing = listed(source, layout=layout)
     assert samples(listing) == TINY_SAMPLES
     assert listing.classes == ["n01", "n02"]
+    assert listing.class_names == {"n01": "one", "n02": "two"}
+    assert not any("words.txt" in note or "val_annotations" in note for note in listing.notes)
     assert any(note.startswith("ignored 1 image outside") and "test_0.JPEG" in note for note in listing.notes)
     # Whoever names the splits, as our messages used to propose, gets the same.
     start = "" if form == "folder" else "tiny-imagenet-200/"
@@ -327,6 +329,12 @@ def test_bad_tiny_imagenet(tmp_path: Path) -> None:
     for text, said in ((b"val_0.JPEG\n", "line 1: 'val_0.JPEG' is not of the form"), (b"\xff", "no text in UTF-8")):
         (source / "val/val_annotations.txt").write_bytes(text)
         assert said in refused(source)
+    (source / "val/val_annotations.txt").write_bytes(TINY["val/val_annotations.txt"])
+    for text, said in ((b"n01 a\nn01 b\n", "words.txt names 'n01' twice, 'a' and 'b'"), (b"\xff", "no text in UTF-8")):
+        (source / "words.txt").write_bytes(text)
+        assert said in refused(source)
+    (source / "words.txt").unlink()
+    assert listed(source).class_names == {}
     (source / "val/val_annotations.txt").unlink()
     assert "is no Tiny-ImageNet: it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
 
