@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.errors import UserError
 from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
+from pipeline.settings.quantities import whole_number
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -36,7 +37,10 @@ _CONNECT_SECONDS = 5.0
 
 
 def shared_path(name: str, value: str) -> AnyPath:
-    """The absolute path of the setting `name`. Raises UserError for a relative one under `ray job submit --working-dir`."""
+    """The absolute path of the setting `name`.
+
+    Raises UserError for a relative one under `ray job submit --working-dir`, and for one that is not UTF-8.
+    """
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
@@ -46,7 +50,12 @@ def shared_path(name: str, value: str) -> AnyPath:
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
         )
-    return path.resolve()
+    absolute = path.resolve()
+    if not is_utf8(str(absolute)):
+        raise UserError(
+            f"{name} = {value}: the path {absolute} is not UTF-8, as Ray and Parquet require. Rename its folders."
+        )
+    return absolute
 
 
 # -------------------------------------------------------------------- connecting
@@ -127,10 +136,11 @@ def _prepare_environment() -> None:
 def _check_reachable(address: str) -> None:
     """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdigit():
+    number = whole_number(port)
+    if not host or number is None:
         return  # "auto" or "local", which Ray resolves.
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
 

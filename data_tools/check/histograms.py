@@ -33,7 +33,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     total = sum(of.samples for of in counts.values())
     title = f"{printable(dataset.path.name)}: {total:,} images of {dataset.num_classes:,} classes"
     figure.suptitle(title, fontsize=15, parse_math=False)
-    _classes(panels[0], counts, dataset.classes, colours)
+    _classes(panels[0], counts, dataset.class_names, colours)
     _histogram(panels[1], {split: of.short for split, of in counts.items()}, SIDES, colours)
     panels[1].set(title="Short side", xlabel="pixels")
     _histogram(panels[2], {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)

@@ -90,8 +90,10 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
             "median": float(np.median(there)) if len(there) else 0.0,
             "min": int(there.min()) if len(there) else 0,
             "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
-            "largest": names[int(classes.argmax())],
-            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())],
+            "largest": names[int(classes.argmax())] if len(there) else "",
+            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())]
+            if len(there)
+            else "",
             "with_one_image": int((classes == 1).sum()),
             "empty": len(empty),
             "first_empty": [names[number] for number in empty[:10]],
@@ -183,8 +185,10 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
         print(
             f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
             f"imbalance {classes['imbalance']:,.1f}{empty}"
+            if classes["max"]
+            else "    no image has a label"
         )
-        if len(of["labels_per_sample"]) > 1 or "1" not in of["labels_per_sample"]:
+        if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
             print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
         for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip
             if of[key]:

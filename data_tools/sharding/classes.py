@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.class_numbers import read_lines, read_names
+from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
 from data_tools.sources.listing import TABLE, label_lists, printable
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
@@ -57,12 +57,15 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
             )
 
 
-def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
-    """The readable name of each class (the class itself where the file has none); None without synset_names."""
+def readable_names(classes: list[str], synset_names: str, of_source: dict[str, str]) -> list[str] | None:
+    """The readable name of each class (the class itself where it has none): of the file synset_names, else of the source.
+
+    None without either. Raises UserError for a file that names no class, or one class twice.
+    """
     if not synset_names:
-        return None
+        return [of_source.get(name, name) for name in classes] if of_source.keys() & set(classes) else None
     lines = read_lines(synset_names, "synset_names")
-    names = {parts[0]: parts[1] for parts in (line.split(None, 1) for line in lines) if len(parts) == 2}
+    names = names_of_synsets(lines, f"synset_names = {synset_names}")
     if not names.keys() & set(classes):
         raise UserError(
             f"synset_names = {synset_names} names none of the {len(classes):,} classes, such as {classes[0]}. Its lines "

@@ -26,7 +26,7 @@ from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import known_class_names, whole_samples
-from data_tools.sources.listing import printable
+from data_tools.sources.listing import printable, reasons
 from data_tools.sources.split_files import split_files
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import (
@@ -234,11 +234,15 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
 
 def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list[str], source: AnyPath) -> Dataset:
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
-    if not kept:
-        raise UserError(f"{source}: no tar has an image with labels (<key>.jpg and <key>.cls or <key>.json).")
+    skipped = sorted(row for done in results for row in done.skipped)
+    if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
+        raise UserError(
+            f"{source}: no tar of split {empty[0]!r} has an image that can be used, with labels (<key>.jpg and <key>.cls or "
+            f"<key>.json)" + (f": {reasons(skipped)}." if skipped else ".")
+        )
     highest = max(_highest_label(part) for part, _ in kept)
     classes = names or [str(number) for number in range(highest + 1)]
-    write_table(out / SKIPPED, ("key", "where", "reason"), sorted(row for done in results for row in done.skipped))
+    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
     about = {"path": str(source), "indexed": True}
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})

@@ -27,7 +27,7 @@ from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
-from data_tools.sources.listing import Skipped, printable
+from data_tools.sources.listing import Skipped, printable, reasons
 from pipeline import json_record, ray_tasks
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
@@ -93,10 +93,10 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _remove_leftovers(out)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         refuse_untrained(listing, config)
-        names = readable_names(listing.classes, config.synset_names)
+        names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, existing, listing)
-        _refuse_other_names(out, names)
+        _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         for note in small_classes(split):
@@ -225,6 +225,8 @@ def _finish(
             # could not be read then turned out to be copies.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
+    if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
+        raise UserError(f"no image of split {empty[0]!r} can be used: {reasons(skipped)}.")
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     source = identity["source"]
     if copies is not None:
@@ -344,9 +346,15 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Reco
         )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
+def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) -> None:
+    """Compare class_names in dataset.json: they are not part of the listing's digest.
+
+    are_given: by synset_names. Earlier versions ignored the names that a source has itself.
+    """
+    if not (out / INFO).exists():
+        return
+    known = open_dataset(out).info.get("class_names")
+    if (known is not None or are_given) and (other := renamed(known, names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 

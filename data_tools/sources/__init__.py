@@ -48,6 +48,11 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             form = "a folder" if source.is_dir() else "a file"
             if layout.form not in ("", form):
                 raise UserError(f"layout = {name} reads {layout.form}, but source = {source} is {form}.")
+            if config.label_names and layout.by_folders:
+                raise UserError(
+                    f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders name "
+                    "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
+                )
             splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)

@@ -43,6 +43,8 @@ BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * BEAT_SECONDS
 _WRITING, _REMOVING = ".writing-", ".removing-"
 _KEPT = "kept.json"
+# Larger numbers of steps come from damage alone, and are no exact floats, as metrics are.
+_MAX_STEPS = 2**53
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ def _listed_files(path: AnyPath) -> set[str]:
 
 
 def read_state(path: AnyPath) -> State:
-    """Read state.json. Raises UserError if it is missing, damaged, or has another format."""
+    """Read state.json. Raises UserError if it is missing, damaged, of another step than its folder, or has another format."""
     file = path / "state.json"
     try:
         content = file.read_bytes()
@@ -333,7 +335,22 @@ def read_state(path: AnyPath) -> State:
     if found < FORMAT:
         raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
                         f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
-    return json_record.parse(content, State, str(file))
+    state = json_record.parse(content, State, str(file))
+    engine = state.engine
+    counts = {
+        "step": state.step, "engine.optimizer_steps": engine.optimizer_steps, "engine.global_steps": engine.global_steps,
+        "engine.skipped_steps": engine.skipped_steps,
+        **{f"left_out[{i}]": min(batches) for i, batches in enumerate(state.left_out)},
+    }  # fmt: skip
+    impossible = {name: value for name, value in counts.items() if value is not None and not 0 <= value < _MAX_STEPS}
+    if NAME.fullmatch(path.name) and state.step != step_of(path):
+        impossible["step"] = state.step
+    if impossible:
+        name, value = next(iter(impossible.items()))
+        raise UserError(
+            f"{file}: {name} = {json_record.quoted(value)} is impossible: the file is damaged. Use another checkpoint."
+        )
+    return state
 
 
 @dataclass(frozen=True)

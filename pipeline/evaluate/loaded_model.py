@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import normalise
+from pipeline.data.loading.loader import BadBudget, normalise
 from pipeline.distributed import Ranks, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
@@ -51,7 +51,10 @@ class LoadedModel:
         """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
         with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
             alone = Ranks(0, 0, 1, self.device)
-            yield SplitReader(split, self.image_size, self.view, config.batch, config.threads, alone, bar.update)
+            budget = BadBudget(config.max_bad_share, "max_bad_share", "Check the images, or raise max_bad_share.")
+            yield SplitReader(
+                split, self.image_size, self.view, config.batch, config.threads, alone, bar.update, budget=budget
+            )
 
     def images(self, pixels: Tensor) -> Tensor:
         """uint8 (B, H, W, 3) -> (B, 3, H, W), the model's input."""

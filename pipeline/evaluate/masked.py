@@ -22,7 +22,7 @@ class MaskedScores:
 
     def __str__(self) -> str:
         right = "" if self.color_accuracy is None else f"{self.color_accuracy:.2%} of the colours right, "
-        bad = f", {self.num_unreadable} unreadable" if self.num_unreadable else ""
+        bad = f", {self.num_unreadable:,} unreadable (not scored)" if self.num_unreadable else ""
         return f"masked patches: {right}loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
 
 

@@ -1,6 +1,7 @@
 """Predicts the most likely classes of images and writes them as a table; entry point: `run`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def run(config: PredictConfig) -> pa.Table:
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
-    """Open `config.images`; returns them and the class names of the weights.
+    """Open `config.images`; returns them and the class names of the weights, readable ones where they are known.
 
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
     UserError if the number of names differs from the number of classes.
@@ -74,7 +75,10 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
-    return images, named
+    of_weights = zip(loaded.extra.get("classes") or (), loaded.extra.get("class_names") or (), strict=False)
+    readable = {**images.readable, **dict(of_weights)}
+    shown = [readable.get(name, name) for name in images.label_names]
+    return replace(images, label_names=shown), [readable.get(name, name) for name in named]
 
 
 def read_class_names(config: LookConfig) -> list[str] | None:

@@ -27,7 +27,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "top1" in scores:
         rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items()]
-        rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
+        over = f", of {scores['num_samples'] - scores['num_unreadable']:,} images" * bool(scores["num_unreadable"])
+        rows.append((f"loss ({scores['loss_kind']}{over})", f"{scores['loss']:.4f}"))
     several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
     for row in scores.get("fewshot", []):
         strength = f", λ = {row['l2']:g}" if several else ""

@@ -68,10 +68,10 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         true, predicted = outcomes(predictions, split)
         classes = per_class(true, predicted, dataset.num_classes)
         scores |= {**asdict(score(predictions, split)), **classes.macro()}
-        scores["confused"] = _most_confused(true, predicted, dataset.classes)
-        columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
+        scores["confused"] = _most_confused(true, predicted, dataset.class_names)
+        columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
-        picture = render.draw_confusion(true, predicted, dataset.classes)
+        picture = render.draw_confusion(true, predicted, dataset.class_names)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 

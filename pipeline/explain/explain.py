@@ -31,6 +31,7 @@ from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
+from pipeline.settings.quantities import whole_number
 from pipeline.settings.weights import DRAWINGS, ExplainConfig
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
@@ -101,7 +102,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel) -> set[str]:
             why_not["positions"] = f"positions = {model.config.positions} adds nothing to the tokens"
         limits = {"layer": (config.layer, model.config.num_blocks), "head": (config.head, model.config.num_heads)}
         for name, (value, number) in limits.items():
-            if value.isdigit() and int(value) > number:
+            if value not in ("all", "mean") and whole_number(value, number) is None:
                 raise UserError(f"{name} = {value}, but {config.weights} has {number}.")
     for name in config.draw:
         if name in why_not:

@@ -39,6 +39,7 @@ class _Extra:
     """The fields of `extra` that commands read, and that are checked; a writer may add others."""
 
     classes: list[str] | None = None
+    class_names: list[str] | None = None  # readable ones
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None
@@ -138,7 +139,7 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
     return Weights(
         replace(config, masked=None),
         {n: tensor for n, tensor in weights.state.items() if n != "mask_token" and not n.startswith("head.")},
-        {name: value for name, value in weights.extra.items() if name not in ("classes", "loss")},
+        {name: value for name, value in weights.extra.items() if name not in ("classes", "class_names", "loss")},
         [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"],
     )
 
@@ -148,6 +149,8 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
     found = json_record.convert(_as_json(extra), _Extra, "extra")
     if found.preprocessing is not None:
         found.preprocessing.check()
+    if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
+        raise UserError(f"extra has {len(found.class_names):,} class_names for {len(found.classes or ()):,} classes.")
     # Without a head, class names may remain from the head that was removed.
     if found.classes is None or not config.num_classes:
         return []

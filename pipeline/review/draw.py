@@ -84,9 +84,9 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     data = config.data
     dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
     _, split = run_splits(dataset, data, config.seed)
-    yield draw_matrix(found, dataset.classes)
-    yield draw_worst(found, dataset.classes)
-    yield draw_sheet(found, dataset.classes, split, config)
+    yield draw_matrix(found, dataset.class_names)
+    yield draw_worst(found, dataset.class_names)
+    yield draw_sheet(found, dataset.class_names, split, config)
 
 
 def _of_weights(folder: Path) -> Iterator[bytes | None]:

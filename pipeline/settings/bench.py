@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
+from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS, whole_number
 from pipeline.settings.schema import setting
 
 
@@ -47,7 +47,7 @@ class GpuBenchConfig(RecordConfig):
         """Check what depends on several settings. Raises UserError."""
         for model in self.models:
             name, _, pixels = model.partition("@")
-            if not name or not pixels.isdecimal():
+            if not name or whole_number(pixels, MAX_SIDE) is None:
                 raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")
 
 

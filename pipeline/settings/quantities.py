@@ -19,6 +19,15 @@ MINUTES_PER_YEAR = 366 * 24 * 60
 _MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
 
 
+def whole_number(text: str, most: int = 10**18) -> int | None:
+    """The number written in these ASCII digits; None for other text and above `most`.
+
+    str.isdigit() also accepts "²", and int() raises for it and for thousands of digits.
+    """
+    number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
+    return None if number is None or number > most else number
+
+
 @dataclass(frozen=True)
 class Length:
     """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""

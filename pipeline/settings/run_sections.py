@@ -103,7 +103,12 @@ class DataConfig:
     window: int = setting(4096, "Number of consecutive samples of a stream that are shuffled together.", min=1)
     threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS)
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000)
-    max_bad_share: float = setting(0.001, "Share of unreadable images above which the run stops.", min=0, max=1)
+    max_bad_share: float = setting(
+        0.001,
+        "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
+        min=0,
+        max=1,
+    )
 
     @property
     def evaluated_split(self) -> str:

@@ -45,6 +45,7 @@ class WeightsConfig:
         "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
         "they have none.",
     )
+    max_bad_share: float = setting(0.001, "Share of unreadable images above which the command stops.", min=0, max=1)
     batch: int = setting(64, "Images per forward pass.", min=1, max=MAX_BATCH)
     threads: int = setting(2, "Decoding threads.", min=1, max=MAX_THREADS)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")

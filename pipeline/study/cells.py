@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.estimate.plan import make_plan, new_model_config
 from pipeline.files import write_text
 from pipeline.settings import schema
-from pipeline.settings.quantities import Limit
+from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig, StudyModel
 from pipeline.settings.transfer import VtabConfig
@@ -98,8 +98,8 @@ class Study:
     def job_of(self, wanted: str) -> list[Cell]:
         """The cells of a job up to one of its cells, given by name, or by number among all cells. Raises UserError."""
         names = [cell.name for cell in self.cells]
-        if wanted.isdigit() and int(wanted) < len(names):
-            wanted = names[int(wanted)]
+        if (number := whole_number(wanted, len(names) - 1)) is not None:
+            wanted = names[number]
         if wanted not in names:
             raise UserError(
                 f"cell = {wanted}: there is no such cell. There are: 0 to {len(names) - 1}, or {', '.join(names)}."

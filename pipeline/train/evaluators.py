@@ -15,6 +15,7 @@ from pipeline import json_record
 from pipeline.checkpoint.saver import Saver
 from pipeline.console import Console
 from pipeline.data.dataset.split import Split
+from pipeline.data.loading.loader import BadBudget
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
@@ -105,7 +106,7 @@ class SplitEvaluator(_Evaluator):
 
         reader = SplitReader(
             self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
-            stop=self.stop,
+            stop=self.stop, budget=BadBudget(config.data.max_bad_share),
         )  # fmt: skip
         with self.engine.averaged():
             scores, predictions = self.objective.score_on_all_ranks(forward, reader)

@@ -211,6 +211,8 @@ class TrainingRun:
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {"classes": self.dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
                  "fingerprint": self.dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
+        if self.dataset.class_names != self.dataset.classes:
+            extra["class_names"] = self.dataset.class_names
         return Commit(state, self.engine.shapes, models.safetensors_metadata(self.model.config, extra), retention)
 
     # ------------------------------------------------------------------ the end

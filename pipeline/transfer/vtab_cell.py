@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline import random_numbers
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
-from pipeline.data.loading.loader import Loader, normalise, remembering_train_view, train_requests
+from pipeline.data.loading.loader import BadBudget, Loader, normalise, remembering_train_view, train_requests
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.storage.bucket import to_path
@@ -129,9 +129,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
             return model(read(images)).float()
 
     model.eval()
-    reading = SplitReader(tested, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
-    predictions = predict(logits, reading, "softmax")
-    _refuse_unreadable(predictions.problems, tested)
+    predictions = predict(logits, _reading(tested, size, augment, config, device), "softmax")
     scores = score(predictions, tested)
     return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
 
@@ -226,9 +224,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     for name in (TRAIN, VAL, TEST):
         split = dataset.split(name, "none")
         rows = np.arange(len(split))
-        reading = SplitReader(split, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
-        seen = extract(features, reading, rows)
-        _refuse_unreadable(seen.problems, split)
+        seen = extract(features, _reading(split, size, augment, config, device), rows)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
@@ -314,11 +310,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _refuse_unreadable(problems: dict[int, str], split: Split) -> None:
-    """Raise UserError if images cannot be read: a score on fewer images is not comparable."""
-    if problems:
-        row = min(problems)
-        raise UserError(
-            f"{len(problems)} of {len(split):,} images of {split.name} cannot be read, the first {split.keys([row])[0]}: "
-            f"{problems[row]}. Make the data set again with launch/vtab_prepare.py."
-        )
+def _reading(split: Split, size: int, augment: AugmentConfig, config: VtabConfig, device: torch.device) -> SplitReader:
+    """A reader that allows no unreadable image: a score on fewer images is not comparable."""
+    budget = BadBudget(0.0, "", "Make the data set again with launch/vtab_prepare.py.")
+    return SplitReader(split, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device), budget=budget)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 from pipeline import model as models
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import Index, Range, ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, read_state, verify, write_status
+from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
@@ -116,6 +116,30 @@ def test_another_formats_checkpoint_is_refused(found: int, said: str, tmp_path: 
     (tmp_path / "state.json").write_text(json.dumps({"format": found, "step": 1}))
     with pytest.raises(UserError, match=said):
         read_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"step": -2}, "step = -2"),
+        ({"step": 8}, "step = 8"),
+        ({"step": 10**400}, "step = 1000"),
+        ({"engine": {"optimizer_steps": 7, "global_steps": -7, "skipped_steps": 0}}, "engine.global_steps = -7"),
+        ({"left_out": [[3, 1], [4, -1]]}, r"left_out\[1\] = -1"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_though_its_checksum_is_right(
+    changed: dict, said: str, tmp_path: Path
+) -> None:
+    save_all(tmp_path, 7)
+    folder = tmp_path / "step-00000007"
+    state, sums = (json.loads((folder / name).read_text()) for name in ("state.json", "checksums.json"))
+    (folder / "state.json").write_text(json.dumps({**state, **changed}))
+    sums["state.json"] = asdict(checksum(folder / "state.json"))
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    assert verify(folder) is None
+    with pytest.raises(UserError, match=rf"state.json: {said}.* is impossible: the file is damaged"):
+        read_state(folder)
 
 
 # -------------------------------------------------------------------- damage

@@ -2,6 +2,8 @@
 
 import csv
 import io
+import json
+import os
 import runpy
 from pathlib import Path
 
@@ -150,6 +152,33 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
     named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
     assert {row["class"] for row in named} == {"one", "two", "three"}
+
+
+def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -> None:
+    """Of the weights, else of the data set; the classes themselves are what is compared."""
+    readable = [f"the {name}" for name in CLASSES]
+    named = save(tmp_path / "named.pt", classes=CLASSES, class_names=readable)
+    plain = save(tmp_path / "plain.pt", classes=CLASSES)
+    for weights in (named, plain):
+        if weights == plain:
+            info = {name: value for name, value in data.info.items() if name != "checksum"}
+            (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": readable}))
+        rows = run(weights, data.path, "top=1")
+        assert {row["class"] for row in rows} <= {*readable, None}
+        assert rows[0]["label"] == ";".join(readable[c] for c in LABELS[0])
+    with pytest.raises(UserError, match="extra has 1 class_names for 3 classes"):
+        run(save(tmp_path / "odd.pt", classes=CLASSES, class_names=["one"]), data.path)
+
+
+def test_a_name_that_is_not_utf8(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "1.png").write_bytes(files_of(data)[0])
+    (row,) = run(weights, folder, "top=1", f"out={tmp_path / 'table.csv'}")
+    assert row["image"] == f"{tmp_path}/caf\\xe9/1.png"
+    assert row["class"] is not None
+    with pytest.raises(UserError, match=r"samples.parquet: its path is not UTF-8"):
+        run(weights, data.path.rename(folder / "data"))
 
 
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def load(overrides: list[str]) -> RunConfig:
     return schema.load(RunConfig, None, overrides)
 
 
-def spoil(dataset: Path, rows: list[int]) -> None:
-    """Overwrite the image bytes of training samples, as a bad disk would."""
-    split = open_dataset(dataset).split("train")
+def spoil(dataset: Path, rows: list[int], name: str = "train") -> None:
+    """Overwrite the image bytes of samples of a split, as a bad disk would."""
+    split = open_dataset(dataset).split(name)
     for row in rows:
         with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
             file.seek(int(split.offsets[row]))
@@ -63,6 +63,15 @@ def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
     assert len(errors) == 1
     assert "data.max_bad_share = 0.001" in errors[0]
     assert "Traceback" not in run.said()
+
+    # Held-out images have the same budget: a score on what is left would say nothing.
+    spoil(broken, list(range(10)), "val")
+    run = forge.start(1, settings(broken, tmp_path, "scored", "train.length=2 epochs", "data.max_bad_share=0.02"))
+    assert run.wait() == [2], run.said()
+    (error,) = [line for line in run.said().splitlines() if line.startswith("error:")]
+    assert "cannot be read, more than data.max_bad_share = 0.02 allows" in error
+    assert "the first is val0000" in error
+    assert not (tmp_path / "scored/scores.json").exists()
 
 
 def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Path) -> None:

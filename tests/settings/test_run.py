@@ -25,7 +25,7 @@ from pipeline.settings import study as study_settings
 from pipeline.settings import transfer as transfer_settings
 from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.quantities import Length
+from pipeline.settings.quantities import Length, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.train.optimizers import peak_rate
 from pipeline.transfer.grid import make_run
@@ -150,6 +150,15 @@ def reads_of(source: str) -> set[tuple[type, str]]:
     found: set[tuple[type, str]] = set()
     Reads(found).visit(ast.parse(source))
     return found
+
+
+def test_whole_numbers_are_ascii_digits() -> None:
+    """str.isdigit() and str.isdecimal() accept more, of which int() refuses some."""
+    assert [whole_number(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+    assert whole_number("12", most=12) == 12
+    for text in ("", "²", "٣", "-1", "1_0", " 1", "1\n", "9" * 5000):
+        assert whole_number(text) is None, text
+    assert whole_number("13", most=12) is None
 
 
 def test_reads_are_told_apart_by_section() -> None:

@@ -82,6 +82,9 @@ def test_a_trunk_is_counted_once(base: Path) -> None:
     assert [cell.run.config.schedule.cooldown.steps(150, 24) for cell in job] == [2, 4, 8]
     a_step = 24 * job[0].flops_per_image
     assert [flops / a_step for flops in new_flops(job)] == [10, 20 - 8, 40 - 16]
+    for odd in ("²", "9" * 5000, "99"):  # As array jobs pass a number.
+        with pytest.raises(UserError, match="there is no such cell"):
+            study.job_of(odd)
     assert [cell.name for cell in study.job_of("1")] == [job[0].name, job[1].name], "the shorter one comes first"
 
 

@@ -79,7 +79,7 @@ def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
     make_folder(staging)
     place = source.resolve() if isinstance(source, Path) else source
     identity = f"{place}\n{file_size(source)}\n{version(source)}"
-    return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+    return staging / (hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16] + suffix)
 
 
 def remove_unpacked(staging: AnyPath) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
 from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
-from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
+from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline import json_record
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.settings.quantities import whole_number
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
@@ -77,8 +78,13 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
         collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
     else:
         wnids = _read_wnids(config.val_labels, stems)
-        if wnids and all(wnid.isdecimal() for wnid in wnids.values()):
-            wnids, collector.classes = _by_name(wnids, config.val_labels, config.label_names)
+        numbers = {stem: number for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
+        if numbers and len(numbers) == len(wnids):
+            wnids, collector.classes = _by_name(numbers, config.val_labels, config.label_names)
+        elif config.label_names:
+            raise UserError(
+                f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names. Leave it out."
+            )
         labels = {stem: [wnid] for stem, wnid in wnids.items()}
     container = collector.add_container(path)
     for stem, name, offset, size in members:
@@ -112,7 +118,7 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
         if len(rows) != len(stems):
             raise UserError(f"val_labels = {val_labels} has {len(rows):,} lines for {len(stems):,} images.")
         column = [row[0] for row in rows]
-        if column[0].isdigit():
+        if whole_number(column[0]) is not None:
             column = _by_number(column, val_labels)
         wnids = dict(zip(stems, column, strict=True))
     missing = [stem for stem in stems if stem not in wnids]
@@ -123,14 +129,14 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
     return {stem: wnids[stem] for stem in stems}
 
 
-def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
+def _by_name(numbers: dict[str, int], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
     """(class of each image, all classes in order) from lines 'filename number', as in Caffe's val.txt."""
     if not label_names:
         raise UserError(
             f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
         )
     names = ClassNumbers(read_names(label_names, "label_names"))
-    wnids = {stem: names.name(int(number), f"{val_labels}, {stem}") for stem, number in numbers.items()}
+    wnids = {stem: names.name(number, f"{val_labels}, {stem}") for stem, number in numbers.items()}
     return wnids, names.classes()
 
 

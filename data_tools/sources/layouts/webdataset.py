@@ -10,12 +10,12 @@ from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import Member, tar_members
-from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8, printable
+from data_tools.sources.listing import NOT_UTF8, Collector, printable
 from data_tools.sources.split_files import split_files
 from pipeline import json_record
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 

@@ -8,6 +8,7 @@ from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
+from pipeline.settings.quantities import whole_number
 from pipeline.transfer.vtab_tasks import Task
 
 # Names of a task's folder in NOAH and other projects.
@@ -67,10 +68,11 @@ def _read(path: AnyPath) -> list[tuple[str, int]]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, start=1):
-        name, _, label = line.strip().rpartition(" ")
-        if not name or not label.isdecimal():
+        name, _, text = line.strip().rpartition(" ")
+        label = whole_number(text)
+        if not name or label is None:
             raise UserError(f"{path}, line {number}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
-        rows.append((name, int(label)))
+        rows.append((name, label))
     return rows
 
 

@@ -93,6 +93,9 @@ class Split:
     def notes(self) -> list[str]:
         """Lines to print about how this split was opened; often none."""
         lines = [self.index.note] if self.index.note else []
+        # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
+        if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
+            lines.append(f"{self.name}: {bare:,} of {len(self.index):,} samples have no label")
         if self.excluded_by:
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
             lines.append(

@@ -107,8 +107,13 @@ class ManifestTables:
 
     @property
     def class_names(self) -> list[str]:
-        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given."""
-        return self.info.get("class_names", self.classes)
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given.
+
+        WordNet has "crane" twice: such names are followed by the class.
+        """
+        names = self.info.get("class_names", self.classes)
+        counts = Counter(names)
+        return [name if counts[name] == 1 else f"{name} ({of})" for name, of in zip(names, self.classes, strict=True)]
 
     @property
     def num_classes(self) -> int:

@@ -8,7 +8,7 @@ False, so that it changes no other sample; it is counted, and too many of them s
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -48,6 +48,33 @@ class Batch:
     epochs: np.ndarray
 
 
+@dataclass(frozen=True)
+class BadBudget:
+    """How many distinct samples may be unreadable: a share of all that are read, and at least one unless the share is 0.
+
+    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error.
+    """
+
+    share: float
+    setting: str = "data.max_bad_share"
+    remedy: str = "Check the shards, or raise data.max_bad_share."
+
+    def allowed(self, num_samples: int) -> int:
+        """The largest number of unreadable samples of `num_samples`."""
+        return max(1, int(self.share * num_samples)) if self.share else 0
+
+    def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
+        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else empty."""
+        if len(bad) <= self.allowed(num_samples):
+            return ""
+        row = min(bad)
+        limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
+        return (
+            f"{len(bad)} samples of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
+            f"{self.remedy}"
+        )
+
+
 class Loader:
     """Loads batches of a split for any sequence of (rows, epochs). Use it as a context manager, or call `close`."""
 
@@ -72,7 +99,7 @@ class Loader:
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self.max_bad_share = max_bad_share
-        self.max_bad = max(1, int(max_bad_share * len(split))) if max_bad_share else 0
+        self.max_bad = BadBudget(max_bad_share).allowed(len(split))
         self.bad: dict[int, str] = {}
         self._bad_lock = threading.Lock()
         # Batch size -> unused arrays of that many images.
@@ -151,12 +178,7 @@ class Loader:
                 wait([part], _STOP_CHECK_SECONDS)
             part.result()
         if len(self.bad) > self.max_bad:
-            row, reason = next(iter(self.bad.items()))
-            raise OneRankError(
-                f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
-                f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
-                "Check the shards, or raise data.max_bad_share."
-            )
+            raise OneRankError(BadBudget(self.max_bad_share).excess(dict(self.bad), self.split, len(self.split)))
         return batch
 
 

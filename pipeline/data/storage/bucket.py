@@ -236,11 +236,22 @@ def _temporary_file(prefix: str) -> Iterator[BinaryIO]:
 
 
 def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
-    """(path, bytes) of every file below a folder."""
+    """(path, bytes) of every file below a folder, also in linked folders. Raises OSError for a folder that cannot be read."""
     if isinstance(folder, BucketPath):
         yield from folder.walk()
-    else:
-        yield from ((path, path.stat().st_size) for path in folder.rglob("*") if path.is_file())
+        return
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    while waiting:
+        here, parents = waiting.pop()
+        status = here.stat()
+        own = status.st_dev, status.st_ino
+        if own in parents:
+            continue  # A link to a folder that it lies in: following it would not end.
+        for path in here.iterdir():
+            if path.is_dir():
+                waiting.append((path, parents | {own}))
+            elif path.is_file():
+                yield path, path.stat().st_size
 
 
 def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
@@ -250,6 +261,15 @@ def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
     if isinstance(path, BucketPath) and isinstance(folder, BucketPath) and path.scheme == folder.scheme:
         return path.key.removeprefix(folder.key).lstrip("/") if f"{path.key}/".startswith(f"{folder.key}/") else None
     return None
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def make_folder(folder: AnyPath) -> None:

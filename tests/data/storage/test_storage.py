@@ -58,6 +58,21 @@ def test_locations() -> None:
             to_path(wrong)
 
 
+def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None:
+    for name in ("in/a/1", "elsewhere/b/2"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "in/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/again").symlink_to("linked")
+    (tmp_path / "in/a/circle").symlink_to(tmp_path / "in")
+    (tmp_path / "elsewhere/b/self").symlink_to(".")
+    (tmp_path / "in/broken").symlink_to("nowhere")
+    (tmp_path / "start").symlink_to("in")
+    for start in ("in", "start"):
+        found = {name_inside(path, tmp_path / start): size for path, size in walk_files(tmp_path / start)}
+        assert found == {"a/1": 6, "linked/b/2": 13, "again/b/2": 13}
+
+
 @pytest.mark.slow
 def test_objects_are_files(s3: Server) -> None:
     folder = bucket_path(f"{s3[1]}/set")

@@ -407,6 +407,16 @@ def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
     assert capsys.readouterr().err.startswith(hashed)
 
 
+def test_a_linked_folder_of_files_is_read(tmp_path: Path) -> None:
+    """As launch/shard.py does. Files may lie on another disk than the folder that names them."""
+    (tmp_path / "disk/labels").mkdir(parents=True)
+    (tmp_path / "disk/labels/train1.txt").write_text("banded/1.jpg")
+    (tmp_path / "originals/dtd").mkdir(parents=True)
+    (tmp_path / "originals/dtd/dtd").symlink_to(tmp_path / "disk")
+    files = Files(DATASETS["dtd"], tmp_path / "originals/dtd", tmp_path / "staging", check=True)
+    assert files.text("labels/train1.txt") == "banded/1.jpg"
+
+
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     originals = tmp_path / "originals"
     shutil.copytree(vtab_tasks[0] / "originals" / "svhn", originals / "svhn")
