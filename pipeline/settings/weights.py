@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS
+from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, Kernel, kernel_setting
 from pipeline.settings.run_sections import Precision, ProbeConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.yaml_reader import as_typed
@@ -24,6 +24,7 @@ class WeightsConfig:
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
+    kernel: Kernel | None = kernel_setting()
     eval_resize: int = setting(
         0,
         "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
@@ -89,10 +90,7 @@ class ExportConfig:
         REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
     )
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
-    kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
-        "zoom",
-        "With image_size: resampling of positions, as in the official code, Hugging Face and timm, in this order.",
-    )
+    kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1

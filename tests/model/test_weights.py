@@ -5,7 +5,16 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.model import configure, create, load, read_weights, resample_positions, save, save_safetensors
+from pipeline.model import (
+    config_from_dict,
+    configure,
+    create,
+    load,
+    read_weights,
+    resample_positions,
+    save,
+    save_safetensors,
+)
 
 
 def tiny(**changes):
@@ -147,7 +156,10 @@ def test_pixels_beyond_the_last_patch_are_not_seen(file):
     said: list[str] = []
     model = load(file, image_size=(10, 12), say=said.append)
     assert (model.config.grid, model.config.unseen) == ((2, 3), (2, 0))
-    assert said == ["image_size = 10 x 12: patches of 4 pixels leave the last 2 rows and 0 columns unseen"]
+    assert said == [
+        "image_size = 10 x 12: patches of 4 pixels leave the last 2 rows and 0 columns unseen",
+        "positions: 2 x 2 resampled to 2 x 3 by the kernel zoom",
+    ]
     images = torch.rand(2, 3, 10, 12)
     assert torch.equal(model.eval()(images), load(file, image_size=(8, 12)).eval()(images[:, :, :8]))
     save(model, file)
@@ -312,3 +324,9 @@ def test_the_error_for_a_pickle_does_not_advise_to_execute_it(tmp_path):
 def test_files_without_registers_say_nothing_of_them():
     assert "registers" not in tiny().config.to_dict()
     assert tiny(registers=2, num_classes=0).config.to_dict()["registers"] == 2
+
+
+def test_files_of_the_first_kernel_say_nothing_of_it():
+    assert "kernel" not in tiny().config.to_dict()
+    assert config_from_dict(tiny().config.to_dict()).kernel == "zoom"
+    assert tiny(kernel="bicubic").config.to_dict()["kernel"] == "bicubic"
