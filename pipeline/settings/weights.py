@@ -135,6 +135,23 @@ class PredictConfig(LookConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeaturesConfig(LookConfig):
+    """The features of images: what the head reads, or would read."""
+
+    out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
+    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.")
+    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000)
+    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
+
+    def check(self) -> None:
+        """Check the suffixes of the files. Raises UserError."""
+        if not self.out.endswith(".parquet"):
+            raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
+        if self.sheet and not (self.like and self.sheet.endswith(".png")):
+            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
