@@ -1,4 +1,5 @@
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -202,6 +203,32 @@ def test_a_damaged_file_is_refused(file):
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
         assert "not a readable weights file" in one_line(file)
+
+
+def test_a_file_of_another_format_is_named_and_not_called_damaged(tmp_path, recwarn):
+    for name, content, said in (
+        (
+            "a.onnx",
+            b"\x08\x0a\x12\x07pytorch" + bytes(1000),
+            "is an ONNX graph, which this does not read. Use the weights",
+        ),
+        ("a.ONNX", b"", "is an ONNX graph"),
+        ("a.tflite", b"\x1c\0\0\0TFL3", "is a TensorFlow Lite graph"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        message = one_line(tmp_path / name)
+        assert said in message
+        assert "ownload" not in message
+    model = tiny().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.trace(model, torch.zeros(1, 3, 8, 8), check_trace=False), tmp_path / "script.pt")
+    recwarn.clear()
+    assert "is a TorchScript program" in one_line(tmp_path / "script.pt")
+    assert not recwarn.list
+    # The content counts, not the name.
+    save(tiny(), tmp_path / "weights.onnx")
+    assert same_values(load(tmp_path / "weights.onnx"), tiny())
 
 
 def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
