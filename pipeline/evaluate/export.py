@@ -58,9 +58,8 @@ def run(config: ExportConfig) -> Difference:
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
     ).eval()
-    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig) and model.config.grid != trained.grid:
-        old, new = (f"{rows} x {columns}" for rows, columns in (trained.grid, model.config.grid))
-        print(f"positions: {old} resampled to {new} by the kernel {config.kernel}")
+    if note := models.resampling_note(trained, model.config):
+        print(note)
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)

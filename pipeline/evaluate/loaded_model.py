@@ -5,7 +5,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,11 @@ def load_model(config: WeightsConfig) -> LoadedModel:
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = models.build(replace(trained, image_size=image_size))
+    model = models.build(models.resized(trained, image_size, config.kernel))
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
+    if note := models.resampling_note(trained, model.config):
+        print(note)
     model.load_state_dict(state)
     return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 

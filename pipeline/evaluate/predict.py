@@ -42,7 +42,10 @@ def run(config: PredictConfig) -> pa.Table:
     out = Path(config.out) if config.out else None
     loaded = load_model(config)
     if not loaded.model.config.num_classes:
-        raise UserError(f"{config.weights} has no head, so it cannot predict classes.")
+        raise UserError(
+            f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled images; "
+            "launch/features.py writes the features, and finds similar images."
+        )
     images, names = open_images(config, loaded)
     for line in images.split.notes():
         print(line)
@@ -106,11 +109,10 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
     rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     unread = ~predictions.readable[rows]
     number = pa.array(predictions.top[rows, rank], pa.int32(), mask=unread)
-    labels = [";".join(images.label_names[i] for i in images.split.labels_of(row)) or None for row in range(len(keys))]
     problems = [predictions.problems.get(row) for row in range(len(keys))]
     columns = {
         "image": pa.array(keys, pa.string()).take(rows),
-        "label": pa.array(labels, pa.string()).take(rows),
+        "label": pa.array(images.labels(range(len(keys))), pa.string()).take(rows),
         "rank": pa.array(rank + 1, pa.int32(), mask=unread),
         "class": pa.array(names, pa.string()).take(number),
         "class_number": number,

@@ -32,7 +32,7 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import whole_number
-from pipeline.settings.weights import DRAWINGS, ExplainConfig
+from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
@@ -149,7 +149,7 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = _read_images(config, loaded, pictures.split, order[:num_read])
+    rows, pixels = read_images(config, loaded, pictures.split, order[:num_read])
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
@@ -167,9 +167,7 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
 
 
-def _read_images(
-    config: ExplainConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
-) -> tuple[np.ndarray, Tensor]:
+def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """The rows that can be read, and their pixels as the model reads them, uint8 (n, S, S, 3). Raises UserError for none."""
     size, view = loaded.image_size, eval_view(loaded.view)
     kept, pixels = [], []
@@ -242,7 +240,7 @@ def _draw_predictions(
         readable = np.flatnonzero(predictions.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
         note = "The true classes are not known. The most confident first."
-    _, pixels = _read_images(config, loaded, split, rows)
+    _, pixels = read_images(config, loaded, split, rows)
     true_names = [None if true[row] < 0 else names[true[row]] for row in rows]
     predicted_names = [names[number] for number in predicted[rows]]
     results.drawings["predictions"] = galleries.draw_predictions(

@@ -16,7 +16,7 @@ from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.state_dicts import to_huggingface, to_timm
 from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
-from pipeline.model.position import resample_positions, resample_state
+from pipeline.model.position import resample_positions, resample_state, resampling_note, resized
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer

@@ -16,6 +16,8 @@ PositionsAt = Literal["stem", "blocks", "shared"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 ImageSize = int | tuple[int, int]
+# How learned positions are resampled to another patch grid (position.py).
+Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 
 
 class Variant(NamedTuple):
@@ -68,8 +70,9 @@ class _Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
         values = asdict(self)  # type: ignore[call-overload]
-        # registers = 0 is omitted, so that files of models without registers are the same bytes as before the field existed.
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n != "registers" or v}
+        # Fields that were added later are omitted at their defaults, so that files without them are the same bytes as before.
+        added = {"registers": 0, "kernel": "zoom"}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n not in added or v != added[n]}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class ViTConfig(_Config):
     layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
     registers: int = 0  # extra tokens without a position, not read by the head (arXiv 2309.16588)
+    kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
 
     def __post_init__(self) -> None:
         _check_ranges(self)

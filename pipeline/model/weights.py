@@ -25,8 +25,8 @@ from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
-from pipeline.model.position import Kernel, resample_state
-from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair, config_from_dict
+from pipeline.model.position import resample_state, resampling_note
+from pipeline.model.variants import Config, Gelu, ImageSize, Kernel, ViTConfig, as_pair, config_from_dict
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
@@ -179,7 +179,7 @@ def load(
     drop_path: float | None = None,
     representation: bool | None = None,
     seed: int = 0,
-    kernel: Kernel = "zoom",
+    kernel: Kernel | None = None,
     say: Say = _silent,
 ) -> Model:
     """Build a model from weights, for the same or for another task or resolution.
@@ -195,7 +195,7 @@ def load(
         project computes. A ResNet has none of them.
     representation: whether the model has the layer; with a new head it may be new too.
     seed: for the values that are new.
-    kernel: see resample_positions; "zoom" is the official code's.
+    kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
     say: called with one line for each assumption, conversion and omission.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
@@ -211,7 +211,7 @@ def load(
         num_classes=num_classes,
         head_bias=old.head_bias if keep_head else 0.0,
     )
-    given = {"gelu": gelu, "dropout": dropout, "drop_path": drop_path}
+    given = {"gelu": gelu, "dropout": dropout, "drop_path": drop_path, "kernel": kernel}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         if representation is None:
             representation = old.representation and (keep_head or num_classes == 0)
@@ -222,13 +222,13 @@ def load(
             )
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         config = replace(config, representation=representation, **changes)
-        if config.unseen_note:
-            say(config.unseen_note)
-        state = resample_state(state, old, config, kernel)
+        for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
+            say(note)
+        state = resample_state(state, old, config)
     elif representation or any(given.values()):
         raise UserError(
-            f"{path}: is a ResNet, which has no gelu, dropout, drop_path or representation. Leave them out; model.dropout=0 "
-            "overrides the dropout of a config file."
+            f"{path}: is a ResNet, which has no gelu, dropout, drop_path, kernel or representation. Leave them out; "
+            "model.dropout=0 overrides the dropout of a config file."
         )
 
     model = build(config, seed)

@@ -106,6 +106,10 @@ class RunConfig:
                 f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
         if self.init.weights is None:
+            if self.init.kernel:
+                raise UserError(
+                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
+                )
             return
         given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in _FREE_WITH_WEIGHTS}
         if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:

@@ -12,8 +12,10 @@ from pipeline.settings.quantities import (
     MAX_WIDTH,
     MINUTES_PER_YEAR,
     ImageSize,
+    Kernel,
     Length,
     Limit,
+    kernel_setting,
 )
 from pipeline.settings.schema import REQUIRED, setting
 
@@ -400,6 +402,7 @@ class InitConfig:
         None, "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)."
     )
     new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
+    kernel: Kernel | None = kernel_setting()
 
 
 @dataclass(frozen=True, kw_only=True)

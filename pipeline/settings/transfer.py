@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS, Length
+from pipeline.settings.quantities import (
+    MAX_BATCH,
+    MAX_SEED,
+    MAX_SIDE,
+    MAX_TASKS,
+    MAX_THREADS,
+    Kernel,
+    Length,
+    kernel_setting,
+)
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 
@@ -102,6 +111,7 @@ class VtabConfig:
         distinct=True,
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
+    kernel: Kernel | None = kernel_setting()
     pretrained_on: str = setting(
         "",
         "Data set that the weights were trained on; the results then include the number of copies of test images that "

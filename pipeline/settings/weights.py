@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS
+from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, Kernel, kernel_setting
 from pipeline.settings.run_sections import Precision, ProbeConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.yaml_reader import as_typed
@@ -24,6 +24,7 @@ class WeightsConfig:
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
+    kernel: Kernel | None = kernel_setting()
     eval_resize: int = setting(
         0,
         "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
@@ -90,10 +91,7 @@ class ExportConfig:
         REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
     )
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
-    kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
-        "zoom",
-        "With image_size: resampling of positions, as in the official code, Hugging Face and timm, in this order.",
-    )
+    kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
@@ -135,6 +133,23 @@ class PredictConfig(LookConfig):
         """Check the suffix of out. Raises UserError."""
         if self.out and not self.out.endswith((".csv", ".parquet")):
             raise UserError(f"out = {as_typed(self.out)} must end with .csv or .parquet.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesConfig(LookConfig):
+    """The features of images: what the head reads, or would read."""
+
+    out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
+    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.")
+    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000)
+    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
+
+    def check(self) -> None:
+        """Check the suffixes of the files. Raises UserError."""
+        if not self.out.endswith(".parquet"):
+            raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
+        if self.sheet and not (self.like and self.sheet.endswith(".png")):
+            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,7 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             dropout=settings.dropout,
             drop_path=settings.drop_path,
             seed=config.seed,
+            kernel=config.init.kernel,
             say=console.say,
         )
         if model.config.num_classes != dataset.num_classes:

@@ -147,6 +147,7 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
         "method": config.method,
         "precision": config.precision,
         "micro_batch": config.micro_batch,
+        "kernel": config.kernel or "none",
         "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,

@@ -114,7 +114,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
     size, augment = view_of(protocol, cell.task)
     model = models.load(
         config.weights, image_size=size, num_classes=dataset.num_classes, new_head=True, dropout=protocol.dropout,
-        drop_path=0.0, seed=cell.seed,
+        drop_path=0.0, seed=cell.seed, kernel=config.kernel,
     ).to(device)  # fmt: skip
     steps, diverged = train_model(model, train, cell, config, device)
     if diverged and cell.stage == "final":
@@ -213,7 +213,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
-    model = models.load(config.weights, image_size=size, num_classes=0).eval().to(device)
+    model = models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel).eval().to(device)
     read = reader(protocol, device)
 
     def features(images: Tensor) -> Tensor:

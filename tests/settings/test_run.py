@@ -566,6 +566,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.erase=-0.1"], "augment.erase = -0.1 must be from 0 to 1."),
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16', init.weights = 'x.npz'"),
         (["model.name=null"], "model.name = None, init.weights = None"),
+        (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
             "init.weights determines the architecture: leave out model.width, model.pool.",

@@ -70,6 +70,9 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     said = refused(finished, prepared, "protocol.lr=[0.2]", "precision=bf16")
     assert "holds another sweep: protocol.lr was [0.1], is [0.2]; " in said
     assert "precision was fp32, is bf16" in said
+    # A sweep of before there was a choice of kernels had zoom, and goes on with it alone.
+    assert "kernel was zoom, is bicubic" in refused(finished, prepared, "kernel=bicubic")
+    vtab.run(replace(config, kernel="zoom"), finished, run_nowhere)
     assert "micro_batch was 64, is 32" in refused(finished, prepared, "micro_batch=32")
     assert json.loads(before)["micro_batch"] == 64
     assert "method was finetune, is knn" in refused(finished, prepared, "method=knn")

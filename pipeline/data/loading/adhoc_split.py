@@ -3,7 +3,7 @@
 import glob
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,10 @@ class AdhocSplit:
     split: Split
     label_names: list[str]
     readable: dict[str, str] = field(default_factory=dict)
+
+    def labels(self, rows: Iterable[int]) -> list[str | None]:
+        """The known class names of samples, joined by ";"; None for a sample without."""
+        return [";".join(self.label_names[i] for i in self.split.labels_of(row)) or None for row in rows]
 
     def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
         """Returns this split, without labels unless they are labels of the classes `names`."""
