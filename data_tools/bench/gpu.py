@@ -25,7 +25,6 @@ from data_tools.bench.gpu_step import ATTENTIONS, Case, Setup
 from data_tools.bench.record import Record
 from pipeline.errors import UserError
 from pipeline.estimate.memory import rank_memory
-from pipeline.monitor.profile import find_gpu
 from pipeline.settings.bench import GpuBenchConfig
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
@@ -197,9 +196,7 @@ class GpuBench:
         """The largest micro-batch that `pipeline/estimate` expects to fit this GPU."""
         if self.device_memory is None:
             return None
-        gpu = find_gpu(str(self.record.facts["machine"]["gpu"]))
-        limit = min(self.device_memory, gpu.memory) if gpu else self.device_memory
-        config = _run_of(case.model)
+        limit, config = self.device_memory, _run_of(case.model)
 
         def is_too_large(size: int) -> bool:
             return rank_memory(case.config, config, size, 1, 1).total > limit

@@ -9,7 +9,7 @@ from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record, markdown
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
-from pipeline.monitor.profile import find_gpu
+from pipeline.monitor.gpus import find_gpu
 
 Row = dict[str, Any]
 

@@ -19,6 +19,7 @@ from pipeline.random_numbers import Purpose
 _TILE, _GAP, _TEXT = 168, 12, 17
 _MARGIN, _TITLE = 24, 58
 _BATCH = 2**18
+_SEED = 0  # Every sheet of a data set shows the same samples.
 _PAPER, _INK, _GREY, _FRAME = (250, 250, 248), (25, 25, 25), (120, 120, 120), (225, 225, 222)
 
 
@@ -83,7 +84,7 @@ def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]
         known = (labels >= 0) & (labels < len(place))
         rows, labels = rows[known], labels[known]
         rows, labels = rows[place[labels] >= 0], labels[place[labels] >= 0]
-        hashes = random_numbers.bits(Purpose.SHEET_SAMPLES, first + rows)
+        hashes = random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, first + rows)
         keep = _first_of_each(place[labels], hashes, per_class)
         chosen = pa.Table.from_batches([batch]).take(pa.array(rows[keep]))
         chosen = chosen.append_column("class", pa.array(labels[keep])).append_column("hash", pa.array(hashes[keep]))

@@ -68,8 +68,21 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a run has counted since its first start, over all ranks. unreadable: (row of the training split, reason), by row."""
+
+    loss_spikes: int = 0
+    storage_retries: int = 0
+    unreadable: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class State:
-    """Content of state.json that a resumed run needs. losses: recent ones. left_out: skipped batches, as (first, number)."""
+    """Content of state.json that a resumed run needs.
+
+    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. counts: 0 in checkpoints of
+    earlier versions.
+    """
 
     step: int
     identity: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +90,7 @@ class State:
     engine: Counters = Counters(None, 0, 0)
     losses: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True)

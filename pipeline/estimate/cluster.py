@@ -8,7 +8,7 @@ from typing import TypeVar
 from pipeline.errors import UserError
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
 from pipeline.model import Config, ViTConfig
-from pipeline.monitor.profile import Gpu, find_gpu, known_gpus
+from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.settings.run import RunConfig
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.

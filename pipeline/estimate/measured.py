@@ -8,7 +8,7 @@ from pipeline.errors import UserError
 from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.step_time import optimizer_bytes, passes
 from pipeline.model import Config, training_flops_per_image
-from pipeline.monitor.profile import find_gpu
+from pipeline.monitor.gpus import find_gpu
 from pipeline.settings.operate import PlanConfig
 
 # Models whose arithmetic for an image differs by less are the same but for their heads.

@@ -14,7 +14,7 @@ from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters, training_flops_per_image
-from pipeline.monitor.profile import Gpu, find_gpu
+from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.run import OptimizerConfig, RunConfig
 

@@ -145,7 +145,7 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
     pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
         print(line)
-    order = random_numbers.permutation(len(pictures.split), Purpose.EXPLAINED_IMAGES, config.seed)
+    order = random_numbers.permutation(len(pictures.split), config.seed, Purpose.EXPLAINED_IMAGES)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)

@@ -74,12 +74,14 @@ class SpikePolicy:
 
     say: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
     a checkpoint before the first spike. All methods but `add` and `forget` are collective.
+
+    num_spikes: since the run's first start, also those that were rolled back; the same on every rank.
     """
 
-    def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = ()) -> None:
+    def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = (), num_spikes: int = 0) -> None:
         self.config, self.ranks = config, ranks
         self.scores = SpikeScore(config.spike_window, recent)
-        self.num_spikes = 0
+        self.num_spikes = num_spikes
         self._waiting: list[tuple[int, Tensor]] = []
         self._found: list[Spike] = []
 

@@ -40,6 +40,7 @@ from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
 from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
+from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
@@ -119,7 +120,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     )
     if config.profile.communication:
         engine.count_communication()
-    spikes = SpikePolicy(config.health, ranks, state.losses)
+    spikes = SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes)
+    counts = RunCounts(state.counts, dataset.storage.retry, ranks)
     hosts = ranks.gather(socket.gethostname())
     slow_ranks = SlowRanks(hosts, config.health.straggler_ratio)
     # Also for a finished run: sends the metrics that MLflow has not received yet.
@@ -139,7 +141,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
         config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
-        progress, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
+        progress, counts, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
 
@@ -152,9 +154,8 @@ def _start_tracker(
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
     write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
     page = PageFolder(folder)
-    if (
-        not facts.parents
-    ):  # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+    # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+    if not facts.parents:
         with contextlib.suppress(UserError):
             facts = replace(facts, parents=page.read_facts().facts.parents)
     page.write_text("environment.txt", environment(engine.ranks.device))

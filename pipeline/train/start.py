@@ -33,9 +33,8 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        if (
-            not config.engine.compile
-        ):  # What torch excludes from compilation while it is imported has to be excluded then.
+        # What torch excludes from compilation while it is imported has to be excluded then.
+        if not config.engine.compile:
             postpone_dynamo()
         with without_collection():
             prepared = prepare(config)

@@ -163,14 +163,14 @@ def test_training_refuses_what_the_plan_refuses(
     [
         (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
         (["cluster=0x8xH100"], "write nodes x GPUs x kind"),
-        (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B200, H200"),
+        (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B300, GB300"),
         (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
         (["mfu=40"], "mfu = 40 must be from 0 to 1"),
         (
             ["cluster=8x8xH100", "network=dgx"],
-            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b200",
+            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b300",
         ),
         (["variant=ViT-L/16"], "set model.name for a new model"),
     ],

@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
+from pipeline import random_numbers
 from pipeline.errors import UserError
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
+from pipeline.random_numbers import Purpose
 from pipeline.settings import schema
 from pipeline.settings.weights import ExplainConfig
 
@@ -138,6 +140,10 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     # A smaller choice is part of a larger one; given files keep their order.
     more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
     assert more["images"][:4] == few["images"]
+    order = random_numbers.permutation(11, 0, Purpose.EXPLAINED_IMAGES)  # As everywhere: the seed, then the purpose.
+    names = sorted(f"{path.parent.name}/{path.name}" for path in photos.glob("*/*.png"))
+    readable = [names[row] for row in order[:6] if names[row] != "ant/9.png"]
+    assert ["/".join(Path(key).parts[-2:]) for key in more["images"]] == readable
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
     assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
 

@@ -16,7 +16,7 @@ from ranks import metrics, settings
 from saving import save_all
 
 from pipeline import model as models
-from pipeline.checkpoint.store import Checkpoints
+from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.console import Console
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.distributed import Ranks
@@ -45,19 +45,43 @@ def spoil(dataset: Path, rows: list[int], name: str = "train") -> None:
 def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
     forge: Forge, dataset: Path, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(dataset, broken)
-    spoil(broken, [3, 77])
-    patient, strict = (
-        settings(broken, tmp_path, name, "train.length=2 epochs", f"data.max_bad_share={share}")
-        for name, share in (("patient", 0.02), ("strict", 0.001))
-    )
-    said = forge.start(1, patient).finish()
-    assert metrics(tmp_path / "patient", "bad_samples")[12] == 2
+    """They count once for all starts, ranks and epochs: in the checkpoint, the metrics, the description and the budget."""
+    data = tmp_path / "data"
+    shutil.copytree(dataset, data)
+    spoil(data, [3, 77])
+
+    def of(name: str, steps: int, share: float = 0.02) -> list[str]:
+        return settings(
+            data,
+            tmp_path,
+            name,
+            "schedule.decay=constant",
+            f"train.length={steps} steps",
+            f"data.max_bad_share={share}",
+        )
+
+    forge.start(2, of("whole", 13), of("patient", 6)).finish()
+    said = forge.start(1, of("patient", 13)).finish()
+    counted = metrics(tmp_path / "patient", "bad_samples")
+    assert counted == metrics(tmp_path / "whole", "bad_samples")
+    assert (counted[1], counted[13]) == (0, 2)
+    for name in ("whole", "patient"):
+        state = read_state(tmp_path / name / "checkpoints" / "step-00000012")
+        assert [row for row, _ in state.counts.unreadable] == [3, 77]
+
+    # The images are readable again, and yet the run has left some out.
+    shutil.rmtree(data)
+    shutil.copytree(dataset, data)
+    said = forge.start(1, of("patient", 14)).finish()
     assert "left out train00003" in said
     assert "left out train00077" in said
+    assert "Warnings: 2 unreadable images." in (tmp_path / "patient" / "page" / "end.json").read_text()
+    run = forge.start(1, of("patient", 15, share=0.001))
+    assert run.wait() == [2], run.said()
+    assert "error: 2 samples of 150 cannot be read, more than data.max_bad_share = 0.001 allows (1)" in run.said()
 
-    run = forge.start(1, strict)
+    spoil(data, [3, 77])
+    run = forge.start(1, of("strict", 12, share=0.001))
     assert run.wait() == [2], run.said()
     errors = [line for line in run.said().splitlines() if line.startswith("error:")]
     assert len(errors) == 1

@@ -74,6 +74,7 @@ class Engine:
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
         self._step = 0
+        self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
@@ -90,7 +91,7 @@ class Engine:
     # ------------------------------------------------------------------ interface of `training_step` (loop.Trainer)
     def begin_step(self, step: int, lr: float) -> None:
         """Set training mode and the learning rate of step `step` (from 0)."""
-        self._step, self._norm = step, None
+        self._step, self._skipped_before, self._norm = step, self.skipped_steps, None
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -116,11 +117,11 @@ class Engine:
         self.engine.step()
 
     def end_step(self) -> Tensor | float:
-        """Update the EMA; return the gradient norm before clipping, NaN if DeepSpeed has none.
+        """Update the EMA unless the step was skipped; return the gradient norm before clipping, NaN if DeepSpeed has none.
 
         It may be a scalar on the device, to be read before the next step: reading it waits for the device.
         """
-        if self.ema:
+        if self.ema and self.skipped_steps == self._skipped_before:
             self.ema.update()
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         return math.nan if norm is None else norm
