@@ -59,7 +59,6 @@ def try_outputs(config: Any, prefix: str = "") -> None:
 
 def try_output(name: str, path: Path, output: Output = "folder") -> None:
     """Raise UserError unless this path can be written. name: name of the setting in the error."""
-    path = Path(os.path.expanduser(path))
     try:
         problem = _problem(path, output)
     except OSError as error:

@@ -62,7 +62,7 @@ class StudyConfig:
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8)",
     )
-    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share")
+    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share", path=True)
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
@@ -104,9 +104,12 @@ class StudyConfig:
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
         distinct=True,
+        path=True,
     )
     vtab: str = setting(
-        "", "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none."
+        "",
+        "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none.",
+        path=True,
     )
     vtab_settings: list[str] = setting(list, "Settings over those of that file, as [data=datasets/vtab,method=linear].")
     on: Literal["here", "ray"] = setting(
