@@ -62,7 +62,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     reader = RunReader(lambda: open_store(config.mlflow))
     records = named([reader.read(address) for address in config.runs])
     folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
-    try_output("out", folder)
+    try_output("out", folder, holds="comparison")
     scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
         if record.num_damaged:

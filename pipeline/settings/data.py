@@ -30,7 +30,7 @@ class ShardConfig:
     """A sharding job, from raw images to tars and a manifest."""
 
     source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
-    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder")
+    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder", holds="data set")
     layout: Literal[
         "auto",
         "folder",
@@ -144,7 +144,9 @@ class IndexConfig:
     source: str = setting(
         REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and <key>.cls or <key>.json", path=True
     )
-    out: str = setting("", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder")
+    out: str = setting(
+        "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder", holds="data set"
+    )
     splits: dict[str, str] = setting({"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).")
     label_names: str = setting(
         "", "File of class names, one per line, by label; empty names classes by number.", path=True
@@ -163,7 +165,9 @@ class VerifyConfig:
     """A check of every byte of a data set."""
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder")
+    out: str = setting(
+        "", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder", holds="verification"
+    )
     decode_share: float = setting(
         1.0,
         "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
@@ -178,7 +182,9 @@ class StatsConfig:
     """Statistics and figures of a data set."""
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting("", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder")
+    out: str = setting(
+        "", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder", holds="statistics"
+    )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
     mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")

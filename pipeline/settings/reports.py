@@ -22,7 +22,9 @@ class VtabReportConfig:
         path=True,
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
-    out: str = setting("", "Folder of the report; empty is <first sweep>/report.", output="folder")
+    out: str = setting(
+        "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
+    )
     mlflow: str = setting(
         "",
         "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing.",
@@ -52,7 +54,9 @@ class CompareConfig:
         distinct=True,
         path=True,
     )
-    out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.", output="folder")
+    out: str = setting(
+        "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
+    )
     mlflow: str = setting("", _STORE)
     score: bool = setting(
         False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
@@ -69,7 +73,10 @@ class RunReportConfig:
 
     run: str = setting(REQUIRED, f"The run: {_RUN}", path=True)
     out: str = setting(
-        "", "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.", output="folder"
+        "",
+        "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.",
+        output="folder",
+        holds="report of a run",
     )
     mlflow: str = setting("", _STORE)
 
@@ -95,6 +102,7 @@ class GridConfig:
         form=FOLDER_NAME,
         output="folder",
         within="out",
+        holds="grid",
     )
     run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import UserError
 from pipeline.json_record import quoted, shortened
-from pipeline.outputs import Output
+from pipeline.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -87,19 +87,20 @@ def setting(
     path: bool = False,
     output: Output | None = None,
     within: str | None = None,
+    holds: Holds | None = None,
 ) -> Any:
     """A documented dataclass field.
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
     of a number or of a length's amount. form: of text. min_items, distinct: of a list. path: the text is a path, or an address
     that may be one. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
-    contains that path, which then is a plain name.
+    contains that path, which then is a plain name. holds: what kind of results the output folder is for.
     """
     is_path = path or (output is not None and within is None)
     rule = Rule(
         min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct, is_path=is_path
     )
-    metadata = {"doc": doc, "rule": rule, "output": output, "within": within}
+    metadata = {"doc": doc, "rule": rule, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, (type, dict, list)):

@@ -55,6 +55,7 @@ class StudyConfig:
         form=FOLDER_NAME,
         output="folder",
         within="out",
+        holds="study",
     )
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Literal["data_size", "scaling", "ablation"] = setting(

@@ -86,7 +86,10 @@ class VtabConfig:
     )
     data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
     out: str = setting(
-        "", "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...", output="folder"
+        "",
+        "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...",
+        output="folder",
+        holds="VTAB-1k sweep",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",

@@ -64,6 +64,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
         output="folder",
+        holds="evaluation",
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
@@ -153,7 +154,10 @@ class ExplainConfig(LookConfig):
     num_predicted: int = setting(1000, "Number of images that are searched for the most confident mistakes.", min=1)
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
-        "", "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
+        "",
+        "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.",
+        output="folder",
+        holds="explanation",
     )
     mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
