@@ -125,7 +125,9 @@ class GridConfig:
         "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
         path=True,
     )
-    launcher: str = setting("", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
+    launcher: str = setting(
+        "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True
+    )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = setting(
         "",

@@ -428,4 +428,5 @@ class LaunchConfig:
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
         "NAME=value. Put secrets into the environment, because settings are displayed.",
+        command=True,
     )

@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -44,7 +45,8 @@ FOLDER_NAME = TextForm(r"[^./][^/]*", "a plain folder name")
 class Rule:
     """What a setting accepts beyond its type. In a list, values are checked one by one.
 
-    min and max belong to the range, above and below do not. is_path: the text is a path, where `~` is the home folder.
+    min and max belong to the range, above and below do not. is_path: the text is a path, where `~` is the home folder. is_command:
+    the text is words as in a shell, with quotes.
     """
 
     min: float | None = None
@@ -55,6 +57,7 @@ class Rule:
     min_items: int = 0
     distinct: bool = False
     is_path: bool = False
+    is_command: bool = False
 
     def accepts(self, number: float) -> bool:
         return (
@@ -85,6 +88,7 @@ def setting(
     min_items: int = 0,
     distinct: bool = False,
     path: bool = False,
+    command: bool = False,
     output: Output | None = None,
     within: str | None = None,
     holds: Holds | None = None,
@@ -93,12 +97,20 @@ def setting(
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
     of a number or of a length's amount. form: of text. min_items, distinct: of a list. path: the text is a path, or an address
-    that may be one. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
+    that may be one. command: the text is words, as in a shell. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
     contains that path, which then is a plain name. holds: what kind of results the output folder is for.
     """
     is_path = path or (output is not None and within is None)
     rule = Rule(
-        min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct, is_path=is_path
+        min=min,
+        above=above,
+        max=max,
+        below=below,
+        form=form,
+        min_items=min_items,
+        distinct=distinct,
+        is_path=is_path,
+        is_command=command,
     )
     metadata = {"doc": doc, "rule": rule, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
@@ -171,6 +183,8 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
             return value
         if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
             text = _checked_text(str(value), rule.form)
+            if rule.is_command:
+                _check_quotes(text)
             return _expanded(text) if rule.is_path else text
         if kind in (int, float) and not isinstance(value, bool):
             number = _whole(value) if kind is int else _number(value)
@@ -232,6 +246,13 @@ def _checked_text(text: str, form: TextForm | None = None) -> str:
     if form is not None and not re.fullmatch(form.pattern, text):
         raise _RefusedError(f"must be {form.name}.")
     return text
+
+
+def _check_quotes(text: str) -> None:
+    try:
+        shlex.split(text)
+    except ValueError:
+        raise _RefusedError("has a quote that is not closed, or ends in a backslash.") from None
 
 
 def _expanded(path: str) -> str:

@@ -119,6 +119,7 @@ class StudyConfig:
     launcher: str = setting(
         "",
         "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+        command=True,
     )
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024

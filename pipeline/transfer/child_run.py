@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import Status
-from pipeline.process import die_with_parent
+from pipeline.process import check_program, dying_with_parent
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
@@ -82,7 +81,7 @@ def start_command(
 ) -> int:
     """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
 
-    Raises UserError where there is no such file.
+    Raises UserError where there is no such file or no such launcher.
     """
     script = _COMMANDS / f"{command}.py"
     if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
@@ -93,13 +92,14 @@ def start_command(
     environment = os.environ if environment is None else environment
     # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    check_program(start[0], path)
     return subprocess.run(
         [*start, str(script), *arguments],
         env={**environment, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
-        preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        preexec_fn=dying_with_parent(signal.SIGTERM),
     ).returncode
 
 
