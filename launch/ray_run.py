@@ -12,10 +12,9 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline import ray_tasks
-from pipeline.command import mistakes_in_one_line
+from pipeline.command import mistakes_in_one_line, read_settings
 from pipeline.installed import python_arguments
 from pipeline.outputs import try_outputs
-from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 ABOUT = """
@@ -30,11 +29,7 @@ the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray w
 
 
 def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
-    config, overrides = None, command[1:]
-    if "--config" in overrides:
-        at = overrides.index("--config")
-        config, overrides = overrides[at + 1], overrides[:at] + overrides[at + 2 :]
-    settings = schema.load(RunConfig, config, overrides)
+    settings = read_settings(RunConfig, command[1:])
     for name, path in (("out", settings.out), ("data.path", settings.data.path)):
         ray_tasks.shared_path(name, path)
     try_outputs(settings)

@@ -119,7 +119,9 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 def fields_help(cls: type) -> str:
     """Lists every setting with type, range, default and meaning, for `--help`."""
-    lines = ["settings (in the file as nested YAML, on the command line as section.field=value):"]
+    lines = [
+        "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
+    ]
     for name, kind, default, doc in schema.describe(cls):
         lines.append(
             f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"

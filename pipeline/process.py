@@ -1,6 +1,8 @@
 """A process and its system: standard streams, Ctrl-C, signals, memory. Imports little, and only the standard library.
 
-Every file in `launch/` calls `guard` first, because later imports can take seconds:
+Every file in `launch/` calls `guard` first, because later imports can take seconds. What is imported here comes before it, so
+ctypes and others, which take longer than all the rest, are imported where they are used. A Ctrl-C while the interpreter itself
+starts (`site`, for some hundredths of a second) still ends in its traceback: no code of ours has run by then.
 
     sys.path.insert(0, ...)
     from pipeline.process import guard
@@ -9,12 +11,14 @@ Every file in `launch/` calls `guard` first, because later imports can take seco
 """
 
 import contextlib
-import ctypes
 import os
-import select
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
+
+from pipeline.errors import UserError
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # mallopt(3)
@@ -44,12 +48,25 @@ def guard(module: str) -> None:
         signal.signal(signal.SIGINT, _leave)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask Linux to send this process a signal when the thread that started it ends, however that happens.
+def dying_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Returns what asks Linux to send a process a signal when the thread that started it ends, however that happens.
 
-    To be called in a child process before its program starts (subprocess's preexec_fn).
+    To be called in a child process before its program starts (subprocess's preexec_fn), where nothing can be imported safely.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    import ctypes
+
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(number))
+
+
+def check_program(program: str, path: str | None = None) -> None:
+    """Raise UserError unless a program can be started. path: as PATH of the environment, which is the default."""
+    from shutil import which
+
+    if which(program, path=path) is None:
+        raise UserError(
+            f"{program!r}: there is no such program, or it may not be run. Name the launcher as it is called in a shell, as "
+            "deepspeed or torchrun, or by its path."
+        )
 
 
 def keep_freed_memory() -> None:
@@ -59,6 +76,8 @@ def keep_freed_memory() -> None:
     batch. Inference on a CPU takes 4 to 9 % less time without that; training only 3 %, and 15 % more memory, so it does not
     call this (docs/performance.md).
     """
+    import ctypes
+
     with contextlib.suppress(AttributeError):  # Another C library.
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
@@ -84,6 +103,8 @@ def say_interrupted() -> None:
 
 def silence_broken_output() -> bool:
     """Redirect output streams whose reader has closed to /dev/null. Returns whether standard output was one of them."""
+    import select
+
     broken = []
     for number in (1, 2):
         poll = select.poll()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.launcher import free_port
-from pipeline.process import die_with_parent
+from pipeline.process import dying_with_parent
 
 # Seconds between two polls of the ranks.
 _POLL_SECONDS = 0.5
@@ -57,7 +57,7 @@ class RankProcess:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.process = subprocess.Popen(
             [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=dying_with_parent(),
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()

@@ -37,7 +37,7 @@ class ClassNumbers:
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None

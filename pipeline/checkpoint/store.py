@@ -282,7 +282,7 @@ def checkpoint_folder(config: "RunConfig") -> AnyPath:
             to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes, "data.retry_minutes")) / config.name
         )
     else:
-        folder = Path(config.out).expanduser() / config.name / "checkpoints"
+        folder = Path(config.out) / config.name / "checkpoints"
     return folder.absolute() if isinstance(folder, Path) else folder
 
 

@@ -23,7 +23,7 @@ from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
-from pipeline.outputs import try_output
+from pipeline.outputs import Holds, try_output
 from pipeline.process import keep_freed_memory
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
@@ -133,10 +133,10 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
         )
 
 
-def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
+def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run.
 
-    Raises UserError when it cannot be written.
+    holds: what the folder is for. Raises UserError when it cannot be written, or holds results of another kind.
     """
     path = Path(weights)
     if out:
@@ -145,5 +145,5 @@ def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
         folder = path / kind / name
     else:
         folder = Path("runs") / kind / "-".join([path.resolve().stem, *([name] if name else [])])
-    try_output("out", folder)
+    try_output("out", folder, holds=holds)
     return folder

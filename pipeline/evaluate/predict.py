@@ -89,7 +89,7 @@ def read_class_names(config: LookConfig) -> list[str] | None:
     if not config.class_names:
         return None
     try:
-        return Path(config.class_names).expanduser().read_text().splitlines()
+        return Path(config.class_names).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None

@@ -145,7 +145,7 @@ def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
 def _folder(config: ScoreConfig) -> Path:
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
-    return output_folder(config.out, config.weights, "evaluate", name)
+    return output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:

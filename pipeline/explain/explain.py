@@ -29,7 +29,6 @@ from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import whole_number
 from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
@@ -58,8 +57,7 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     config = with_local_weights(config)
     loaded = load_model(config)
     drawings = _choose_drawings(config, loaded)
-    folder = output_folder(config.out, config.weights, "explain")
-    try_output("out", folder)
+    folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     origin = {name: loaded.extra.get(name) for name in ("run", "step")}
     results = Results({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)

@@ -26,7 +26,7 @@ from typing import Any
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.files import replacing
-from pipeline.lifecycle.hosts import read_hostfile
+from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
 from pipeline.settings.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
@@ -135,7 +135,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
-    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    options = ssh_options()
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

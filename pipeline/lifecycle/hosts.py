@@ -54,9 +54,18 @@ def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
     return []
 
 
+def ssh_options() -> list[str]:
+    """The options of ssh that pdsh takes from the environment. Raises UserError."""
+    text = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise UserError(f"PDSH_SSH_ARGS_APPEND = {text!r} in the environment has a quote that is not closed.") from None
+
+
 def unreachable(hosts: Hosts, ssh_port: str | None) -> list[str]:
     """Return the hosts that ssh cannot reach, with the options that DeepSpeed's pdsh uses; tried in parallel."""
-    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")) + (["-p", ssh_port] if ssh_port else [])
+    options = ssh_options() + (["-p", ssh_port] if ssh_port else [])
 
     def answers(host: str) -> bool:
         command = ["ssh", *options, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", host, "true"]

@@ -31,6 +31,8 @@ from pipeline.lifecycle.run_folder import (
     stop_file,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
+from pipeline.outputs import try_outputs
+from pipeline.process import check_program
 from pipeline.settings.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
 
@@ -71,6 +73,8 @@ class Supervisor:
         self.signals: list[int] = []
         if who := holder(self.folder):
             raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
+        check_program(command[0])
+        try_outputs(self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))

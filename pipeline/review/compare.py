@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.storage.whole import write_files
+from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.outputs import try_output
@@ -60,9 +61,11 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     Raises UserError for an address that is no run, and for damaged files, before anything is written.
     """
     reader = RunReader(lambda: open_store(config.mlflow))
-    records = named([reader.read(address) for address in config.runs])
+    found = [reader.read(address) for address in config.runs]
+    _refuse_twice(config.runs, found)
+    records = named(found)
     folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
-    try_output("out", folder)
+    try_output("out", folder, holds="comparison")
     scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
         if record.num_damaged:
@@ -85,6 +88,18 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         print(line)
     print(f"comparison: {folder / 'report.html'}")
     return records
+
+
+def _refuse_twice(addresses: Sequence[str], records: Sequence[RunRecord]) -> None:
+    """Raise UserError for two addresses of one run: a folder by two names, or a folder and its run in MLflow."""
+    for i, (address, record) in enumerate(zip(addresses, records, strict=True)):
+        for other, before in zip(addresses[:i], records[:i], strict=True):
+            if record.folder is not None and before.folder is not None:
+                is_same = record.folder.resolve() == before.folder.resolve()
+            else:
+                is_same = record.run_id is not None and record.run_id == before.run_id
+            if is_same:
+                raise UserError(f"runs: {other} and {address} are the same run. Leave out one of them.")
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:

@@ -323,7 +323,7 @@ class RunReader:
         run_id = run_id_in(address)
         if run_id is not None and not Path(address).exists():
             return from_mlflow(self.store, run_id)
-        path = Path(address).expanduser()
+        path = Path(address)
         path = path.parent if path.suffix == ".json" else path
         if not path.exists():
             raise UserError(f"{address} does not exist. Name a run folder, or an MLflow run as mlflow:ID.")

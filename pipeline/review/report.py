@@ -59,7 +59,7 @@ def run(config: RunReportConfig) -> Path:
     record = reader.read(config.run)
     folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / record.name)
     folder = folder if config.out or record.folder is None else folder / "review"
-    try_output("out", folder)
+    try_output("out", folder, holds="report of a run")
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))

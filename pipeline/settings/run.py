@@ -46,7 +46,12 @@ class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
     name: str = setting(
-        REQUIRED, "Name of the run; its folder is <out>/<name>", form=FOLDER_NAME, output="folder", within="out"
+        REQUIRED,
+        "Name of the run; its folder is <out>/<name>",
+        form=FOLDER_NAME,
+        output="folder",
+        within="out",
+        holds="run",
     )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
     seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED)

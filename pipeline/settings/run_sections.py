@@ -70,7 +70,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     cache: str = setting(
         "",
         "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
@@ -346,7 +346,7 @@ class ProbeConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
+    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
     split: str = setting("val", "Split that probes are tested on.")
 
 
@@ -399,7 +399,9 @@ class ProfileConfig:
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
     weights: str | None = setting(
-        None, "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)."
+        None,
+        "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
+        path=True,
     )
     new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
     kernel: Kernel | None = kernel_setting()
@@ -434,4 +436,5 @@ class LaunchConfig:
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
         "NAME=value. Put secrets into the environment, because settings are displayed.",
+        command=True,
     )

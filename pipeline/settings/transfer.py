@@ -90,10 +90,15 @@ class ProtocolConfig:
 class VtabConfig:
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
-    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
+    weights: str = setting(
+        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
+    )
+    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
     out: str = setting(
-        "", "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...", output="folder"
+        "",
+        "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...",
+        output="folder",
+        holds="VTAB-1k sweep",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",
@@ -116,6 +121,7 @@ class VtabConfig:
         "",
         "Data set that the weights were trained on; the results then include the number of copies of test images that "
         "launch/dedup.py marked in it.",
+        path=True,
     )
     micro_batch: int = setting(
         64,

@@ -22,7 +22,9 @@ DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 class WeightsConfig:
     """Weights and how they read images; shared by evaluation, prediction and explanation."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    weights: str = setting(
+        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
+    )
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
     kernel: Kernel | None = kernel_setting()
     eval_resize: int = setting(
@@ -57,13 +59,14 @@ class WeightsConfig:
 class ScoreConfig(WeightsConfig, ProbeConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
-    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", _EXCLUDE[0].upper() + _EXCLUDE[1:])
     out: str = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
         output="folder",
+        holds="evaluation",
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
@@ -81,7 +84,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
 class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2")
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export"] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
@@ -116,10 +119,10 @@ class ExportConfig:
 class LookConfig(WeightsConfig):
     """Weights and the images that they are applied to."""
 
-    images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}")
+    images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}", path=True)
     split: str = setting("val", "If images is a data set: its split.")
     exclude: str = setting("all", f"If images is a data set: {_EXCLUDE}")
-    class_names: str = setting("", "File of class names, one per line, for weights without class names.")
+    class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ class FeaturesConfig(LookConfig):
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
-    images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.")
+    images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
@@ -167,7 +170,10 @@ class ExplainConfig(LookConfig):
     num_predicted: int = setting(1000, "Number of images that are searched for the most confident mistakes.", min=1)
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
-        "", "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
+        "",
+        "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.",
+        output="folder",
+        holds="explanation",
     )
     mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")

@@ -20,21 +20,9 @@ from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig, StudyModel
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.child_run import ChildRun, make_child
+from pipeline.transfer.child_run import FREE_SETTINGS, ChildRun, make_child
 
 STUDY_FILE = "study.json"
-# Settings of a run that do not change what becomes of it.
-_FREE = (
-    "name",
-    "out",
-    "track.",
-    "launch.",
-    "data.threads",
-    "data.prefetch",
-    "data.cache",
-    "engine.timeout_minutes",
-    "profile.",
-)
 _EXA = 1e18
 
 
@@ -270,7 +258,7 @@ def _in_a_name(quantity: object) -> str:
 # -------------------------------------------------------------------- checking them
 def _settings_of(cell: Cell) -> dict[str, Any]:
     flat = schema.flatten(schema.to_dict(cell.run.config))
-    return {name: value for name, value in flat.items() if not name.startswith(_FREE)}
+    return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
 
 
 def _refuse_twins(cells: list[Cell]) -> None:
@@ -325,7 +313,7 @@ def _identity(study: Study) -> dict[str, Any]:
     for finetune in study.cells[0].finetunes:
         flat = schema.flatten(schema.to_dict(finetune.config))
         scoring["finetune"][Path(finetune.file).name] = {
-            name: value for name, value in flat.items() if not name.startswith((*_FREE, "init.weights", "seed"))
+            name: value for name, value in flat.items() if not name.startswith((*FREE_SETTINGS, "init.weights", "seed"))
         }
     if config.vtab:
         vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])

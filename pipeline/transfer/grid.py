@@ -18,16 +18,27 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
+from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.weights import ScoreConfig
-from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, start_command, with_track
+from pipeline.transfer.child_run import (
+    ChildRun,
+    make_child,
+    read_outcome,
+    remove_unreadable_scores,
+    start_command,
+    why_unusable,
+    with_track,
+)
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage
 
+GRID_FILE = "grid.json"
 Start = Callable[[ChildRun, GridConfig], int]
 
 
@@ -45,6 +56,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     """
     trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
     dataset = _check_data(trials[0], config)
+    _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
     from pipeline.transfer.track.grid_page import GridPage
     from pipeline.transfer.track.parent_page import uri_of_runs
@@ -125,10 +137,22 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
     return dataset
 
 
+def _claim(config: GridConfig) -> None:
+    """Write grid.json, by which the folder is known as a grid's. Raises UserError for a folder of something else."""
+    folder = Path(config.out) / config.name
+    try_output("name", folder, holds="grid")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"run": config.run, "lr": config.lr, "dev_share": config.dev_share, "seeds": config.seeds}
+    write_text(folder / GRID_FILE, json.dumps(about, indent=1) + "\n")
+
+
 def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "GridPage | None" = None) -> dict[str, Any]:
     """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
     outcome = read_outcome(grid_run)
     if outcome is None:
+        if problem := why_unusable(grid_run):
+            print(f"{problem} The run is started again.")
+            remove_unreadable_scores(grid_run)
         print(f"{config.name}: {grid_run.name}", flush=True)
         code = start(with_track(grid_run, page.tracking(grid_run.config.track)) if page else grid_run, config)
         if code == RESUME:

@@ -30,7 +30,7 @@ def run(config: VtabReportConfig) -> list[Column]:
     table = columns(sweeps, config.names)
     first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
     folder = Path(config.out) if config.out else first / "report"
-    try_output("out", folder)
+    try_output("out", folder, holds="report of sweeps")
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))

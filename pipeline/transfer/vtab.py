@@ -25,7 +25,7 @@ from pipeline.files import write_text
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
+from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.track.children import Pace
@@ -90,6 +90,7 @@ def run(
             for cell in [*searches, *finals] if cell in failed
         ]  # fmt: skip
         results = {**header, "scores": scores, "failed": failures, "missing": sweep.missing}
+        results = _with_earlier(results, folder)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         _print_end(sweep, scores, folder)
         if page:
@@ -107,7 +108,9 @@ def output(config: VtabConfig) -> Path:
     """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
     if "://" in config.out:
         raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
-    return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}")
+    return output_folder(
+        config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}", holds="VTAB-1k sweep"
+    )
 
 
 def _run(
@@ -163,6 +166,37 @@ def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> d
         "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
         **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
     }  # fmt: skip
+
+
+def _with_earlier(results: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The results, with the scores of the folder's results.json that are not among them: of tasks and seeds that this start left out.
+
+    sweep.json allows no other weights, protocol or data in a folder, so scores of several starts belong together.
+    """
+    if not (folder / RESULTS_FILE).exists():
+        return results
+    try:
+        earlier = read_results(folder)
+    except UserError as error:
+        print(f"{error} It is written anew.", flush=True)
+        return results
+    known = {(row["task"], row["seed"]) for row in results["scores"]}
+    kept = [row for row in earlier["scores"] if (row["task"], row["seed"]) not in known]
+    tasks = {row["task"] for row in kept}
+    if kept:
+        print(
+            f"{len(kept):,} scores of earlier starts are kept in {RESULTS_FILE}: {', '.join(sorted(tasks))}", flush=True
+        )
+    order = [task.name for task in TASKS]
+    return {
+        **results,
+        **{
+            name: {task: (earlier[name] or {}).get(task) for task in tasks} | results[name]
+            for name in ("data", "contamination")
+        },
+        "scores": sorted([*results["scores"], *kept], key=lambda row: order.index(row["task"])),
+        "missing": [name for name in results["missing"] if name not in tasks],
+    }
 
 
 def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:

@@ -215,11 +215,16 @@ def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
         read_hostfile(tmp_path / "hosts")
 
 
+WHOLE = ["name=no_such_run", "model.name=ViT-Ti/16", "data.path=here", "train.length=1 steps"]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         ([], "give the command that starts the run after --"),
         (["deepspeed", "launch/pretrain.py", "nmae=x"], "unknown setting nmae. Did you mean name?"),
+        (["nosuchlauncher", "launch/pretrain.py", *WHOLE], "error: 'nosuchlauncher': there is no such program"),
+        (["", "launch/pretrain.py", *WHOLE], "error: '': there is no such program"),
     ],
 )
 def test_commands_that_start_no_run(command: list[str], said: str) -> None:
@@ -232,3 +237,4 @@ def test_commands_that_start_no_run(command: list[str], said: str) -> None:
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (ROOT / "runs" / "no_such_run").exists()

@@ -238,3 +238,23 @@ def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
     assert group.pairs == []
     page = markdown("x", list(compare.page(records, groups, [])))
     assert "| VTAB-1k |" in page
+
+
+def test_a_run_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """runs=[a,a/] ranked it twice."""
+    write_run(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    for again in ("a/", "./a", "link", str(tmp_path / "a"), "a/config.json"):
+        config = schema.load(CompareConfig, None, [f"runs=[a,{again}]", "out=compared"])
+        with pytest.raises(UserError, match=rf"^runs: a and {again} are the same run\. Leave out one of them\.$"):
+            compare.run(config)
+    assert not (tmp_path / "compared").exists()
+
+
+def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:
+    record = from_folder(write_run(tmp_path / "a"))
+    record = dataclasses.replace(record, run_id="1f")
+    with pytest.raises(UserError, match="are the same run"):
+        compare._refuse_twice(["a", "mlflow:1f"], [record, dataclasses.replace(record, folder=None)])
+    compare._refuse_twice(["a", "mlflow:2f"], [record, dataclasses.replace(record, folder=None, run_id="2f")])

@@ -144,7 +144,7 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
     """Wnids of ILSVRC2012_IDs, from meta.mat of the development kit (the IDs are not in the order of wnids)."""
     from scipy.io import loadmat
 
-    meta = Path(val_labels).expanduser().parent / "meta.mat"
+    meta = Path(val_labels).parent / "meta.mat"
     if not meta.is_file():
         raise UserError(
             f"val_labels = {val_labels} has numbers, and {meta} is missing, which says what they stand for (it is in "

@@ -176,12 +176,12 @@ class _ObjectFile(io.RawIOBase):
 
 
 def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> AnyPath:
-    """A local path (`~` is the home folder) or a URL as a path. Raises UserError for any other text."""
+    """A local path or a URL as a path. Raises UserError for a URL of another kind."""
     if not isinstance(location, str):
         return location
     scheme, is_url, rest = location.partition("://")
     if not is_url:
-        return Path(location).expanduser()
+        return Path(location)
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
     key, _, query = rest.partition("?")

@@ -154,4 +154,4 @@ class Storage:
     def create(cls, retry_minutes: float, cache: str, cache_gb: float) -> "Storage":
         """From the settings data.retry_minutes, data.cache (a folder, created here; "" for none) and data.cache_gb."""
         retry = Retry(retry_minutes * 60, "data.retry_minutes")
-        return cls(retry, ShardCache(Path(cache).expanduser(), int(cache_gb * 1e9)) if cache else None)
+        return cls(retry, ShardCache(Path(cache), int(cache_gb * 1e9)) if cache else None)
