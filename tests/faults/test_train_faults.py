@@ -89,8 +89,8 @@ def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
     assert "Traceback" not in run.said()
 
     # Held-out images have the same budget: a score on what is left would say nothing.
-    spoil(broken, list(range(10)), "val")
-    run = forge.start(1, settings(broken, tmp_path, "scored", "train.length=2 epochs", "data.max_bad_share=0.02"))
+    spoil(data, list(range(10)), "val")
+    run = forge.start(1, settings(data, tmp_path, "scored", "train.length=2 epochs", "data.max_bad_share=0.02"))
     assert run.wait() == [2], run.said()
     (error,) = [line for line in run.said().splitlines() if line.startswith("error:")]
     assert "cannot be read, more than data.max_bad_share = 0.02 allows" in error
