@@ -88,8 +88,8 @@ def mistakes_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/lifecycle/stop.py.
         say_interrupted()
         sys.exit(130)
-    except CrashError as error:  # Raised on every rank.
-        if rank() == 0:
+    except CrashError as error:
+        if rank() == 0 or error.on_one_rank:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
     except (UserError, OSError) as error:

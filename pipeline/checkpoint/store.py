@@ -19,8 +19,9 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,36 @@ class WriterStatus:
     beat: int | None = None
     part: WrittenPart | None = None
     error: str | None = None
+
+
+class Reach:
+    """Whether this process reaches the storage: what another process writes there cannot be seen, nor written, during an outage.
+
+    A request that takes longer than SILENCE_SECONDS counts as an outage, of a bucket whose requests are retried as of a file
+    system that blocks.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, float] = {}  # By thread.
+        self._since = time.monotonic()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """A small request of this thread."""
+        begin = self._begun[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[threading.get_ident()]
+            if time.monotonic() - begin > SILENCE_SECONDS:
+                self._since = time.monotonic()
+
+    def seconds_since(self, moment: float) -> float:
+        """Seconds since `moment` (time.monotonic()) or since the last outage; 0 during one."""
+        now = time.monotonic()
+        if any(now - begin > SILENCE_SECONDS for begin in self._begun.copy().values()):
+            return 0.0
+        return now - max(moment, self._since)
 
 
 class Checkpoints:
@@ -252,11 +283,13 @@ class Checkpoints:
 
     def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
         """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
+        reach = Reach()
         seen, since = self._progress(), time.monotonic()
         said = False
-        while seen and time.monotonic() - since < silence:
+        while seen and reach.seconds_since(since) < silence:
             time.sleep(min(0.2, silence / 4))
-            now = self._progress()
+            with reach.request():
+                now = self._progress()
             if now != seen:
                 if now and not said:
                     say(f"{self.folder}: a checkpoint is still being written by the previous run: waiting for it")

@@ -26,8 +26,8 @@ from pipeline.lifecycle.run_folder import (
     Status,
     forget_last_start,
     holder,
+    read_end,
     read_failures,
-    read_status,
     stop_file,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
@@ -90,7 +90,7 @@ class Supervisor:
             forget_last_start(self.folder)
             launch = Launch(self.command, self.folder, self.signals, self.say)
             launch.wait()
-            status = read_status(self.folder)
+            status = read_end(self.folder)
             outcome, why = self._judge(status, launch)
             step = status.step if status else 0
             self.say(

@@ -80,7 +80,10 @@ class DataConfig:
         200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0
     )
     retry_minutes: float = setting(
-        10.0, "Minutes for which a failed bucket request is retried before the run stops.", min=0, max=MINUTES_PER_YEAR
+        10.0,
+        "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
+        min=0,
+        max=MINUTES_PER_YEAR,
     )
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
@@ -361,6 +364,13 @@ class CheckpointConfig:
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
         output="folder",
     )
+    wait_minutes: float = setting(
+        30.0,
+        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the end, or to be "
+        "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
+        min=0,
+        max=MINUTES_PER_YEAR,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,7 +386,8 @@ class HealthConfig:
     hang_minutes: float = setting(
         5.0,
         "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
-        "ends; 0 is never. Must be below engine.timeout_minutes.",
+        "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
+        "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
         min=0,
         max=MINUTES_PER_YEAR,
     )

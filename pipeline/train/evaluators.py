@@ -23,8 +23,8 @@ from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
-from pipeline.monitor.health import Watchdog
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings.run import RunConfig
 from pipeline.train.drawing import Drawing
 from pipeline.train.objective import Objective

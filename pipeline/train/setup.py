@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from pipeline import model as models
+from pipeline import waits
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
@@ -23,13 +24,14 @@ from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
-from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.health import SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
@@ -59,12 +61,13 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     before = last_end_in_words(folder) if ranks.is_main else ""
     in_use = stop.folder.lock() if ranks.is_main else None
     console = Console(folder / "log.txt", ranks.is_main and in_use is None)
+    waits.say_with(console.say)
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes)
+    start_ranks(ranks, config.engine.timeout_minutes, config.longest_wait_minutes)
     ranks.agree(in_use)
     stop.connect(ranks)
     resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
@@ -132,8 +135,10 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         tracker = _start_tracker(config, plan, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
         console.say(line)
-    saver = Saver(str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say)
-    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes)
+    saver = Saver(
+        str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say, 60 * config.commit_minutes
+    )
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, stop.record_failure)
     drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
     shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
     evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver, drawing)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
+from pipeline import json_record, waits
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, step_name
@@ -24,10 +24,11 @@ from pipeline.errors import DivergedError, UserError
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
-from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.health import SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, StepClock, Trace
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
@@ -123,9 +124,12 @@ class TrainingRun:
             return False
         with self.meter.paused():
             self.saver.wait()
-            state = resume.go_back_on_all_ranks(
-                self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
-            )
+            with waits.waiting(
+                "an earlier checkpoint to be read", 60 * config.commit_minutes, "checkpoint.wait_minutes"
+            ):
+                state = resume.go_back_on_all_ranks(
+                    self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
+                )
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -246,6 +250,7 @@ class TrainingRun:
             self.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
         if self.tracker:
             self.tracker.finish(status, in_a_hurry, outcome, self._result(status, outcome))
+        waits.say_with(None)  # The console was this run's.
 
     def _result(self, status: str, outcome: str) -> str:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""

@@ -387,6 +387,41 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     assert "rank-0000.t.bin" not in newest.sizes()
 
 
+@pytest.mark.slow
+def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
+    s3: tuple[faulty_s3.S3, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's writer cannot read meanwhile, so it did not hear silence; rank 1's needs a moment to reach the store again."""
+    monkeypatch.setattr(store, "SILENCE_SECONDS", 0.5)
+    server, url = s3
+    folder = faulty_s3.bucket_path(f"{url}/a")
+    write_status(Checkpoints(folder).begin(10, "t"), 1, "t", WriterStatus(beat=1))
+    work, memory = job(folder, 10, 0, 2, retry=20.0)
+    failed: list[WriterError] = []
+
+    def save_first() -> None:
+        try:
+            save(work, memory, give_up=1.0)
+        except WriterError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=save_first)
+    thread.start()
+    time.sleep(0.5)
+    server.fail(faulty_s3.answer(503, "SlowDown"), "status-0001")
+    while sum("GET" in request and "status-0001" in request for request in server.requests) < 5:
+        time.sleep(0.01)
+    time.sleep(1.5)
+    server.reset()
+    while not any("GET" in request and "status-0001" in request for request in server.requests):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    save(*job(folder, 10, 1, 2))
+    thread.join(20)
+    assert not failed
+    assert [path.name for path in Checkpoints(folder).candidates()] == ["step-00000010"]
+
+
 def test_a_bucket_that_refuses_leaves_the_last_one(s3: tuple[faulty_s3.S3, str]) -> None:
     server, url = s3
     folder = faulty_s3.bucket_path(f"{url}/a")

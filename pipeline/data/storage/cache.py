@@ -10,6 +10,7 @@ import hashlib
 import os
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 from pipeline.locks import FileLock, locked
+from pipeline.waits import Wait, waiting
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -65,7 +67,8 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            with locked(coming) as lock:
+            # Of two processes one downloads, and the other waits for it.
+            with _downloading(path), locked(coming) as lock:
                 # While we waited, another process may have finished the download, or removed the partial file.
                 if ready.exists() or not lock.is_current():
                     continue
@@ -133,6 +136,10 @@ class ShardCache:
             f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "
             "Copy it again, or run the same launch/shard.py again to re-make it."
         )
+
+
+def _downloading(path: BucketPath) -> AbstractContextManager[Wait]:
+    return waiting(f"{path} to be downloaded", path.retry.seconds, path.retry.setting, kind="a shard")
 
 
 def _remove_abandoned(path: Path) -> bool:

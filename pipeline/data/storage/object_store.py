@@ -91,7 +91,7 @@ class Store:
         # Outside of the attempt: retrying does not help when this machine runs out of memory.
         with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
             content = source.read_buffer()
-            self.request(key, attempt)
+            self.request(key, attempt, is_transfer=True)
 
     def delete(self, key: str) -> None:
         self.request(key, lambda: self._connection().delete_file(key))
@@ -100,10 +100,10 @@ class Store:
         """Delete every object below a folder, which must exist."""
         self.request(key, lambda: self._connection().delete_dir(key))
 
-    def request(self, key: str, action: Callable[[], T]) -> T:
-        """Call `action`, with retries."""
+    def request(self, key: str, action: Callable[[], T], is_transfer: bool = False) -> T:
+        """Call `action`, with retries; see `Retry.call`."""
         try:
-            return self.retry.call(self.url(key), action)
+            return self.retry.call(self.url(key), action, is_transfer)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
 

@@ -21,11 +21,10 @@ from pipeline import random_numbers
 from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import normalise
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, all_started
 from pipeline.errors import Stopped
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
-from pipeline.launcher import busy_port
 from pipeline.monitor.profile import StepClock
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import EngineConfig, OptimizerConfig
@@ -38,18 +37,18 @@ _FIRST_SCALE_POWER = 12
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
-    """Initialise the process group; must precede any collective. No-op if it is initialised."""
+def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0) -> None:
+    """Initialise the process group; must precede any collective. No-op if it is initialised.
+
+    timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait while the
+    others are in a collective call. Raises CrashError if a rank does not start.
+    """
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
-    try:
-        with _quiet():
-            deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):  # The port was free when the run started.
-            raise busy_port() from None
-        raise
+    with all_started(ranks, timeout_minutes), _quiet():
+        limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
+        deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         # Otherwise its threads abort the interpreter at exit (code -6) when another rank has exited before.
         atexit.register(torch.distributed.destroy_process_group)
