@@ -29,6 +29,7 @@ from pipeline.review.record import Files, RunRecord, Series
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
+from pipeline.tracking_uri import sqlite_file
 from pipeline.transfer.score_table import read_results
 
 # Metrics that no report shows. They are half of all points, and a server is asked for each metric by itself.
@@ -346,8 +347,7 @@ def open_store(uri: str) -> Any:
     from pipeline.monitor.mlflow.reading import ReadingStore  # Late: the import takes seconds, and folders need none.
 
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(Path("runs"))
-    database = uri.removeprefix("sqlite:///")
-    if database != uri and not Path(database).is_file():
+    if (database := sqlite_file(uri)) and not database.is_file():
         raise UserError(
             f"{database} is not an MLflow database. Set mlflow=... or MLFLOW_TRACKING_URI to the runs' store."
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, setting
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -28,6 +28,7 @@ class VtabReportConfig:
     mlflow: str = setting(
         "",
         "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing.",
+        form=TRACKING_URI,
     )
 
     def check(self) -> None:
@@ -57,7 +58,7 @@ class CompareConfig:
     out: str = setting(
         "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
     )
-    mlflow: str = setting("", _STORE)
+    mlflow: str = setting("", _STORE, form=TRACKING_URI)
     score: bool = setting(
         False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
     )
@@ -78,7 +79,7 @@ class RunReportConfig:
         output="folder",
         holds="report of a run",
     )
-    mlflow: str = setting("", _STORE)
+    mlflow: str = setting("", _STORE, form=TRACKING_URI)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class SyncConfig:
     uri: str = setting(
         "",
         "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
+        form=TRACKING_URI,
     )
 
 
@@ -133,6 +135,7 @@ class GridConfig:
         "",
         "MLflow tracking URI of the grid and its runs; none sends no grid. Empty is track.uri of the runs, else "
         "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+        form=TRACKING_URI,
     )
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from pipeline.settings.quantities import (
     Limit,
     kernel_setting,
 )
-from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
@@ -421,7 +421,7 @@ class InitConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.", form=TRACKING_URI)
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,

@@ -39,6 +39,10 @@ class TextForm(NamedTuple):
 
 
 FOLDER_NAME = TextForm(r"[^./][^/]*", "a plain folder name")
+TRACKING_URI = TextForm(
+    r"(?!sqlite(\+\w+)?:/{0,3}(\?.*)?$)(?!sqlite.*(:memory:|mode=memory)).*",
+    "a tracking URI that outlives this process, as sqlite:////PATH/mlflow.db or http://HOST:PORT",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TextForm, setting
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
 
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
@@ -147,6 +147,7 @@ class StudyConfig:
         "",
         "MLflow tracking URI of the study and its runs; none sends no study. Empty is track.uri of the runs, else "
         "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+        form=TRACKING_URI,
     )
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
 

@@ -18,7 +18,7 @@ from pipeline.settings.quantities import (
     kernel_setting,
 )
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,7 @@ class VtabConfig:
         "",
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
         "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
+        form=TRACKING_URI,
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
 

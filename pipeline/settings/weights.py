@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, Kernel, kernel_setting
 from pipeline.settings.run_sections import Precision, ProbeConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 from pipeline.settings.yaml_reader import as_typed
 
 _IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -70,7 +70,9 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
-    mlflow: str = setting("", "MLflow tracking URI for the scores and the report; empty sends nothing.")
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the scores and the report; empty sends nothing.", form=TRACKING_URI
+    )
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
     def check(self) -> None:
@@ -175,5 +177,7 @@ class ExplainConfig(LookConfig):
         output="folder",
         holds="explanation",
     )
-    mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the numbers and figures; empty sends nothing.", form=TRACKING_URI
+    )
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")

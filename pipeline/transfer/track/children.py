@@ -18,13 +18,13 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_page import DatasetFacts, hide_passwords
 from pipeline.progress import duration
-from pipeline.transfer.track.child_store import ChildStore, KnownChild, is_refusal
+from pipeline.transfer.track.child_store import ChildStore, KnownChild
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
