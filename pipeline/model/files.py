@@ -19,6 +19,7 @@ from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.model.convert.state_dicts import ConfigFiles
+from pipeline.npz import check_sizes
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -128,16 +129,6 @@ def _other_format(path: Path) -> str:
 
 def _is_script(archive: zipfile.ZipFile) -> bool:
     return any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
-
-
-def check_sizes(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError if an entry's uncompressed size is impossible (deflate compresses at most 1,032 times)."""
-    for entry in archive.infolist():
-        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f'"{entry.filename}" is compressed in a way that no weights file is')
-        factor = 1 if entry.compress_type == zipfile.ZIP_STORED else 1032
-        if entry.file_size > factor * entry.compress_size + 64:
-            raise ValueError(f'"{entry.filename}" claims {entry.file_size:,} bytes, packed in {entry.compress_size:,}')
 
 
 def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:

@@ -1,7 +1,6 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
 import getpass
-import json
 import math
 import os
 import re
@@ -10,8 +9,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.json_record import Between, Count
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 
 # Tag of a run or an experiment: its description, Markdown.
@@ -84,8 +86,8 @@ class DatasetFacts:
     source: str
     digest: str
     split: str
-    num_samples: int
-    num_classes: int
+    num_samples: Count
+    num_classes: Count
     context: str
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -117,7 +119,7 @@ class RunFacts:
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
-    artifacts: files to upload, relative to the run folder, each once it exists and again when it has changed.
+    artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric by which registered models are compared. hosts: on which the run trains. before: how its last start ended.
     """
 
@@ -128,9 +130,9 @@ class RunFacts:
     datasets: tuple[DatasetFacts, ...] = ()
     description: str = ""
     parents: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
-    images_per_step: int = 0
-    flops_per_image: float = 0.0
+    steps: Count = 0
+    images_per_step: Count = 0
+    flops_per_image: Annotated[float, Between(0, 1e30)] = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
     hosts: tuple[str, ...] = ()
@@ -186,7 +188,7 @@ def stored_dataset(name: str, digest: str, source: str, profile: str | None, con
     shown = _mapping(profile)
     split = str(shown.get("split", name.rpartition(":")[2]))
     counts = [shown.get(count) for count in ("num_samples", "num_classes")]
-    num_samples, num_classes = (count if isinstance(count, int) else 0 for count in counts)
+    num_samples, num_classes = (count if type(count) is int and 0 <= count < 2**53 else 0 for count in counts)
     uri = str(_mapping(source).get("uri", ""))
     return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context)
 
@@ -199,10 +201,9 @@ def restored_value(value: float) -> float:
 def _mapping(text: str | None) -> dict[str, Any]:
     """A JSON object that another program may have written; {} for anything else."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        return json_record.parse(text or "{}", dict[str, Any], "a data set in MLflow")
+    except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def source_tags() -> dict[str, str]:

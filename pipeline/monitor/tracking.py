@@ -88,9 +88,11 @@ class Tracker:
 def send_report(
     uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "vit"
 ) -> None:
-    """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run."""
-    names = [str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve()) for path in files]
-    facts = replace(facts, artifacts=tuple(names))
+    """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run.
+
+    files: in `folder`, or below it.
+    """
+    facts = replace(facts, artifacts=tuple(path.relative_to(folder).as_posix() for path in files))
     tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, facts)
     tracker.log(0, metrics)
     tracker.finish("FINISHED")

@@ -64,12 +64,12 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     found = [reader.read(address) for address in config.runs]
     _refuse_twice(config.runs, found)
     records = named(found)
-    folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
+    folder = Path(config.out) if config.out else Path("runs") / "compare" / folder_name(list(records))
     try_output("out", folder, holds="comparison")
     scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
-        if record.num_damaged:
-            print(f"{record.address}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored")
+        for problem in record.problems:
+            print(f"{record.address}: {problem}")
     pictures = curves(records)
     groups = groups_of(records)
     title = f"Comparison of {listed(list(records), 4)}"
@@ -143,6 +143,9 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture])
     yield Heading("What can be compared")
     for line in comparable(records, [list(group.records) for group in groups]):
         yield Paragraph(line)
+    for name, record in records.items():
+        if record.problems:
+            yield Paragraph(f"Of {name}, {'; '.join(record.problems)}.")
     yield Heading("Runs")
     rows = [_shown(table_row(name, record), record) for name, record in records.items()]
     # A column that says the same of all runs is one phrase.
@@ -429,6 +432,11 @@ def _code(records: Records) -> Iterator[Block]:
         yield Paragraph(f"The same for all: {'; '.join(known)}." if known else "Not recorded by any of these runs.")
 
 
-def _folder_name(names: Sequence[str]) -> str:
-    whole = "-".join(names).replace("/", "_")
-    return whole if len(whole) <= _MAX_FOLDER_NAME else f"{names[0][:80].replace('/', '_')}-and-{len(names) - 1}-others"
+def folder_name(names: Sequence[str]) -> str:
+    """The name of a folder for runs, whose names may hold anything: none that leads elsewhere, and none that is too long."""
+    whole = "-".join(names)
+    if len(whole.encode()) > _MAX_FOLDER_NAME:
+        first = names[0].encode()[:80].decode(errors="ignore")
+        whole = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
+    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in whole)
+    return plain if plain.strip(".") else "_"

@@ -4,9 +4,7 @@ Three kinds of noise: which images are in the test set (two proportions), the sa
 the seed of training (Student's t over seeds). The first two say nothing about the seed.
 """
 
-import io
 import math
-import zipfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 
 from pipeline.evaluate.intervals import of_samples
 from pipeline.review.budgets import in_seeds
-from pipeline.review.record import PREDICTIONS, RunRecord
+from pipeline.review.record import RunRecord, as_number
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
@@ -251,16 +249,12 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     Predictions that do not give the last score are of another evaluation, and are not used.
     """
     record, score = contender.records[0], contender.records[0].last_score
-    if len(contender.records) > 1 or score is None or (content := record.files.read(PREDICTIONS)) is None:
+    found = record.predictions
+    if len(contender.records) > 1 or score is None or found is None or not len(found["rows"]):
         return None
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            rows, true, predicted = (np.asarray(file[name]) for name in ("rows", "true", "predicted"))
-        right = predicted == true
-        is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
-        return (np.stack([rows, true]), right) if is_of_score else None
-    except (OSError, ValueError, KeyError, ZeroDivisionError, zipfile.BadZipFile):
-        return None  # Damaged, or of another version: the scores alone are compared.
+    right = found["predicted"] == found["true"]
+    is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
+    return (np.stack([found["rows"], found["true"]]), right) if is_of_score else None
 
 
 # ---------------------------------------------------------------------- what can be compared
@@ -328,7 +322,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def _loss_of(record: RunRecord) -> str:
-    smoothing = float(record.settings.get("train.label_smoothing") or 0)
+    smoothing = as_number(record.settings.get("train.label_smoothing"))
     return f"{record.settings.get('train.loss', 'unknown')}{f', label smoothing {smoothing:g}' if smoothing else ''}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline import json_record
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.errors import UserError
+from pipeline.files import path_inside
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.sender import FolderInUseError
@@ -60,6 +61,8 @@ def send(folder: Path, uri: str = "") -> str:
     page = PageFolder(folder)
     saved = page.read_facts()
     settings = _settings(folder)
+    for refused in page.refused(saved.facts.artifacts):
+        print(f"{folder}: not sent: {refused}")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _last_uri(folder) or default_uri(folder.parent)
     if "***" in uri:
         raise UserError(f"{folder} was sent to {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI.")
@@ -97,7 +100,7 @@ def _settings(folder: Path) -> RunConfig | None:
     """The settings of a training run; None for a report."""
     file = folder / "config.json"
     try:
-        return schema.build(RunConfig, json_record.read(file, dict), str(file))
+        return schema.build(RunConfig, json_record.read(path_inside(folder, file.name), dict), str(file))
     except FileNotFoundError:
         return None
 

@@ -7,18 +7,20 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from pipeline import json_record
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
 from pipeline.files import write_text
+from pipeline.json_record import Between, Count, Share
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
@@ -40,6 +42,63 @@ if TYPE_CHECKING:
 
 GRID_FILE = "grid.json"
 Start = Callable[[ChildRun, GridConfig], int]
+_Rate = Annotated[float, Between(0, 1e30)]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    lr: _Rate
+    top1: Share | None = None
+    loss: float | None = None
+    num_samples: Count = 0
+    diverged: str | None = None
+
+
+@dataclass(frozen=True)
+class _SeedRun:
+    seed: int
+    top1: Share
+    num_samples: Count
+
+
+@dataclass(frozen=True)
+class _Scores:
+    top1: Share
+    std: Share | None
+    of_seeds: list[Share]
+    num_samples: Count
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Content of results.json, as `run` returns it."""
+
+    lr: _Rate
+    run: str
+    settings: list[str]
+    weights: str | None
+    data: str
+    split: str
+    top1: Share
+    std: Share | None
+    trials: list[_Trial]
+    runs: list[_SeedRun]
+    dev_share: Share = 0.0
+    also: dict[str, _Scores] = field(default_factory=dict)
+
+
+def check_results(results: dict[str, Any], where: str) -> None:
+    """Raise UserError unless this is the content of a results.json of which `page` can be made. where: the file, for errors."""
+    found = json_record.convert(results, _Results, where)
+    scored = [trial for trial in found.trials if trial.diverged is None]
+    if not found.runs or not scored or not all(len(scores.of_seeds) for scores in found.also.values()):
+        raise UserError(f"{where}: runs, trials or also is empty: the file is damaged.")
+    if any(None in (trial.top1, trial.loss) for trial in scored):
+        raise UserError(f"{where}: a trial has no top1 or no loss: the file is damaged.")
+    if (found.std is None and len(found.runs) > 1) or any(
+        s.std is None and len(s.of_seeds) > 1 for s in found.also.values()
+    ):
+        raise UserError(f"{where}: std is missing: the file is damaged.")
 
 
 def start_process(run: ChildRun, config: GridConfig) -> int:

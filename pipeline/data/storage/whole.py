@@ -1,4 +1,4 @@
-"""Atomic replacement of files and objects: a reader sees the old content or the new, never a part."""
+"""Files and objects as a whole. They are replaced atomically: a reader sees the old content or the new, never a part."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,6 +6,11 @@ from typing import BinaryIO
 
 from pipeline import files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """The content of a file: see `pipeline.files.read_bytes`; or of an object. Raises FileNotFoundError."""
+    return path.read_bytes() if isinstance(path, BucketPath) else files.read_bytes(path)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Keeps the artifacts and logged models of an MLflow run equal to its run folder. Used by the sender's thread."""
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import path_inside
 from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
@@ -147,7 +149,10 @@ class RunMirror:
         return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
 
     def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
-        files = [Path(model.path) / _WEIGHTS] if self.settings.upload_weights and "://" not in model.path else []
+        files: list[Path] = []
+        if self.settings.upload_weights and "://" not in model.path:
+            with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
+                files = [path_inside(Path(model.path), _WEIGHTS)]
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import open_regular, write_text
 from pipeline.locks import FileLock
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
@@ -240,7 +240,7 @@ class MlflowSender:
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             if state.sent_bytes:
                 file.seek(state.sent_bytes - 1)
                 if file.read(1) != b"\n":  # The file was removed, and this is another one.
