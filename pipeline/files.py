@@ -65,16 +65,17 @@ def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
     """
     root = Path(os.path.realpath(folder))
     path = root / name
+    if Path(name).is_absolute() or os.path.normpath(path) != str(path) or not path.is_relative_to(root):
+        raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
     try:
-        if Path(name).is_absolute() or os.path.normpath(path) != str(path) or not path.is_relative_to(root):
-            raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
-        if os.path.realpath(path) != str(path):
-            raise UserError(f"{folder / name} is a link, or lies behind one.")
+        is_link = os.path.realpath(path) != str(path)
         mode = os.lstat(path).st_mode
     except ValueError:
         raise UserError(f"{os.fspath(name)!a} is not a path.") from None
     except NotADirectoryError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    if is_link:
+        raise UserError(f"{folder / name} is a link, or lies behind one.")
     if not stat.S_ISREG(mode):
         raise _not_regular(folder / name)
     return folder / name

@@ -68,6 +68,8 @@ def read_measured(config: PlanConfig, model: Config, cluster: Cluster) -> Measur
         raise UserError(
             f"bench = {config.bench}: no such file. Make it on the GPU: launch/bench.py gpu json=FILE."
         ) from None
+    except OSError as error:
+        raise UserError(f"bench = {config.bench} cannot be read ({error.strerror}).") from None
     gpu = bench.machine.gpu
     kind = sheet.kind if (sheet := find_gpu(gpu)) else gpu
     if kind != cluster.gpu.kind:

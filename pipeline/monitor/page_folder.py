@@ -124,7 +124,7 @@ class PageFolder:
         A folder that somebody else made may name any file of this machine, by its path or by a link.
         """
         lines = []
-        for name in self._names(names):
+        for name in dict.fromkeys(self._names(names)):
             try:
                 path_inside(self.run_folder, name)
             except FileNotFoundError:
@@ -138,7 +138,8 @@ class PageFolder:
         yield from names
         for folder, folders, files in sorted(os.walk(self.path)):
             inside = Path(folder).relative_to(self.run_folder)
-            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            # A folder with the name of a file is no file of ours, either.
+            links = [name for name in folders if "." in name or os.path.islink(os.path.join(folder, name))]
             for file in sorted([*files, *links]):
                 if file not in _NOT_UPLOADED and not file.startswith("."):
                     yield (inside / file).as_posix()

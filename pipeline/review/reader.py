@@ -41,8 +41,16 @@ T = TypeVar("T")
 _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
-# Files of a run that are read beside those of its page.
-_READ = ("config.json", "config.yaml", architecture.FILE, "results.json", METRICS_FILE)
+# The files of a run that are read, wherever they are.
+_IN_PAGE = ("facts.json", "starts.jsonl", "end.json", "predictions.npz", "plan.txt", "environment.txt")
+_READ = (
+    "config.json",
+    "config.yaml",
+    architecture.FILE,
+    "results.json",
+    METRICS_FILE,
+    *(f"{PAGE}/{name}" for name in _IN_PAGE),
+)
 _MAX_STARTS = 100_000
 _MAX_FLOPS = 1e30
 

@@ -15,6 +15,7 @@ from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector, printable
 from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -87,7 +88,7 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
     """Returns (the archive's top folder with a slash, or "", content of ANNOTATIONS and, if it exists, of WORDS)."""
     found: dict[str, bytes] = {}
     if source.is_dir():
-        found = {name: (source / name).read_bytes() for name in (ANNOTATIONS, WORDS) if (source / name).is_file()}
+        found = {name: read_bytes(source / name) for name in (ANNOTATIONS, WORDS) if (source / name).is_file()}
     elif archive.kind(source) == "zip":
         for member in archive.zip_members(source):
             if _is_text(member.filename, member.file_size):
