@@ -28,6 +28,7 @@ from pipeline.review.statistics import (
     Pair,
     Records,
     by_evaluation,
+    by_loss,
     comparable,
     contenders,
     in_words,
@@ -327,21 +328,40 @@ def _order(score: Score | None) -> float:
 
 
 def curves(records: Records) -> list[Picture]:
-    """The figures of held-out accuracy, held-out loss and training loss."""
-    seeds = seed_groups(records)
-    wanted: tuple[tuple[str, str, Callable[[RunRecord], Series | None], dict[str, bool]], ...] = (
-        ("accuracy.png", "Top-1 accuracy on held-out images", lambda r: r.accuracy, {"percent": True}),
-        ("held_out_loss.png", "Loss on held-out images", lambda r: r.held_out_loss, {}),
-        ("training_loss.png", "Training loss", lambda r: r.metrics.get("loss"), {"smooth": True}),
-    )
-    drawn = (
-        (name, about, draw_curves(records, about, choose, seeds=seeds, **how)) for name, about, choose, how in wanted
-    )
+    """The figures of accuracy and loss on the evaluated images, and of training loss."""
+    losses = by_loss(records)
+    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
+    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
+    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
+    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
+    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
     return [
-        Picture(name, f"{about} of each run against steps, images seen and training FLOPs", content)
-        for name, about, content in drawn
-        if content
+        *_curves(records, "accuracy", accuracies, lambda r: r.accuracy, percent=True),
+        *_curves(records, "held_out_loss", evaluation, lambda r: r.held_out_loss),
+        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
     ]
+
+
+def _evaluated_images(record: RunRecord) -> str:
+    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+    train = record.dataset("training")
+    trained = train.split if train else str(record.settings.get("data.train_split", "train"))
+    return "training images" if record.split == trained else "held-out images"
+
+
+def _curves(
+    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
+) -> Iterator[Picture]:
+    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
+    seeds = seed_groups(records)
+    number = 0
+    for title in dict.fromkeys(about.values()):
+        runs = {name: record for name, record in records.items() if about[name] == title}
+        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
+            number += 1
+            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
+            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
+            yield Picture(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
 
 
 # ---------------------------------------------------------------------- what differs

@@ -302,9 +302,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     unknown = [n for n, r in records.items() if (facts := r.dataset("evaluation")) and not facts.digest]
     if unknown:
         yield f"The fingerprint of the data is unknown for {listed(unknown, MAX_NAMED)}: those are taken to be on the same images if the path is the same."
-    losses = _by_value(records, lambda r: _loss_of(r) if r.settings else "")
-    losses.pop("", None)
-    if len(losses) > 1:
+    if len(losses := by_loss(records)) > 1:
         named = "; ".join(f"{loss}: {listed(names, MAX_NAMED)}" for loss, names in losses.items())
         yield f"The losses measure different things and cannot be compared ({named})."
     seen = sorted({record.images_seen for record in records.values() if record.images_seen})
@@ -319,6 +317,13 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
         yield f"They read images at different sizes ({', '.join(f'{size} px' for size in sizes)}); the score is of each model at its own."
     if unfinished := [f"{n} ({r.outcome})" for n, r in records.items() if r.status not in ("finished", "")]:
         yield f"Not finished: {listed(unfinished, MAX_NAMED)}."
+
+
+def by_loss(records: Records) -> dict[str, list[str]]:
+    """The names of the runs whose losses can be compared, by the loss; runs whose settings are unknown are left out."""
+    losses = _by_value(records, lambda record: _loss_of(record) if record.settings else "")
+    losses.pop("", None)
+    return losses
 
 
 def _loss_of(record: RunRecord) -> str:

@@ -194,6 +194,39 @@ def test_thirty_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "run29" in capsys.readouterr().out
 
 
+def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path) -> None:
+    """And a loss on the split that is trained on is not called held-out."""
+    evaluations = {10: 0.3, 20: 0.4}
+    a = write_run(tmp_path / "a", evaluations=evaluations)
+    b = write_run(tmp_path / "b", "train.loss=softmax", evaluations=evaluations)
+    c = write_run(tmp_path / "c", "optimizer.lr=0.1", evaluations=evaluations)
+    d = write_run(tmp_path / "d", "data.train_split=test", evaluations=evaluations, train_split="test")
+
+    def drawn(*folders: Path) -> dict[str, str]:
+        pictures = compare.curves(compare.named([from_folder(folder) for folder in folders]))
+        return {picture.name: picture.about.partition(" against")[0] for picture in pictures}
+
+    assert drawn(a, c) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of each run",
+        "held_out_loss.png": "Loss on held-out images of each run",
+        "training_loss.png": "Training loss of each run",
+    }
+    assert drawn(a, b, c) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of each run",
+        "held_out_loss.png": "Loss on held-out images (sigmoid) of a, c",
+        "held_out_loss_2.png": "Loss on held-out images (softmax) of b",
+        "training_loss.png": "Training loss (sigmoid) of a, c",
+        "training_loss_2.png": "Training loss (softmax) of b",
+    }
+    assert drawn(a, d) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of a",
+        "accuracy_2.png": "Top-1 accuracy on training images of d",
+        "held_out_loss.png": "Loss on held-out images of a",
+        "held_out_loss_2.png": "Loss on training images of d",
+        "training_loss.png": "Training loss of each run",
+    }
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "run", evaluations={20: 0.5}) for parent in ("a", "b")]
     records = [from_folder(folder) for folder in (*folders, folders[0])]
