@@ -54,7 +54,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
-    trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
     dataset = _check_data(trials[0], config)
     _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
