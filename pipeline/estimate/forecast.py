@@ -25,6 +25,7 @@ from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
+from pipeline.files import as_bytes
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
@@ -154,7 +155,7 @@ def run(config: PlanConfig) -> Forecast:
             print(text)
         else:
             with replacing(Path(config.json)) as file:
-                file.write(text.encode())
+                file.write(as_bytes(text))
     if config.json != "-":
         print("\n".join(describe(forecast)))
         sys.stdout.flush()

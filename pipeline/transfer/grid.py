@@ -188,8 +188,8 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     folder = Path(config.out) / config.name
     title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
     files = {
-        "report.md": markdown(title, page(result)).encode(),
-        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
+        "report.md": markdown(title, page(result)),
+        "results.json": json.dumps(result, indent=1, ensure_ascii=False),
     }
     write_files(folder, files)
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "

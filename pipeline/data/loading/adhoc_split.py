@@ -19,6 +19,7 @@ from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.errors import UserError
+from pipeline.files import as_bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
             images += _in_tar(path, len(numbers))
         else:
             label = numbers.get(path.resolve().parent.name, -1)
-            images.append(_Image(str(path), path, 0, path.stat().st_size, label))
+            images.append(_Image(as_bytes(str(path)).decode(), path, 0, path.stat().st_size, label))
     return AdhocSplit(_as_split(images), list(of_labels))
 
 
@@ -111,7 +112,8 @@ def _in_tar(path: Path, num_classes: int) -> list[_Image]:
                 folder, slash, last = member.name.rpartition("/")
                 key = folder + slash + last.partition(".")[0]
                 if Path(member.name).suffix.lower() in EXTENSIONS and member.isfile():
-                    images[key] = _Image(f"{path.name}/{member.name}", path, member.offset_data, member.size, -1)
+                    name = as_bytes(f"{path.name}/{member.name}").decode()
+                    images[key] = _Image(name, path, member.offset_data, member.size, -1)
                 elif member.name.endswith(".cls") and (content := tar.extractfile(member)):
                     labels[key] = int(content.read())
     except (tarfile.TarError, ValueError) as error:
