@@ -88,13 +88,21 @@ def _not_regular(path: str | os.PathLike[str]) -> UserError:
 # ---------------------------------------------------------------------- writing
 
 
+def as_bytes(text: str) -> bytes:
+    """UTF-8, whatever the locale. A byte of a file name that is no UTF-8 (a lone surrogate in Python) is written as `\\udcXX`.
+
+    In JSON that is the escape from which the same name is read back.
+    """
+    return text.encode(errors="backslashreplace")
+
+
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Replace a small file that only one process writes; it overwrites the hidden file that a killed process left.
 
     durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
     with _replacing(path, path.with_name(f".{path.name}.tmp"), 0o666, durable) as file:
-        file.write(text.encode())
+        file.write(as_bytes(text))
 
 
 @contextmanager

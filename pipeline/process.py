@@ -11,6 +11,7 @@ starts (`site`, for some hundredths of a second) still ends in its traceback: no
 """
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ _INTERRUPTED = "stopped: the same command resumes it\n"
 
 
 def guard(module: str) -> None:
-    """Open closed standard streams on /dev/null, and make Ctrl-C exit with one line and code 130.
+    """Open closed standard streams on /dev/null, make any text printable, and make Ctrl-C exit with one line and code 130.
 
     module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
 
@@ -43,6 +44,9 @@ def guard(module: str) -> None:
             os.open(os.devnull, os.O_RDWR if number else os.O_RDONLY)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - open as long as the process
+    # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     # In a background job SIGINT is ignored, and stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)

@@ -142,3 +142,13 @@ def test_ray_run_reads_a_command_as_the_command_itself_does(end: list[str]) -> N
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "--config: expected one argument" in done.stderr or "nowhere.yaml: no such config file" in done.stderr
+
+
+def test_any_text_can_be_printed() -> None:
+    script = "from pipeline.process import guard; guard('__main__'); print('caf\\udce9 \u00b1')"
+    for encoding, said in (("utf-8:strict", "caf\\udce9 \u00b1\n"), ("ascii:strict", "caf\\udce9 \\xb1\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True
+        )
+        assert done.stdout.decode() == said

@@ -25,6 +25,7 @@ from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, new_model_config
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
+from pipeline.files import as_bytes
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
@@ -118,16 +119,14 @@ class Forecast:
     @property
     def stall_seconds(self) -> float:
         """Time that training waits per checkpoint: for the copy to host memory, and for an unfinished previous checkpoint."""
-        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / (self.config.copy_rate * 1e9)
-        interval = self.plan.checkpoint_every * (self.step_seconds or math.inf)
-        return copying + max(0.0, self.write_seconds - interval)
+        return self._stall(self.planned, self.plan.world_size, self.step_seconds or math.inf)
 
     @property
     def hours(self) -> float | None:
         """Hours of training, including waiting for checkpoints, without evaluation."""
         if self.time is None:
             return None
-        return (self.plan.steps * self.time.total + self.num_checkpoints * self.stall_seconds) / 3600
+        return self.hours_of(self.planned, self.plan.world_size, self.time.total)
 
     @property
     def cost(self) -> float | None:
@@ -136,6 +135,15 @@ class Forecast:
         if hours is None or self.cluster is None or not self.config.price:
             return None
         return hours * self.cluster.num_gpus * self.config.price
+
+    def hours_of(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
+        """As `hours`, of the run in another layout on another number of ranks."""
+        stall = self._stall(planned, ranks, step_seconds)
+        return (self.plan.steps * step_seconds + self.num_checkpoints * stall) / 3600
+
+    def _stall(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
+        copying = copied_bytes(self.model, planned, ranks) / (self.config.copy_rate * 1e9)
+        return copying + max(0.0, self.write_seconds - self.plan.checkpoint_every * step_seconds)
 
 
 def run(config: PlanConfig) -> Forecast:
@@ -147,7 +155,7 @@ def run(config: PlanConfig) -> Forecast:
             print(text)
         else:
             with replacing(Path(config.json)) as file:
-                file.write(text.encode())
+                file.write(as_bytes(text))
     if config.json != "-":
         print("\n".join(describe(forecast)))
         sys.stdout.flush()
@@ -361,7 +369,8 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             cells = [f"{mark} {row.nodes}", f"{row.num_gpus:,}", "-", row.why]
             rows.append(cells + ["-"] * (len(titles) - len(cells)))
             continue
-        hours = forecast.plan.steps * row.time.total / 3600
+        chosen = lay_out(config, row.zero_stage, row.activation_checkpointing)
+        hours = forecast.hours_of(chosen, row.num_gpus, row.time.total)
         rows.append([
             f"{mark} {row.nodes}",
             f"{row.num_gpus:,}",

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
+from pipeline.files import as_bytes
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, png
 
 SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
@@ -139,7 +140,7 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return buffer.getvalue().encode()
+    return as_bytes(buffer.getvalue())
 
 
 # ---------------------------------------------------------------------- the confusion matrix

@@ -79,8 +79,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
-        "report.md": render.page(scores, picture).encode(),
-        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
+        "report.md": render.page(scores, picture),
+        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),
     }
     write_files(folder, files)
     for name, value in render.summary(scores):

@@ -64,9 +64,9 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, drawings, results)
 
-    contents = {f"{name}.png": figures.png(figure) for name, figure in results.drawings.items()}
+    contents: dict[str, bytes | str] = {f"{name}.png": figures.png(figure) for name, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
-    contents["explain.json"] = (json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n").encode()
+    contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
     if "attention" in drawings:
         for old in folder.glob("attention*.png"):
             old.unlink()  # Another choice of layers and heads has other names.

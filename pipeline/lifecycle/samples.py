@@ -18,6 +18,7 @@ from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batc
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.files import as_bytes
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
@@ -155,7 +156,7 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
         writer.writeheader()
         writer.writerows(table)
         with replacing(Path(file)) as out:
-            out.write(text.getvalue().encode())
+            out.write(as_bytes(text.getvalue()))
         return
     lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -188,7 +188,7 @@ class Supervisor:
         """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S")
         print(f"supervise: {line}", flush=True)
-        with open(self.folder / "supervise.log", "a") as file:
+        with open(self.folder / "supervise.log", "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{moment} {line}\n")
         with open(self.folder / "supervise.jsonl", "a") as file:
             file.write(json.dumps({"time": moment, "event": event, "line": line, **facts}) + "\n")

@@ -139,6 +139,17 @@ class GridConfig:
     )
 
     def check(self) -> None:
-        """Raise UserError for run settings that the grid sets itself."""
+        """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
         if given := [override for override in self.settings if override.startswith(_SET_BY_GRID)]:
             raise UserError(f"settings has {', '.join(given)}, which this command sets for each run: leave it out.")
+        names = [self.trial_name(lr) for lr in self.lr]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(
+                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that differ in "
+                "their first six digits."
+            )
+
+    @staticmethod
+    def trial_name(lr: float) -> str:
+        """Name of the run that tries a learning rate."""
+        return f"lr-{lr:g}"

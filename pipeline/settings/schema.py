@@ -29,6 +29,8 @@ REQUIRED = dataclasses.MISSING
 _MAX_TEXT = 4096
 # Upper limit of a number whose setting has none: a larger one is a mistake and would overflow somewhere.
 _MAX_NUMBER = {int: 1e9, float: 1e30}
+# Lower limit of a number other than 0: a smaller one would become 0 somewhere, as a learning rate of 1e-320 does in fp32.
+_MIN_NUMBER = 1e-30
 
 
 class TextForm(NamedTuple):
@@ -233,6 +235,9 @@ def _check_range(number: float | None, rule: Rule, limit: float = math.inf) -> N
         return
     if not rule.accepts(number):
         raise _RefusedError(f"must be {rule.range}.")
+    if 0 < abs(number) < _MIN_NUMBER:
+        or_0 = " or 0" if rule.accepts(0) else ""
+        raise _RefusedError(f"is too small to count: it must be at least {_MIN_NUMBER:g}{or_0}.")
     if rule.max is None and abs(number) > limit:
         raise _RefusedError(f"must be at most {_plain(limit)}.")
 

@@ -262,7 +262,7 @@ def _settings_of(cell: Cell) -> dict[str, Any]:
 
 
 def _refuse_twins(cells: list[Cell]) -> None:
-    """Raise UserError for two cells that are the same run."""
+    """Raise UserError for two cells that are the same run, or have one name, as those of budgets that differ in the seventh digit."""
     seen: dict[str, str] = {}
     for cell in cells:
         # Another length that is as many steps is the same run, too.
@@ -271,6 +271,10 @@ def _refuse_twins(cells: list[Cell]) -> None:
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
+        if cell.name in seen.values():
+            raise UserError(
+                f"two cells would be called {cell.name}: their lengths, budgets or models differ too little."
+            )
         seen[about] = cell.name
 
 

@@ -34,8 +34,8 @@ def write_report(results: StudyResults, folder: Path) -> tuple[list[str], list[P
     blocks = list(page(answers, {name: png for name, png in pictures.items() if png}))
     files = {
         **pictures,
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": single_file(title, blocks).encode(),
+        "report.md": markdown(title, blocks),
+        "report.html": single_file(title, blocks),
         "results.csv": table_csv([csv_row(cell, score_names(results)) for cell in results.cells])
         if results.cells
         else None,

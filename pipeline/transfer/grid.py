@@ -113,7 +113,7 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
-    trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
     dataset = _check_data(trials[0], config)
     _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
@@ -247,8 +247,8 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     folder = Path(config.out) / config.name
     title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
     files = {
-        "report.md": markdown(title, page(result)).encode(),
-        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
+        "report.md": markdown(title, page(result)),
+        "results.json": json.dumps(result, indent=1, ensure_ascii=False),
     }
     write_files(folder, files)
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "

@@ -34,11 +34,11 @@ def run(config: VtabReportConfig) -> list[Column]:
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
-    files = {
+    files: dict[str, bytes | str | None] = {
         **pictures,
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": single_file(title, blocks).encode(),
-        "scores.csv": scores_csv(table).encode(),
+        "report.md": markdown(title, blocks),
+        "report.html": single_file(title, blocks),
+        "scores.csv": scores_csv(table),
     }
     write_files(folder, files)
     for line in summary(table[0]):

@@ -5,6 +5,9 @@ import io
 import json
 import os
 import runpy
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +178,7 @@ def test_a_name_that_is_not_utf8(weights: Path, data: Dataset, tmp_path: Path) -
     folder.mkdir()
     (folder / "1.png").write_bytes(files_of(data)[0])
     (row,) = run(weights, folder, "top=1", f"out={tmp_path / 'table.csv'}")
-    assert row["image"] == f"{tmp_path}/caf\\xe9/1.png"
+    assert row["image"] == f"{tmp_path}/caf\\udce9/1.png"
     assert row["class"] is not None
     with pytest.raises(UserError, match=r"samples.parquet: its path is not UTF-8"):
         run(weights, data.path.rename(folder / "data"))
@@ -216,3 +219,19 @@ def test_a_part_of_a_split(data: Dataset) -> None:
     smaller = part.only(np.array([0, 2]))
     assert (len(smaller), smaller.keys([0, 1]), smaller.shard_sizes.tolist()) == (2, ["val1", "val4"], [2])
     assert smaller.offsets[1] == split.offsets[4]
+
+
+def test_names_that_are_no_utf_8_are_shown_and_written(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    """A photo named in Latin-1 ended in a UnicodeEncodeError."""
+    name = os.fsdecode(b"caf\xe9.jpg")
+    (tmp_path / name).write_bytes(files_of(data)[0])
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        tar.add(tmp_path / name, name)
+    out = tmp_path / "out.csv"
+    command = [sys.executable, str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
+               f"images=[{tmp_path / name},{tmp_path / 'some.tar'}]", "device=cpu"]  # fmt: skip
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "utf-8:strict"}  # As of a locale in UTF-8.
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"caf\\udce9.jpg  " in done.stdout
+    assert "caf\\udce9.jpg" in out.read_text()

@@ -249,3 +249,10 @@ def test_a_slurm_script_has_a_task_for_each_job(
     listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
     assert sorted(listed) == sorted(names(open_study(make(base, SIZES))))
     assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+
+
+def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"two cells would be called .*-0\.001EF-seed0: their lengths, budgets or models"
+    ):
+        open_study(make(base, SCALING, "budgets=[1e-3,1.0000004e-3]"))

@@ -19,6 +19,7 @@ from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 from pipeline.errors import UserError
+from pipeline.files import as_bytes
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def _as_split(images: list[_Image]) -> Split:
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
     starts = np.array([*firsts, len(images)])
     labels = np.array([image.label for image in images], np.int32)
-    # Arrow holds UTF-8 only: other bytes of a file's name are written as \\xe9.
-    names = [image.key.encode(errors="surrogateescape").decode(errors="backslashreplace") for image in images]
+    # Arrow holds UTF-8 only.
+    names = [as_bytes(image.key).decode() for image in images]
     keys = io.BytesIO()
     pq.write_table(pa.table({"key": names}), keys)
     table = pq.ParquetFile(pa.BufferReader(keys.getvalue()))

@@ -23,12 +23,15 @@ def replacing(path: AnyPath) -> Iterator[BinaryIO]:
         yield file
 
 
-def write_files(folder: AnyPath, contents: Mapping[str, bytes | None]) -> None:
-    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it."""
+def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None]) -> None:
+    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it.
+
+    Text is written as `files.as_bytes` does.
+    """
     make_folder(folder)
     for name, content in contents.items():
         if content is None:
             (folder / name).unlink(missing_ok=True)
             continue
         with replacing(folder / name) as file:
-            file.write(content)
+            file.write(files.as_bytes(content) if isinstance(content, str) else content)
