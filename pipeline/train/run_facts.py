@@ -20,7 +20,7 @@ from pipeline.evaluate import architecture
 from pipeline.launcher import ranks_on_host
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, installed_packages
+from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, Origin, RunFacts, installed_packages
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
@@ -30,9 +30,10 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device
-) -> RunFacts:
-    """The facts of a run whose model is built and whose data is open."""
+    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device,
+    origin: Origin | None,
+) -> RunFacts:  # fmt: skip
+    """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
     flops = models.training_flops_per_image(model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
     kind = "finetune" if config.init.weights else "pretrain"
@@ -61,7 +62,7 @@ def run_facts(
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = run_of_weights(config.init.weights) if config.init.weights else None
+    parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
     copies = _test_copies(dataset)
     tags = {
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
@@ -78,9 +79,9 @@ def run_facts(
         )
     ]
     return RunFacts(
-        config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
+        config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or f"{config.data.evaluated_split}_top1",
+        config.checkpoint.best or f"{config.data.evaluated_split}_{'loss' if config.train.masked else 'top1'}", origin=origin,
     )  # fmt: skip
 
 
@@ -111,8 +112,9 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
 
 
 def _description(
-    config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None
-) -> str:
+    config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None,
+    origin: Origin | None,
+) -> str:  # fmt: skip
     """Markdown: what is trained, on what, from what."""
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
@@ -121,7 +123,8 @@ def _description(
         f"Plan: {plan.describe()}.",
     ]
     if config.init.weights:
-        lines.append(f"From the weights in `{config.init.weights}`" + (f", MLflow run `{parent}`." if parent else "."))
+        weights = f"`{origin.path}`, {origin.details}" if origin else f"`{config.init.weights}`"
+        lines.append(f"From the weights in {weights}" + (f"; MLflow run `{parent}`." if parent else "."))
     return "\n\n".join(lines)
 
 

@@ -24,11 +24,13 @@ from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
+from pipeline.model.files import find_file
 from pipeline.monitor.health import SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
-from pipeline.monitor.run_page import RunFacts, hide_passwords
+from pipeline.monitor.run_page import Origin, RunFacts, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -80,11 +82,11 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
+    located, origin = config, None
     if resumed is None and config.init.weights:
-        weights = ranks.on_main(partial(weights_path, config.init.weights, config.track.uri, console.say))
-        located = replace(config, init=replace(config.init, weights=weights))
-    else:
-        located = config
+        # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
+        origin = ranks.on_main(partial(_find_weights, config, console))
+        located = replace(config, init=replace(config.init, weights=origin.path))
     model = resume.initial_model(located, dataset, resumed, console)
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
@@ -101,8 +103,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         engine.load(ShardedTensors.open(resumed), state.engine)
         stop.step = state.step
         console.say(f"resumed from {resumed} at step {state.step:,} of {plan.steps:,}")
-    elif config.init.weights:
-        console.say(f"started from the weights in {config.init.weights}")
+    elif origin is not None:
+        console.say(f"started from the weights in {config.init.weights}: {origin.details}")
     start = state.step
     progress = Progress(start, start, start, list(state.left_out))
 
@@ -130,7 +132,9 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = None
     if ranks.is_main:
-        shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device)
+        if resumed is not None:
+            origin = _saved_origin(folder)
+        shown = run_facts(located, plan, model, dataset, split, evaluation, ranks.device, origin)
         shown = replace(shown, hosts=tuple(sorted(set(hosts))), before=before)
         tracker = _start_tracker(config, plan, shown, folder, engine, model, start, checkpoints)
     for line in tracker.notes if tracker else []:
@@ -149,6 +153,19 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         progress, counts, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip
+
+
+def _find_weights(config: RunConfig, console: Console) -> Origin:
+    """The weights that a run begins with, which it may go on without later. Raises UserError if there are none."""
+    assert config.init.weights is not None
+    return find_origin(find_file(Path(weights_path(config.init.weights, config.track.uri, console.say))))
+
+
+def _saved_origin(folder: Path) -> Origin | None:
+    """The weights that a run began with, as its first start found them; None for a run of an earlier version."""
+    with contextlib.suppress(UserError):
+        return PageFolder(folder).read_facts().facts.origin
+    return None
 
 
 def _start_tracker(

@@ -14,7 +14,7 @@ from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, is_loss
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
@@ -179,7 +179,7 @@ class RunMirror:
         if score is None:
             return
         best = store.tags_of_alias(name, "best")
-        sign = -1 if self.facts.score.endswith("loss") else 1
+        sign = -1 if is_loss(self.facts.score) else 1
         if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
             self.warn(
                 f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, is_score, metric_name
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -208,7 +208,8 @@ class MlflowSender:
         run_id = state.run_id
 
         def log(records: Sequence[Record]) -> None:
-            store.log_metrics(run_id, records, self._tags_of(records))
+            shown = [replace(record, metrics=self.facts.with_score(record.metrics)) for record in records]
+            store.log_metrics(run_id, shown, self._tags_of(records))
 
         while lines:
             num_bytes, num_metrics = 0, 0
@@ -232,11 +233,15 @@ class MlflowSender:
         return store, state
 
     def _tags_of(self, records: Sequence[Record]) -> dict[str, str]:
-        """The tag that shows in the list of runs how far this one is."""
-        if not self.facts.steps or not records:
-            return {}
-        step = max(record.step for record in records)
-        return {"progress": f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"}
+        """The tags that show in the list of runs how far this one is, and how good."""
+        tags = {}
+        if self.facts.steps and records:
+            step = max(record.step for record in records)
+            tags["progress"] = f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"
+        for record in records:
+            if (name := self.facts.score_among(record.metrics.keys())) in record.metrics:
+                tags[SCORE] = self.facts.score_in_words(name, record.metrics[name])
+        return tags
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""

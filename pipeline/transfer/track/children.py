@@ -22,7 +22,7 @@ from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_page import DatasetFacts, hide_passwords
+from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords
 from pipeline.progress import duration
 from pipeline.transfer.track.child_store import ChildStore, KnownChild
 
@@ -51,7 +51,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class ChildRun:
-    """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970."""
+    """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970. score: a metric."""
 
     key: str
     name: str
@@ -62,6 +62,11 @@ class ChildRun:
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetFacts, ...] = ()
+    score: str = ""
+
+    def facts(self) -> RunFacts:
+        """What its line of the list of runs says of its score."""
+        return RunFacts(self.name, "cell", datasets=self.datasets, score=self.score)
 
     def digest(self) -> str:
         """Of what is sent, except times, which a copied folder changes."""
@@ -216,8 +221,11 @@ class ChildSender:
             self._known[child.key] = known
         self._pause()
         # The tags may have changed: a cell that failed before has an outcome now.
-        record = Record(0, child.ended, child.metrics)
-        store.log_metrics(known.run_id, [record], {**child.tags, DIGEST_TAG: digest}, child.parameters)
+        facts = child.facts()
+        record = Record(0, child.ended, facts.with_score(child.metrics))
+        scored = child.metrics.get(child.score)
+        tags = {} if scored is None else {SCORE: facts.score_in_words(child.score, scored)}
+        store.log_metrics(known.run_id, [record], {**child.tags, **tags, DIGEST_TAG: digest}, child.parameters)
         if child.datasets:
             self._pause()
             store.log_datasets(known.run_id, child.datasets)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
@@ -199,6 +200,7 @@ def _child(
         cell_name(cell), _short_name(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
         {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
         tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
+        "val_top1" if cell.stage == "search" else "test_top1",
     )  # fmt: skip
 
 
@@ -247,7 +249,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     return RunFacts(
         f"{_weights_name(config.weights, run)} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
         tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
-        artifacts=("results.json", SWEEP_FILE),
+        artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights)),
     )  # fmt: skip
 
 
