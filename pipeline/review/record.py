@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.run_page import DatasetFacts
-from pipeline.transfer.score_table import OVERALL, Column, column_of
+from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 
 PREDICTIONS = "predictions.npz"
@@ -230,7 +230,9 @@ class RunRecord:
         return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
 
     def _vtab_score(self) -> Score | None:
+        is_vtab = not (self.sweep.unpublished if self.sweep else self.tags.get(UNPUBLISHED_TAG))
+        name = OVERALL if is_vtab else f"{OVERALL}, not all of the published files"
         if self.sweep and (mean := self.sweep.means.get(OVERALL)):
-            return Score(OVERALL, mean.accuracy, None, mean.num_test, mean.interval)
+            return Score(name, mean.accuracy, None, mean.num_test, mean.interval)
         mean_metric = self.metrics.get("vtab_mean")
-        return Score(OVERALL, float(mean_metric.values[-1])) if mean_metric else None
+        return Score(name, float(mean_metric.values[-1])) if mean_metric else None

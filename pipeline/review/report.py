@@ -26,7 +26,7 @@ from pipeline.settings.reports import RunReportConfig
 from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
-from pipeline.transfer.report import absences, origin, score_table
+from pipeline.transfer.report import caveats, origin, score_table
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
           "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
@@ -74,8 +74,11 @@ def run(config: RunReportConfig) -> Path:
 
 def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     """The blocks of the report."""
-    yield lineage.drawing(lineage.lineage_of(record, reader))
     yield from _what_it_is(record)
+    yield Heading("Health")
+    yield from _health(record)
+    yield Heading("Lineage")
+    yield lineage.drawing(lineage.lineage_of(record, reader))
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
@@ -86,8 +89,6 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield from _scores(record)
     yield from _curves(record)
     yield from _figures(record)
-    yield Heading("Health")
-    yield from _health(record)
     yield from _settings(record)
     yield from _data(record)
     yield Heading("Code and environment")
@@ -190,7 +191,7 @@ def _scores(record: RunRecord) -> Iterator[Block]:
         return
     if record.sweep:
         yield Heading("Scores")
-        for line in absences(record.sweep):
+        for line in caveats(record.sweep):
             yield Paragraph(line)
         yield score_table([record.sweep])
         yield Paragraph("Top-1 accuracy in per cent. Brackets are 95 % intervals.")

@@ -24,7 +24,7 @@ from pipeline.settings.study import StudyConfig
 from pipeline.study.cells import Cell, Study
 from pipeline.study.results import CellResult, State
 from pipeline.transfer.child_run import ChildRun, how_ended, read_outcome, start_command, with_track
-from pipeline.transfer.score_table import RESULTS_FILE
+from pipeline.transfer.score_table import RESULTS_FILE, read_results, unpublished_warning
 
 OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
@@ -253,6 +253,15 @@ def _vtab_scores(folder: Path, cell: Cell) -> float | None:
     for row in content["scores"]:
         by_task.setdefault(row["task"], []).append(row["accuracy"])
     return mean(mean(accuracies) for accuracies in by_task.values())
+
+
+def vtab_caveats(study: Study) -> list[str]:
+    """Sentences on the VTAB scores of all cells, for the study's report."""
+    tasks: dict[str, None] = {}
+    for cell in study.cells if study.config.vtab else []:
+        with contextlib.suppress(UserError):
+            tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
+    return unpublished_warning(list(tasks))
 
 
 # -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed

@@ -26,7 +26,7 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job
+from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job, vtab_caveats
 from pipeline.study.cells import Cell, Study, open_study
 from pipeline.study.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.results import State, StudyResults, write_results
@@ -155,7 +155,7 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         f"{study.dataset.path.name}:{first.evaluated_split}",
         study.image_size,
         [result_of(study, cell, ends) for cell in cells],
-        study.notes,
+        [*study.notes, *vtab_caveats(study)],
     )
 
 

@@ -100,7 +100,8 @@ def _of_predictions(answers: Answers) -> Iterator[str]:
     predicted = _predicted(answers)
     if not predicted:
         reasons = [line.no_prediction for line in answers.lines]
-        more = f" The same holds for {len(reasons) - 1} more." if len(reasons) > 1 else ""
+        others = [line.name for line in answers.lines[1:]]
+        more = f" There is none for {listed(others, _MAX_NAMED)} either." if others else ""
         yield f"There is no prediction for a larger run. {reasons[0]}{more}"
         return
     predicted.sort(key=lambda line: line.prediction.error if line.prediction else 1.0)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from pipeline.evaluate.render import shorten
 from pipeline.page import png
-from pipeline.transfer.score_table import OVERALL, Column, Score, members
+from pipeline.transfer.score_table import OVERALL, Column, Score, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
@@ -31,7 +31,7 @@ def draw_tasks(table: Sequence[Column]) -> bytes:
     for label in axes.get_xticklabels():
         label.set_horizontalalignment("right")
         label.set_rotation_mode("anchor")
-    axes.set_title("VTAB-1k: top-1 accuracy on each test split", pad=22)
+    axes.set_title(f"VTAB-1k: top-1 accuracy on each test split{_caveat(table)}", pad=22)
     return png(figure)
 
 
@@ -50,8 +50,13 @@ def draw_means(table: Sequence[Column]) -> bytes:
                 text = f"only {num_scored} of {len(members()[name])} tasks"
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
-    axes.set_title("VTAB-1k: unweighted means over tasks")
+    axes.set_title(f"VTAB-1k: unweighted means over tasks{_caveat(table)}")
     return png(figure)
+
+
+def _caveat(table: Sequence[Column]) -> str:
+    tasks = dict.fromkeys(name for column in table for name in column.unpublished)
+    return "".join(f"\n{line}" for line in unpublished_warning(list(tasks)))
 
 
 def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Score | None]]) -> None:

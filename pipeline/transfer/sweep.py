@@ -65,6 +65,12 @@ class Sweep:
     unusable: dict[Path, str] = field(default_factory=dict)
 
     @property
+    def unpublished(self) -> list[str]:
+        """Names of the tasks whose images are not all of the published files: their scores are not VTAB's."""
+        origins = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
+        return [name for name, origin in origins.items() if not origin.get("published", True)]
+
+    @property
     def tasks(self) -> list[Task]:
         return [task for task in TASKS if task.name in self.datasets]
 

@@ -25,7 +25,7 @@ from pipeline.files import write_text
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
+from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, unpublished_warning
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.track.children import Pace
@@ -150,6 +150,7 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
         "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,
+        "unpublished": sweep.unpublished,
     }
 
 
@@ -199,9 +200,6 @@ def _print_begin(sweep: Sweep, num_cells: int, num_done: int) -> None:
         flush=True,
     )
     _print_notes(sweep)
-    for name, dataset in sweep.datasets.items():
-        if not dataset.info["source"].get("vtab", {}).get("published", True):
-            print(f"{name}: not the published files, so its score is not VTAB's", flush=True)
 
 
 def _in_words(cell: Cell, outcome: Outcome) -> str:
@@ -225,6 +223,8 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
             f"{task.title:<12} {means[-1]:>8.2%}{spread}  ({in_seeds(len(rows))}, {rows[0]['num_test']:,} images)  "
             f"{choice_in_words(rows[0])}"
         )
+    for line in unpublished_warning(sweep.unpublished):
+        print(line)
     if means:
         print(f"mean of {len(means)} tasks: {mean(means):.2%}")
     print(f"results: {folder / RESULTS_FILE}", flush=True)
@@ -263,7 +263,8 @@ def _print_notes(sweep: Sweep) -> None:
         print(
             f"{len(sweep.unusable):,} results of cells cannot be used, and these cells run again: {reason}", flush=True
         )
-    for note in sweep.notes + ([f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []):
+    missing = [f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []
+    for note in [*sweep.notes, *missing, *unpublished_warning(sweep.unpublished)]:
         print(note, flush=True)
 
 

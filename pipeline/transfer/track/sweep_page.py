@@ -15,7 +15,7 @@ from pipeline.settings.run import TrackConfig
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
-from pipeline.transfer.score_table import Column, column_of
+from pipeline.transfer.score_table import Column, column_of, unpublished_warning
 from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, settings_of
 from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
@@ -124,7 +124,7 @@ class SweepPage:
         tried = _tried(outcomes)
         if len({rate for of_task in tried.values() for rate in of_task}) > 1:
             pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(tried)
-        column = self._column or _column_so_far(outcomes)
+        column = self._column or _column_so_far(outcomes, self.sweep.unpublished)
         if column.tasks:
             pictures["accuracy_by_task.png"] = charts.draw_tasks([column])
         return pictures
@@ -242,6 +242,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
         "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
         "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
     ]
+    description += unpublished_warning(sweep.unpublished)
     if sweep.missing:
         description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
     return RunFacts(
@@ -266,9 +267,9 @@ def _tried(outcomes: dict[Cell, Outcome]) -> dict[str, dict[float, tuple[float, 
     return tried
 
 
-def _column_so_far(outcomes: dict[Cell, Outcome]) -> Column:
+def _column_so_far(outcomes: dict[Cell, Outcome], unpublished: list[str]) -> Column:
     scores = [_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
-    return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": []})
+    return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": [], "unpublished": unpublished})
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict[str, Any]:
