@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
         if not path.is_file() and path.exists():
             raise UserError(f"{path} is not a regular file.")
         if path.stat().st_size > max_bytes:
-            raise UserError(f"{path} has {path.stat().st_size} bytes, above the limit of {max_bytes}.")
+            raise UserError(f"{path} has {counted(path.stat().st_size, 'byte')}, above the limit of {max_bytes}.")
         content = path.read_bytes()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None

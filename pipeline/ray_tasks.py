@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.errors import UserError
 from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
+from pipeline.words import counted
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -285,7 +286,7 @@ class _Task:
         if not is_lost:
             raise error
         raise UserError(
-            f"Ray gave up on a task after {self.num_retries} retries: {error} If memory ran out, use fewer tasks at a "
+            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} If memory ran out, use fewer tasks at a "
             "time (num_tasks=...); run the same command again to continue."
         )
 
@@ -368,7 +369,11 @@ def run_ranks(
     most = num_gpus or num_cpus // cpus
     num_ranks = num_ranks or most
     if not 0 < num_ranks <= most:
-        size = f"{num_gpus} GPUs" if num_gpus else f"{num_cpus} CPUs, for {most} ranks of {cpus}"
+        size = (
+            f"{counted(num_gpus, 'GPU')}"
+            if num_gpus
+            else f"{counted(num_cpus, 'CPU')}, for {counted(most, 'rank')} of {cpus}"
+        )
         raise UserError(f"--ranks {num_ranks} do not fit on this cluster: it has {size}.")
     share: dict[str, float] = {"CPU": 1, "GPU": 1} if num_gpus else {"CPU": cpus}
     group = placement_group([share] * num_ranks, strategy="PACK")

@@ -14,6 +14,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
+from pipeline.words import counted
 
 _TOP = 5
 
@@ -45,7 +46,7 @@ class Scores:
 
     def __str__(self) -> str:
         bad = f", {self.num_unreadable} unreadable (counted as wrong)" if self.num_unreadable else ""
-        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
+        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(

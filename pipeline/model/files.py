@@ -19,6 +19,7 @@ from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.model.convert.state_dicts import ConfigFiles
+from pipeline.words import counted
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
@@ -107,7 +108,9 @@ def check_sizes(archive: zipfile.ZipFile) -> None:
             raise ValueError(f'"{entry.filename}" is compressed in a way that no weights file is')
         factor = 1 if entry.compress_type == zipfile.ZIP_STORED else 1032
         if entry.file_size > factor * entry.compress_size + 64:
-            raise ValueError(f'"{entry.filename}" claims {entry.file_size:,} bytes, packed in {entry.compress_size:,}')
+            raise ValueError(
+                f'"{entry.filename}" claims {counted(entry.file_size, "byte")}, packed in {entry.compress_size:,}'
+            )
 
 
 def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:

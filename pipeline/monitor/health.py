@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.distributed import Ranks
 from pipeline.settings.run import HealthConfig
+from pipeline.words import counted
 
 # Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every
 # small change would be a spike.
@@ -222,5 +223,5 @@ def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> li
                 f"hang: rank {rank} on {hosts[rank]} has been in {report}; stack in {folder / f'rank-{rank:05d}.txt'}"
             )
     if waiting and len(waiting) < len(hosts):
-        lines.append(f"hang: {len(waiting)} ranks wait for them in a step; their stacks are in {folder}")
+        lines.append(f"hang: waiting for them in a step: {counted(len(waiting), 'rank')}; stacks in {folder}")
     return lines

@@ -27,6 +27,7 @@ from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
+from pipeline.words import counted
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
           "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
@@ -104,8 +105,8 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     size = f" at {size} px" if (size := record.settings.get("model.image_size")) else ""
     of_model = f" of {record.model}{size}" if record.model else ""
     on = f" on {train.name}" if train else ""
-    parts = [f"{train.num_samples:,} images"] if train and train.num_samples else []
-    parts += [f"{train.num_classes:,} classes"] if train and train.num_classes else []
+    parts = [f"{counted(train.num_samples, 'image')}"] if train and train.num_samples else []
+    parts += [f"{counted(train.num_classes, 'class')}"] if train and train.num_classes else []
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
     weights = lineage.origin_of(record)
@@ -278,16 +279,18 @@ def _health(record: RunRecord) -> Iterator[Block]:
     ]
     unreadable = record.metrics.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:
-        problems.append(f"{int(unreadable.values[-1]):,} held-out images that could not be read, counted as wrong")
+        problems.append(
+            f"{counted(int(unreadable.values[-1]), 'held-out image')} that could not be read, counted as wrong"
+        )
     losses = record.metrics.get("loss")
     if losses and (broken := int(np.count_nonzero(~np.isfinite(losses.values)))):
-        problems.append(f"{broken:,} log lines with a loss that is not finite")
+        problems.append(f"{counted(broken, 'log line')} with a loss that is not finite")
     if record.num_damaged:
-        problems.append(f"{record.num_damaged:,} damaged lines of metrics.jsonl, which are ignored")
+        problems.append(f"{counted(record.num_damaged, 'damaged line')} of metrics.jsonl, which are ignored")
     if record.status not in ("finished", ""):
         problems.append(f"the run is not finished: {record.outcome or record.status}")
     if record.steps and record.status == "finished" and record.last_step < record.steps:
-        problems.append(f"only {record.last_step:,} of {record.steps:,} planned steps are recorded")
+        problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):
         problems.append("the code had changes that are in no commit")
     if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):

@@ -32,6 +32,7 @@ from pipeline.study.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.results import State, StudyResults, write_results
 from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
+from pipeline.words import counted
 
 _SPENT = "spent.json"
 # Least time between two reports of an unfinished study, each of which draws figures.
@@ -123,7 +124,7 @@ def run(
     print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
     if failed := [cell for cell in results.cells if cell.state == "failed"]:
         raise UserError(
-            f"{len(failed)} of {len(results.cells):,} cells failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
+            f"{len(failed)} of {counted(len(results.cells), 'cell')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
             "them again; the report has all others."
         )
     return results
@@ -194,7 +195,7 @@ def _run_cells(
                 names = [cell.name for job in jobs[number:] for cell in job if cell.name in todo]
                 print(
                     f"{clock.hours():.2g} of {study.config.hours:g} hours are spent, and {cells[-1].name} needs {hours:.2g} more: "
-                    f"{len(names)} cells are left out: {', '.join(names)}. A larger hours=... continues.",
+                    f"{counted(len(names), 'cell')} left out: {', '.join(names)}. A larger hours=... continues.",
                     flush=True,
                 )
                 return

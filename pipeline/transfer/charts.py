@@ -10,6 +10,7 @@ from pipeline.evaluate.render import shorten
 from pipeline.page import png
 from pipeline.transfer.score_table import OVERALL, Column, Score, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -47,7 +48,7 @@ def draw_means(table: Sequence[Column]) -> bytes:
         for place, name in enumerate(names):
             if name not in column.means:
                 num_scored = sum(task not in column.absent for task in members()[name])
-                text = f"only {num_scored} of {len(members()[name])} tasks"
+                text = f"only {num_scored} of {counted(len(members()[name]), 'task')}"
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
     axes.set_title(f"VTAB-1k: unweighted means over tasks{_caveat(table)}")

@@ -18,6 +18,7 @@ from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.process import die_with_parent
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
+from pipeline.words import counted
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
 
@@ -127,7 +128,7 @@ def _read_scores(run: ChildRun) -> Scores | None:
     try:
         scores = json_record.read(file, Scores)
         if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
-            raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
+            raise UserError(f"{file}: top1 = {scores.top1} of {counted(scores.num_samples, 'sample')} is out of range.")
         return scores
     except FileNotFoundError:
         return None

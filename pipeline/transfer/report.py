@@ -29,6 +29,7 @@ from pipeline.transfer.score_table import (
 )
 from pipeline.transfer.track.children import attach
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.words import counted
 
 
 def run(config: VtabReportConfig) -> list[Column]:
@@ -110,7 +111,7 @@ def score_table(table: Sequence[Column]) -> Table:
     if 0 < len(common) < len(TASKS):
         bold.add(len(rows))
         means = (f"{100 * mean_of(column, common):.2f}" for column in table)
-        rows.append([f"mean of the {len(common)} tasks that all have", *means])
+        rows.append([f"mean of the {counted(len(common), 'task')} that all have", *means])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
 
 
@@ -129,7 +130,7 @@ def caveats(column: Column) -> Iterator[str]:
     }
     listed = "; ".join(f"{why}: {', '.join(titles[name] for name in names)}" for why, names in reasons.items() if names)
     yield (
-        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {len(TASKS)} tasks have a score ({listed}). A mean "
+        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {counted(len(TASKS), 'task')} have a score ({listed}). A mean "
         "over an incomplete group is not shown."
     )
 

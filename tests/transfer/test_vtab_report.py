@@ -130,7 +130,6 @@ def test_what_was_chosen_is_told_whatever_the_method(tmp_path: Path) -> None:
 def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
     assert intervals.sample_deviation([0.9, 0.92, 0.94]) == pytest.approx(0.02)
     assert intervals.sample_deviation([0.9]) is None
-    assert [intervals.in_seeds(count) for count in (1, 3)] == ["1 seed", "3 seeds"]
 
 
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:

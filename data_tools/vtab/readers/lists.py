@@ -9,6 +9,7 @@ from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 # Names of a task's folder in NOAH and other projects.
 _FOLDERS = {
@@ -78,4 +79,4 @@ def _check_counts(task: Task, folder: AnyPath, rows: dict[str, list[tuple[str, i
     expected = dict(zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True))
     for split, count in expected.items():
         if len(rows[split]) != count:
-            raise UserError(f"{folder}: {split}.txt has {len(rows[split]):,} images, but VTAB has {count:,}.")
+            raise UserError(f"{folder}: {split}.txt has {counted(len(rows[split]), 'image')}, but VTAB has {count:,}.")

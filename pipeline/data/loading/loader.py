@@ -25,6 +25,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import Interrupted, OneRankError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
+from pipeline.words import counted
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
@@ -153,7 +154,7 @@ class Loader:
         if len(self.bad) > self.max_bad:
             row, reason = next(iter(self.bad.items()))
             raise OneRankError(
-                f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{counted(len(self.bad), 'sample')} of {len(self.split)} cannot be read, more than data.max_bad_share = "
                 f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
                 "Check the shards, or raise data.max_bad_share."
             )

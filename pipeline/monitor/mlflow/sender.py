@@ -17,6 +17,7 @@ from pipeline.monitor.mlflow.models import ModelStore
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.words import counted
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -197,7 +198,7 @@ class MlflowSender:
         if not self.facts.steps or not records:
             return {}
         step = max(record.step for record in records)
-        return {"progress": f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"}
+        return {"progress": f"{step / self.facts.steps:.0%} ({step:,} of {counted(self.facts.steps, 'step')})"}
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""

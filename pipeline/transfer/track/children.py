@@ -25,6 +25,7 @@ from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_page import DatasetFacts, hide_passwords
 from pipeline.progress import duration
 from pipeline.transfer.track.child_store import ChildStore, KnownChild, is_refusal
+from pipeline.words import counted
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
@@ -107,7 +108,7 @@ class ChildSender:
         seconds = len(self._queue) * REQUESTS_PER_CHILD / self.pace.requests
         if seconds > self.pace.finish:
             print(
-                f"sending {len(self._queue):,} cells to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
+                f"sending {counted(len(self._queue), 'cell')} to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
                 "leaves those that are missing to the next start of this command",
                 flush=True,
             )
@@ -116,7 +117,7 @@ class ChildSender:
         self._thread.join()
         if self._queue:
             _warn(
-                f"MLflow at {hide_passwords(self.uri)} has not received {len(self._queue):,} cells of {self.folder}: the same "
+                f"MLflow at {hide_passwords(self.uri)} has not received {counted(len(self._queue), 'cell')} of {self.folder}: the same "
                 "command sends them at its next start."
             )
         return not self._queue

@@ -21,6 +21,7 @@ from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell
 from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.words import counted
 
 EXPERIMENT = "vtab"
 _LOG_EVERY = 60.0  # Seconds between two points of the number of cells.
@@ -82,9 +83,7 @@ class SweepPage:
         if error is not None:
             outcome = f"failed: {error}"
         elif self.failed:
-            outcome = (
-                f"failed: {len(self.failed):,} of {self.num_cells:,} cells, such as {next(iter(self.failed.values()))}"
-            )
+            outcome = f"failed: {len(self.failed):,} of {counted(self.num_cells, 'cell')}, such as {next(iter(self.failed.values()))}"
         self._tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=self._result())
 
     def ended(self, cell: Cell, outcome: Outcome) -> None:
@@ -238,7 +237,7 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     found = any(count is not None for count in (header["contamination"] or {}).values())
     description = [
         f"**VTAB-1k of `{Path(config.weights).name}`** (`{sweep.sha256[:16]}`) by protocol {protocol['name']}, {config.method}: "
-        f"{num_cells:,} cells on {len(sweep.datasets)} of {len(TASKS)} tasks, {len(settings_of(config.protocol))} settings.",
+        f"{counted(num_cells, 'cell')} on {len(sweep.datasets)} of {counted(len(TASKS), 'task')}, {len(settings_of(config.protocol))} settings.",
         "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
         "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
     ]

@@ -116,7 +116,7 @@ def test_readable_names(tmp_path: Path) -> None:
     path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
     assert readable_names(["n01", "n02", "n03"], path) == ["gold fish", "tench, Tinca tinca", "n03"]
     assert readable_names(["n01"], "") is None
-    with pytest.raises(UserError, match="names none of the 1 classes, such as cat"):
+    with pytest.raises(UserError, match="names none of the 1 class, such as cat"):
         readable_names(["cat"], path)
 
 
