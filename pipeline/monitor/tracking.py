@@ -1,6 +1,6 @@
 """Metrics of a run: metrics.jsonl, which is always written, and MLflow, which may be unreachable.
 
-`Tracker.log` only appends a line to the file; a thread (mlflow_sender.py) sends the lines to MLflow. So a training step never
+`Tracker.log` only appends a line to the file; a thread (mlflow/sender.py) sends the lines to MLflow. So a training step never
 waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
 
 When steps run again (after a kill, or after a rollback because of a loss spike), their old records are deleted from the file
