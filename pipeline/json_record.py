@@ -39,7 +39,7 @@ def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
         if not path.is_file() and path.exists():
             raise UserError(f"{path} is not a regular file.")
         if path.stat().st_size > max_bytes:
-            raise UserError(f"{path} has {counted(path.stat().st_size, 'byte')}, above the limit of {max_bytes}.")
+            raise UserError(f"{path} has {counted(path.stat().st_size, 'byte')}, above the limit of {max_bytes:,}.")
         content = path.read_bytes()
     except NotADirectoryError:
         raise FileNotFoundError(path) from None

@@ -51,7 +51,7 @@ class Reader:
         assert self._file is not None
         data = _zip_member(self._file, offset, packed, size) if packed > 0 else _exactly(self._file, offset, size)
         if len(data) != size:
-            raise ValueError(f"{counted(len(data), 'byte')}, but {size} when it was listed")
+            raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data
 
 

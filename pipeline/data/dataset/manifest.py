@@ -250,7 +250,7 @@ def _check_shards(
         if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
         if size != expected and (complete or "://" in path):
-            raise UserError(f"{path} has {counted(size, 'byte')}, but {expected} in the manifest. {REMEDY}")
+            raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 
 def _object_sizes(paths: list[str], retry: Retry) -> dict[str, int]:

@@ -196,7 +196,7 @@ class _Ranges:
         reader = path.reader()
         if reader.size() != size:
             raise OSError(
-                f"{path} has {counted(reader.size(), 'byte')}, but {size} in the manifest: it was replaced or damaged."
+                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
             )
         self.read_at, self.until = reader.read_at, until
 

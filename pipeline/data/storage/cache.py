@@ -121,7 +121,7 @@ class ShardCache:
             reader = path.reader()
             if (there := reader.size()) != size:
                 raise OSError(
-                    f"{path} has {counted(there, 'byte')}, but {size} in the manifest: it was replaced or damaged."
+                    f"{path} has {counted(there, 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
                 )
             reader.copy_to(file)
             os.ftruncate(file, size)

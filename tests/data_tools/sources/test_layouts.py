@@ -157,7 +157,7 @@ def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, there are 3 class"),
+        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, the number of class names is 3;"),
         ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
         ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
     ],
