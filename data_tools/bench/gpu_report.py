@@ -259,6 +259,6 @@ def _settings(setup: Setup, batch: int) -> list[str]:
 
 
 def _without_settings(setup: Setup) -> Setup:
-    """What of it no setting of a run gives; `Setup()` for nothing."""
+    """The parts of a set-up that no setting of a run can give; `Setup()` if there are none."""
     mode = "" if setup.compile == "default" else setup.compile
     return replace(setup, engine=False, deterministic=False, fused_optimizer=False, compile=mode)

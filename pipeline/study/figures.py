@@ -356,7 +356,7 @@ def _draw_point(axes: Axes, point: Point, x: float, looks: _Looks) -> None:
 
 
 def _ends(point: Point) -> tuple[float, float]:
-    """Of the interval; of a point without one, its score twice."""
+    """Both ends of the point's interval; its score twice if it has none."""
     return (point.interval.low, point.interval.high) if point.interval else (point.mean, point.mean)
 
 

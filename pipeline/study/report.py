@@ -78,7 +78,7 @@ def page(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Block]:
 
 
 def score_names(results: StudyResults) -> list[str]:
-    """Of all cells, the study's own first."""
+    """Names of the scores that any cell has; the study's own score comes first."""
     names = dict.fromkeys(name for cell in results.cells for name in cell.scores)
     return [results.score, *(name for name in names if name != results.score)]
 

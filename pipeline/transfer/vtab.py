@@ -252,7 +252,7 @@ def _print_plan(sweep: Sweep) -> None:
         print(columns.format(task.title, size, *row))
     print(
         f"{counted(total_cells, 'cell')}, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
-        f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol_title(protocol)} "
+        f"{total_flops / 1e14 / 3600:,.2f} hours at a sustained 100 TFLOP/s. Protocol {protocol_title(protocol)} "
         f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
     )
     _print_notes(sweep)

@@ -65,7 +65,7 @@ class ChildRun:
     datasets: tuple[DatasetFacts, ...] = ()
 
     def digest(self) -> str:
-        """Of what is sent, except times, which a copied folder changes."""
+        """Hash of what is sent, without times, because copying a folder changes these."""
         content = json.dumps([self.status, self.metrics, self.parameters, self.tags], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
