@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pipeline import waits
 from pipeline.errors import CrashError, OneRankCrashError, OneRankError, UserError
 from pipeline.launcher import busy_port, free_port
+from pipeline.words import counted
 
 T = TypeVar("T")
 # This many missing ranks are named.
@@ -137,7 +138,7 @@ def from_environment() -> Ranks:
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise OneRankError(
-                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {torch.cuda.device_count()} GPUs for this process. "
+                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {counted(torch.cuda.device_count(), 'GPU')} for this process. "
                 "Start as many ranks as there are GPUs (deepspeed --num_gpus; CUDA_VISIBLE_DEVICES hides others)."
             )
         device = torch.device("cuda", local_rank)

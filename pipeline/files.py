@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 # Limit of files that are read as a whole. Most have some KB; a list of 14 million excluded samples has some hundred MB.
 MAX_BYTES = 1 << 30
@@ -53,7 +54,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
         size = os.fstat(file.fileno()).st_size
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
     if max(size, len(content)) > max_bytes:
-        raise UserError(f"{path} has {max(size, len(content)):,} bytes, above the limit of {max_bytes:,}.")
+        raise UserError(f"{path} has {counted(max(size, len(content)), 'byte')}, above the limit of {max_bytes:,}.")
     return content
 
 

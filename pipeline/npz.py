@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 from pipeline.json_record import quoted
+from pipeline.words import counted
 
 _MAX_REASON = 300
 
@@ -34,7 +35,7 @@ def read_arrays(
                 for entry in file.zip.infolist():
                     if entry.filename.removesuffix(".npy") in wanted:
                         if max_bytes is not None and entry.file_size > max_bytes:
-                            raise ValueError(f'"{entry.filename}" has {entry.file_size:,} bytes')
+                            raise ValueError(f'"{entry.filename}" has {counted(entry.file_size, "byte")}')
                         _check_array(file.zip, entry)
                 return {name: np.asarray(file[name]) for name in wanted}
     except (UserError, FileNotFoundError):
@@ -56,7 +57,9 @@ def check_sizes(archive: zipfile.ZipFile) -> None:
             raise ValueError(f'"{entry.filename}" is compressed in a way that no such file is')
         factor = 1 if entry.compress_type == zipfile.ZIP_STORED else 1032
         if entry.file_size > factor * entry.compress_size + 64:
-            raise ValueError(f'"{entry.filename}" claims {entry.file_size:,} bytes, packed in {entry.compress_size:,}')
+            raise ValueError(
+                f'"{entry.filename}" claims {counted(entry.file_size, "byte")}, packed in {entry.compress_size:,}'
+            )
 
 
 def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
@@ -66,4 +69,6 @@ def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
         if math.prod(shape) * dtype.itemsize > entry.file_size:
-            raise ValueError(f'"{entry.filename}" claims {quoted(shape)} values, and has {entry.file_size:,} bytes')
+            raise ValueError(
+                f'"{entry.filename}" claims {quoted(shape)} values, and has {counted(entry.file_size, "byte")}'
+            )

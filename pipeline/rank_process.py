@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pipeline.errors import UserError
 from pipeline.launcher import free_port
 from pipeline.process import dying_with_parent
+from pipeline.words import counted
 
 # Seconds between two polls of the ranks.
 _POLL_SECONDS = 0.5
@@ -52,7 +53,7 @@ def ranks_that_fit(
         f"{count} on {address} ({', '.join(f'{int(has.get(name, 0))} {name}s' for name in share)})"
         for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
     )
-    more = f" and {len(nodes) - _NAMED} more nodes" if len(nodes) > _NAMED else ""
+    more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
     each = " and ".join(f"{needed:g} {name}{'s' * (needed > 1)}" for name, needed in share.items())
     asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
     raise UserError(f"{asked} on this cluster. A rank needs {each} of one node, so {most} fit: {arithmetic}{more}.")

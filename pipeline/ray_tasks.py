@@ -22,6 +22,7 @@ from pipeline.errors import Stopped, UserError
 from pipeline.rank_process import Place, RankProcess, local_gpu, rank_environments, ranks_that_fit, wait_for_ranks
 from pipeline.settings.quantities import whole_number
 from pipeline.waits import waiting
+from pipeline.words import counted
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -298,7 +299,7 @@ class _Task:
         if not is_lost:
             raise error
         raise UserError(
-            f"Ray gave up on a task after {self.num_retries} retries: {error} If memory ran out, use fewer tasks at a "
+            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} If memory ran out, use fewer tasks at a "
             "time (num_tasks=...); run the same command again to continue."
         )
 

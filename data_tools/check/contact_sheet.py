@@ -15,6 +15,7 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.random_numbers import Purpose
+from pipeline.words import counted
 
 _TILE, _GAP, _TEXT = 168, 12, 17
 _MARGIN, _TITLE = 24, 58
@@ -45,8 +46,10 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     sheet = Image.new("RGB", (width, 2 * _MARGIN + _TITLE + rows * (tile_height + _GAP)), _PAPER)
     pen = ImageDraw.Draw(sheet)
     pen.text((_MARGIN, _MARGIN), printable(dataset.path.name), _INK, _font(24))
-    of_classes = f", {len(classes)} of {dataset.num_classes:,} classes; the largest classes first" * bool(len(classes))
-    about = f"{len(samples)} of {sum(dataset.info['samples'].values()):,} images{of_classes}"
+    of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
+        len(classes)
+    )
+    about = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
     pen.text((_MARGIN, _MARGIN + 31), _cut(about, _font(14), width - 2 * _MARGIN), _GREY, _font(14))
     for number, sample in enumerate(samples):
         left = _MARGIN + number % columns * (_TILE + _GAP)

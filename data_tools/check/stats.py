@@ -23,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.outputs import try_output
 from pipeline.progress import duration
 from pipeline.settings.data import StatsConfig
+from pipeline.words import counted
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -174,11 +175,11 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
-    print(f"{stats['data']}: {stats['num_classes']:,} classes, fingerprint {stats['fingerprint']}")
+    print(f"{stats['data']}: {counted(stats['num_classes'], 'class')}, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
-        print(f"  {name}: {of['samples']:,} images, {data_size(of['bytes'])} ({formats})")
+        print(f"  {name}: {counted(of['samples'], 'image')}, {data_size(of['bytes'])} ({formats})")
         empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
             classes["empty"]
         )
@@ -198,7 +199,7 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
                 )
         if shards["count"]:
             print(
-                f"    {shards['count']:,} shards of {shards['samples_min']:,} to {shards['samples_max']:,} images; class mix "
+                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}; class mix "
                 f"{shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
                 f"({shards['mix_worst']})"
             )

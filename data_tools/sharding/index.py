@@ -56,6 +56,7 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.progress import duration
 from pipeline.settings.data import IndexConfig
+from pipeline.words import counted
 
 _READ_BYTES = 2**22
 
@@ -226,7 +227,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
     if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
         raise UserError(
-            f"{len(skipped):,} of {num_samples:,} samples are bad, more than max_bad_share = {config.max_bad_share} "
+            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
             "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
         )
     return ordered
@@ -248,7 +249,7 @@ def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
     if repeated := _num_repeated(kept):
         print(
-            f"note: {repeated:,} samples have the key of an earlier sample: all are used, but a key alone does not "
+            f"note: {counted(repeated, 'sample')} with the key of an earlier sample: all are used, but a key alone does not "
             "identify them (samples.py sample=...)"
         )
     return dataset
@@ -304,14 +305,14 @@ def _remove_leftovers(out: AnyPath) -> None:
 
 def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
     if verified:
-        print(f"checked {len(results)} tars: nothing to do")
+        print(f"checked {counted(len(results), 'tar')}: nothing to do")
     empty = sum(not done.shard.samples for done in results)
     if empty:
-        print(f"left out {empty:,} tars without samples")
+        print(f"left out {counted(empty, 'tar')} without samples")
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_skipped = sum(len(done.skipped) for done in results)
-    skipped = f"skipped {num_skipped:,} bad samples (see {SKIPPED})" if num_skipped else "skipped none"
+    skipped = f"skipped {counted(num_skipped, 'bad sample')} (see {SKIPPED})" if num_skipped else "skipped none"
     print(
-        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {len(results) - empty:,} tars, {skipped}; "
+        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(len(results) - empty, 'tar')}, {skipped}; "
         f"{duration(seconds)}; fingerprint {dataset.fingerprint}"
     )

@@ -37,6 +37,7 @@ from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.errors import UserError
 from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
@@ -198,7 +199,11 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     """Raises UserError when too many images are bad. num_read: images read so far."""
     budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
     if len(skipped) > budget:
-        of = f"of the {num_read:,} images read so far are bad" if num_read else "items of the source cannot be used"
+        of = (
+            f"of the {counted(num_read, 'image')} read so far are bad"
+            if num_read
+            else "items of the source cannot be used"
+        )
         raise UserError(
             f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
             f"{len(listing):,}: "
@@ -341,8 +346,8 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Reco
         old, new = existing.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {old.samples:,} images ({old.bytes:,} bytes) of {old.path}; {new['path']} has "
-            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
+            f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']} has "
+            f"{new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the folder."
         )
 
 
@@ -371,7 +376,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
     for note in listing.notes:
         print(note)
     print(
-        f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
+        f"{listing.source}: {counted(len(listing), 'image')} of {counted(len(listing.classes), 'class')}, "
         f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
         flush=True,
     )
@@ -380,7 +385,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
 def _print_copies(copies: Copies) -> None:
     within = len(copies.rows) - copies.of_test
     print(
-        f"merged {within:,} exact copies into others of their split; left out {copies.of_test:,} train images that are "
+        f"merged {counted(within, 'exact copy')} into others of their split; left out {counted(copies.of_test, 'train image')} that are "
         f"copies of images in other splits{f' (see {COPIES})' if copies.rows else ''}",
         flush=True,
     )
@@ -392,17 +397,17 @@ def _print_done(
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
     whole = len(results) - len(made)
     if verified:
-        print(f"checked {len(results)} shards: {f'made {len(made)} again' if made else 'nothing to do'}")
+        print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
     elif whole:
-        print(f"{whole} of {len(results)} shards were whole already")
+        print(f"{whole} of {counted(len(results), 'shard')} were whole already")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
     num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
-    skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
+    skipped = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
-        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "
+        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(num_shards, 'shard')}, "
         f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
         f"fingerprint {dataset.fingerprint}"
     )

@@ -2,7 +2,7 @@
 
 A source in any layout becomes the same `Listing`, so the same images give the same shards whether they come as a folder
 or as a tar. layouts/ holds one file for each layout; detect.py chooses one for layout=auto. Imports pipeline.data and
-progress.py; used by sharding/, check/ and vtab/.
+progress.py; used by the other folders of data_tools.
 """
 
 import shlex

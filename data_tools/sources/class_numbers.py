@@ -23,7 +23,9 @@ class ClassNumbers:
         limit = len(self._names) or _MOST_CLASSES
         if not 0 <= label < limit:
             known = (
-                f"there are {limit:,} class names" if self._names else "class names are not known (label_names=FILE)"
+                f"the number of class names is {limit:,}"
+                if self._names
+                else "class names are not known (label_names=FILE)"
             )
             hint = " Images without a label (-1) belong in no split: leave them out." if label == -1 else ""
             raise UserError(f"{where}: label {quoted(label)} is out of range, {known}; labels begin at 0.{hint}")

@@ -14,6 +14,7 @@ from data_tools.progress import Progress
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
@@ -371,7 +372,7 @@ class Collector:
         keys, twice = table["key"], _repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
-            more = f" ({len(twice):,} such keys)" if len(twice) > 1 else ""
+            more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
                 f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
@@ -393,7 +394,7 @@ class _Few:
             self.first.append(printable(name))
 
     def counted(self, noun: str) -> str:
-        return f"{self.count:,} {noun}{'s' * (self.count > 1)}"
+        return counted(self.count, noun)
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))

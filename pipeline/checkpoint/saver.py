@@ -30,6 +30,7 @@ from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
 from pipeline.distributed import Ranks
 from pipeline.errors import CrashError, UserError
 from pipeline.waits import waiting
+from pipeline.words import counted
 
 _ROOT = Path(__file__).resolve().parents[2]
 # The writer ignores signals and leaves the rank's process tree before its slow imports.
@@ -216,7 +217,7 @@ class Saver:
         if saving is None:
             note = f"{what} between two saves: a new one is started"
         else:
-            before = f"{saving - self.committed_step:,} steps before" if self.committed_step else "none before"
+            before = f"{counted(saving - self.committed_step, 'step')} before" if self.committed_step else "none before"
             note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
         if any(given.again for given in unanswered):
             self._error = CrashError(

@@ -21,6 +21,7 @@ from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
@@ -73,7 +74,7 @@ class Index:
                 there[name] += length
         for name, shape in self.shapes.items():
             if there[name] < prod(shape):
-                raise UserError(f"{where}: {name} has {prod(shape)} elements, and the files {there[name]} of them: the file "
+                raise UserError(f"{where}: {name} has {counted(prod(shape), 'element')}, and the files {there[name]} of them: the file "
                                 "is damaged.")  # fmt: skip
 
 

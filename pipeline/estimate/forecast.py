@@ -31,6 +31,7 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 _GIB = 2**30
 _MAX_IMAGES = 10**6
@@ -260,15 +261,15 @@ def describe(forecast: Forecast) -> list[str]:
 def _describe_run(forecast: Forecast) -> list[str]:
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
-    tokens = f"{model.num_tokens} tokens, " if isinstance(model, ViTConfig) else ""
+    tokens = f"{counted(model.num_tokens, 'token')}, " if isinstance(model, ViTConfig) else ""
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
         "",
-        f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",
-        f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
+        f"  data         {counted(data.samples, 'sample')} of {counted(data.classes, 'class')} ({data.source})",
+        f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
         f"evaluation every {plan.eval_every:,}",
-        f"  batch        {plan.global_batch:,} = {plan.world_size} ranks x {plan.accumulation} x {plan.micro_batch} as configured",
+        f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
         f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
         f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
         "",
@@ -307,7 +308,7 @@ def _describe_memory(forecast: Forecast) -> list[str]:
 def _describe_time(forecast: Forecast) -> list[str]:
     config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
     time, hours = forecast.time, forecast.hours
-    every = f"every {plan.checkpoint_every:,} steps"
+    every = f"every {counted(plan.checkpoint_every, 'step')}"
     lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
     if cluster is None or network is None:
         return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
@@ -384,7 +385,7 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
         ])  # fmt: skip
     return [
-        f"The same run, {forecast.plan.global_batch:,} images a step, on other numbers of nodes (* as given)",
+        f"The same run, {counted(forecast.plan.global_batch, 'image')} a step, on other numbers of nodes (* as given)",
         *_table(titles, rows),
         f"  {advice(forecast.scaling)}",
         "",
@@ -401,26 +402,30 @@ def readers(forecast: Forecast) -> list[str]:
     streams, ranks = config.data.streams, plan.world_size
     lines = []
     if streams >= ranks:
-        lines.append(f"{streams} streams for {ranks} ranks: each reads {math.ceil(streams / ranks)} at a time")
+        lines.append(
+            f"{counted(streams, 'stream')} for {counted(ranks, 'rank')}: each reads {math.ceil(streams / ranks)} at a time"
+        )
     else:
         better = math.gcd(plan.global_batch, ranks)
         lines.append(
-            f"LOW: {streams} streams for {ranks} ranks: {math.ceil(ranks / streams)} ranks read the same shards at a time. "
+            f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}: {counted(math.ceil(ranks / streams), 'rank')} read the same shards at a time. "
             f"Use data.streams={better}."
         )
     if not data.shards:
-        lines.append(f"shards: not known yet; use at least {streams}, of at most {data.samples // streams:,} samples")
+        lines.append(
+            f"shards: not known yet; use at least {streams}, of at most {counted(data.samples // streams, 'sample')}"
+        )
     elif data.shards < streams:
         lines.append(
-            f"LOW: {data.shards} shards for {streams} streams: several read the same shard, which shuffles less. Shard again with "
+            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}: several read the same shard, which shuffles less. Shard again with "
             f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
         )
     else:
-        lines.append(f"{data.shards:,} shards: {data.shards / streams:.1f} per stream")
+        lines.append(f"{counted(data.shards, 'shard')}: {data.shards / streams:.1f} per stream")
     if forecast.step_seconds:
         rate = plan.global_batch / forecast.step_seconds
         per_thread = rate / ranks / config.data.threads
-        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {config.data.threads} decoding threads"
+        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {counted(config.data.threads, 'decoding thread')}"
         if data.bytes:
             text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
         lines.append(text)

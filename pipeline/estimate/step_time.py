@@ -1,7 +1,7 @@
 """Predicts how long a step takes: arithmetic and memory traffic, collectives, and the optimizer.
 
 Collectives are those of DeepSpeed 0.19.8 with the settings of train/zero/engine.py, counted in real steps
-(tests/multiprocess/test_rank_communication.py). Below stage 3 `overlap_comm` is off: nothing is hidden behind the backward pass.
+(tests/multiprocess/test_rank_communication.py). Below stage 3 overlap of communication is off: nothing is hidden behind the backward pass.
 
 Letters: P parameters, p = P / ranks, e bytes of a parameter (fp32 4, 16 bits 2).
 """

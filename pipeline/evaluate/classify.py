@@ -14,6 +14,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
+from pipeline.words import counted
 
 _TOP = 5
 
@@ -48,7 +49,7 @@ class Scores:
         if self.num_unreadable:
             readable = self.num_samples - self.num_unreadable
             bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
-        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
+        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(
@@ -76,7 +77,7 @@ def each_sample(
     """Compute `columns`, tensors (B, ...) of a batch, for all samples of the split.
 
     Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Raises UserError
-    when more images are unreadable than `reader.budget` allows, and Stopped on all ranks when they agree to stop.
+    when more images are unreadable than the reader's budget allows, and Stopped on all ranks when they agree to stop.
     """
     parts, ranks, num_samples = [], reader.ranks, len(reader.split)
     requests = eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)

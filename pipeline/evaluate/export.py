@@ -24,6 +24,7 @@ from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import ExportConfig
+from pipeline.words import counted
 
 NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
@@ -237,9 +238,9 @@ def _images(config: Config) -> Tensor:
 
 def _describe(config: Config) -> str:
     """One line about the model, with the two choices that affect logits: GELU and the epsilon of LayerNorm."""
-    size = f"{config.image_size[0]} x {config.image_size[1]} px, {config.num_classes:,} classes"
+    size = f"{config.image_size[0]} x {config.image_size[1]} px, {counted(config.num_classes, 'class')}"
     if not isinstance(config, ViTConfig):
-        return f"read: BiT ResNet of {sum(config.units)} units, width {config.width}, {size}"
+        return f"read: BiT ResNet of {counted(sum(config.units), 'unit')}, width {config.width}, {size}"
     rows, columns = config.grid
     return (
         f"read: ViT of width {config.width}, depth {config.depth}, {size}; GELU {config.gelu}; LayerNorm eps "

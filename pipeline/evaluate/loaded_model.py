@@ -29,6 +29,7 @@ from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.weights import WeightsConfig
+from pipeline.words import counted
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,13 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
     if not seen.readable.any():
         row = min(seen.problems)
         raise UserError(
-            f"none of the {len(split):,} images of {where} can be read; the first is {split.keys([row])[0]}: "
+            f"none of the {counted(len(split), 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
             f"{seen.problems[row]}. Check the files."
         )
     broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
     if len(broken):
         raise UserError(
-            f"{weights} gives NaN or infinity for {len(broken):,} of {len(split):,} images, the first "
+            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(len(split), 'image')}, the first "
             f"{split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
         )
 

@@ -9,6 +9,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import each_sample
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.masked_patches import Masking
+from pipeline.words import counted
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class MaskedScores:
     def __str__(self) -> str:
         right = "" if self.color_accuracy is None else f"{self.color_accuracy:.2%} of the colours right, "
         bad = f", {self.num_unreadable:,} unreadable (not scored)" if self.num_unreadable else ""
-        return f"masked patches: {right}loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
+        return f"masked patches: {right}loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def score_masked(forward: Callable[..., Tensor], masking: Masking, reader: SplitReader) -> MaskedScores:

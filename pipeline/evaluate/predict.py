@@ -18,6 +18,7 @@ from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_mode
 from pipeline.files import read_bytes
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
+from pipeline.words import counted
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
 TABLE = pa.schema(
@@ -60,7 +61,9 @@ def run(config: PredictConfig) -> pa.Table:
         print(line)
     unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
     more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
-    print(f"{len(keys):,} images{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv"))
+    print(
+        f"{counted(len(keys), 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
+    )
     return table
 
 
@@ -74,7 +77,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     own = read_class_names(config) or loaded.extra.get("classes")
     if own is not None and len(own) != num_classes:
         raise UserError(
-            f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
+            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {num_classes:,} classes."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)

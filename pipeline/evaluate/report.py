@@ -24,6 +24,7 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.weights import ScoreConfig
+from pipeline.words import counted
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.
@@ -125,7 +126,7 @@ def _send(
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
-        head = f"{num_classes:,} classes" if num_classes else "no head"
+        head = f"{counted(num_classes, 'class')}" if num_classes else "no head"
         raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {remedy}")
     if names is None or not config.match_classes:
         return

@@ -32,6 +32,7 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import whole_number
 from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
+from pipeline.words import counted
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
@@ -129,7 +130,7 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: Results) -> 
         results.tables["cost"] = [_cost_row(each) for each in others]
         results.numbers["cost"] = _cost_row(own)
         print(
-            f"{own.image} px in patches of {own.patch}: {own.tokens:,} tokens, {own.macs / 1e9:.4g} GMACs an image, "
+            f"{own.image} px in patches of {own.patch}: {counted(own.tokens, 'token')}, {own.macs / 1e9:.4g} GMACs an image, "
             f"{own.attention_macs / own.macs:.1%} of them attention"
         )
 
@@ -176,7 +177,7 @@ def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.
     for row, reason in loader.bad.items():
         print(f"left out: {split.keys([row])[0]} cannot be read ({reason})")
     if len(loader.bad) == len(rows):
-        raise UserError(f"none of the {len(rows):,} images chosen of {', '.join(config.images)} can be read.")
+        raise UserError(f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read.")
     return np.concatenate(kept), torch.cat(pixels)
 
 
@@ -201,7 +202,7 @@ def _draw_attention(
     if "distance" in drawings:
         averaged = attention.distances[: config.num_averaged]
         mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
-        title = f"Mean attention distance (over {len(averaged)} images)"
+        title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
         results.drawings["distance"] = figures.draw_distances(mean, uniform, title)
         results.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
 

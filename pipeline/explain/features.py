@@ -20,6 +20,7 @@ from pipeline.explain import figures, galleries
 from pipeline.explain.explain import read_images
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import FeaturesConfig
+from pipeline.words import counted
 
 # Images whose features are in memory at a time, about.
 _PART = 8192
@@ -98,7 +99,7 @@ def _write_table(
     for row, reason in list(problems.items())[:20]:
         print(f"{split.keys([row])[0]}  cannot be read: {reason}")
     unread = f", {len(problems):,} of them unreadable" if problems else ""
-    print(f"{len(split):,} images{unread}, {seen.values.shape[1]:,} features each. table: {out}")
+    print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
     return similarities
 
 

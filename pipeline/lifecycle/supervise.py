@@ -35,6 +35,7 @@ from pipeline.outputs import try_outputs
 from pipeline.process import check_program
 from pipeline.settings.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 
@@ -105,7 +106,10 @@ class Supervisor:
             idle = 0 if step > max(committed, 0) else idle + 1
             committed = max(committed, step)
             if idle > self.config.restarts:
-                self.say("gave up", f"gave up: {idle} starts in a row have committed nothing new (restarts={idle - 1})")
+                self.say(
+                    "gave up",
+                    f"gave up: {counted(idle, 'start')} in a row have committed nothing new (restarts={idle - 1})",
+                )
                 return 1
             if outcome == "failed":
                 self._count_failures(to_blame(self.hosts, read_failures(self.folder)), "a rank failed or fell silent")
@@ -159,7 +163,7 @@ class Supervisor:
         first = next(iter(self.hosts))
         self.hosts = largest_fitting(left, self._fits)
         idle = sum(left.values()) - sum(self.hosts.values())
-        unused = f"; {idle} slots stay idle, for the batch of {self.run.train.global_batch}" if idle else ""
+        unused = f"; {counted(idle, 'slot')} idle, for the batch of {self.run.train.global_batch}" if idle else ""
         kept = ", ".join(f"{name} ({slots})" for name, slots in self.hosts.items())
         self.say(
             "hosts", f"going on without {', '.join(dropped)}, on {kept}{unused}", dropped=dropped, hosts=self.hosts

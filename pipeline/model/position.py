@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.model.variants import Config, ImageSize, Kernel, ViTConfig, as_pair
+from pipeline.words import counted
 
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "zoom": {"mode": "bilinear", "align_corners": True},
@@ -150,7 +151,7 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     num_class_rows = num_rows - old_grid[0] * old_grid[1]
     if num_class_rows not in (0, 1):
         raise ValueError(
-            f"a position table of {num_rows} rows does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
+            f"a position table of {counted(num_rows, 'row')} does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
             f"class token. Give old_grid=(rows, columns)."
         )
     if grid == old_grid:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
+from pipeline.words import counted
 
 Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]
@@ -130,7 +131,7 @@ class ViTConfig(_Config):
         if self.num_tokens > _MAX_TOKENS:
             raise UserError(
                 f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
-                f"{self.num_tokens:,} tokens, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
+                f"{counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
             )
         if self.masked:
             self._check_masked()
@@ -212,7 +213,7 @@ class ViTConfig(_Config):
             return ""
         return (
             f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the last "
-            f"{self.unseen[0]} rows and {self.unseen[1]} columns unseen"
+            f"{counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
         )
 
     @property

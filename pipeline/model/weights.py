@@ -27,6 +27,7 @@ from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resampling_note
 from pipeline.model.variants import Config, Gelu, ImageSize, Kernel, ViTConfig, as_pair, config_from_dict
+from pipeline.words import counted
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
@@ -156,14 +157,14 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
         return []
     if len(found.classes) != config.num_classes:
         raise UserError(
-            f"its class names do not fit its head: {len(found.classes):,} names, {config.num_classes:,} classes. "
+            f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {config.num_classes:,} classes. "
             "Correct the names where the file was written."
         )
     # Not an error: the published names of ImageNet-1k contain "crane" twice.
     if repeated := len(found.classes) - len(set(found.classes)):
         first = next(name for name in found.classes if found.classes.count(name) > 1)
         return [
-            f"{repeated} of {len(found.classes):,} class names stand for more than one class, the first {first[:100]!r}"
+            f"{repeated} of {counted(len(found.classes), 'class name')} stand for more than one class, the first {first[:100]!r}"
         ]
     return []
 

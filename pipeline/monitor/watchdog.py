@@ -21,6 +21,7 @@ from pathlib import Path
 from pipeline import distributed, json_record, waits
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.words import counted
 
 _EXIT_CODE = 1
 # How long a rank waits for the reports of the others, in seconds; the one that speaks for all is given some more.
@@ -116,7 +117,7 @@ class Watchdog:
         others = self._waits_of_others()
         if others and self.rank == 0 and not is_own:
             rank, wait = next(iter(others.items()))
-            more = f" (and {len(others) - 1} more ranks wait)" if len(others) > 1 else ""
+            more = f" (and {counted(len(others) - 1, 'more rank')} wait)" if len(others) > 1 else ""
             waits.say("other ranks", f"rank {rank} on {wait.host} waits for {wait.what}{more}")
         return is_own or bool(others)
 
@@ -198,5 +199,7 @@ def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> li
                 f"hang: rank {rank} on {hosts[rank]} has been in {report}; stack in {folder / f'rank-{rank:05d}.txt'}"
             )
     if waiting and len(waiting) < len(hosts):
-        lines.append(f"hang: {len(waiting)} ranks wait for them in a collective call; their stacks are in {folder}")
+        lines.append(
+            f"hang: {counted(len(waiting), 'rank')} wait for them in a collective call; their stacks are in {folder}"
+        )
     return lines

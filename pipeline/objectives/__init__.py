@@ -1,4 +1,4 @@
 """Losses of classification and of masked patch prediction. Pure functions of tensors and seeds.
 
-May import pipeline.model and pipeline.data.loading (batches, mixing). Called by evaluate/, train/ and transfer/.
+Imports pipeline.model and pipeline.data.loading (batches, mixing). Used by evaluate/ and train/.
 """

@@ -38,6 +38,7 @@ from pipeline.review.statistics import (
     seed_groups,
 )
 from pipeline.settings.reports import CompareConfig
+from pipeline.words import counted
 
 # With more runs, a table has no column for each: it lists the runs of each value.
 _MAX_COLUMNS = 6
@@ -235,7 +236,7 @@ def speed(record: RunRecord) -> str:
     """The median training speed; no number for fewer than five log lines."""
     median, count = median_speed(record)
     if not median:
-        return f"{count} log lines, too few" if count else "not logged"
+        return f"{counted(count, 'log line')}, too few" if count else "not logged"
     return f"{median:,.1f}"
 
 
@@ -261,7 +262,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
         shown = [pair for pair in tested if pair.first is tested[0].first]
     clear = sum(pair.corrected < LEVEL for pair in tested)
     yield Paragraph(
-        f"{clear:,} of {len(tested):,} pairs differ by more than noise."
+        f"{clear:,} of {counted(len(tested), 'pair')} with a difference that is more than noise."
         + (" Shown is the best run against others; all pairs are in pairs.csv." if len(shown) < len(tested) else "")
     )
     rows = [
@@ -278,7 +279,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
         " None of these tests knows how much another seed would change a score: train several seeds to know."
     )  # fmt: skip
     yield Paragraph(
-        f"p, corrected: by Holm's method for {len(tested):,} pair{'s' if len(tested) > 1 else ''}; of pairs below 0.05, even one is "
+        f"p, corrected: by Holm's method for {counted(len(tested), 'pair')}; of pairs below 0.05, even one is "
         f"wrong with a probability of at most 5 %. The intervals are of each pair alone. {' '.join(used)}{seeds}"
     )
 

@@ -21,6 +21,7 @@ from pipeline.page import png
 from pipeline.review.budgets import COLOURS, running_mean
 from pipeline.review.record import RunRecord, Series, parse_predictions
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 # A longer series is drawn as its running mean, with its points in the background.
 _SMOOTH_FROM = 100
@@ -177,7 +178,7 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     which = (
         "All classes"
         if len(worst) == len(tested)
-        else f"The {len(worst)} classes of {len(tested):,} with the lowest recall"
+        else f"The {counted(len(worst), 'class')} of {len(tested):,} with the lowest recall"
     )
     axes.set_title(f"{which} (number of images)", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -18,6 +18,7 @@ from pipeline.monitor.run_page import DatasetFacts
 from pipeline.page import Drawing
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
+from pipeline.words import counted
 
 _MAX_ANCESTORS = 8
 _MAX_CHILDREN = 8
@@ -221,8 +222,8 @@ def _data_line(data: DatasetFacts) -> str:
 def _add_data(found: Lineage, record: RunRecord) -> None:
     if (data := record.dataset("training")) is None:
         return
-    count = f"{data.num_samples:,} images" if data.num_samples else ""
-    classes = f"{data.num_classes:,} classes" if data.num_classes else ""
+    count = f"{counted(data.num_samples, 'image')}" if data.num_samples else ""
+    classes = f"{counted(data.num_classes, 'class')}" if data.num_classes else ""
     lines = [data.name, f"data, split {data.split}", data.digest, ", ".join(text for text in (count, classes) if text)]
     key = f"data {data.name} {data.digest}"
     found.add(Box(key, "data", [line for line in lines if line]))

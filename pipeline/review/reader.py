@@ -34,6 +34,7 @@ from pipeline.settings.yaml_reader import parse_yaml
 from pipeline.tracking_uri import sqlite_file
 from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -296,7 +297,7 @@ def _assemble(
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
-        left_out=(f"{num_cut:,} damaged lines of starts.jsonl are ignored",) * bool(num_cut),
+        left_out=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import DatasetFacts
-from pipeline.transfer.score_table import OVERALL, Column, column_of
+from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.words import counted
 
 PREDICTIONS = "predictions.npz"
 _MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.
@@ -156,7 +157,7 @@ class RunRecord:
     @property
     def problems(self) -> list[str]:
         """What of the run's files was not read, in phrases."""
-        lines = [f"{self.num_damaged:,} damaged lines of metrics.jsonl are ignored"] * bool(self.num_damaged)
+        lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
         unread = self._read_predictions[1]
         return [*lines, *self.left_out, *([unread] if unread else [])]
 
@@ -306,7 +307,9 @@ class RunRecord:
         return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
 
     def _vtab_score(self) -> Score | None:
+        is_vtab = not (self.sweep.unpublished if self.sweep else self.tags.get(UNPUBLISHED_TAG))
+        name = OVERALL if is_vtab else f"{OVERALL}, not all of the published files"
         if self.sweep and (mean := self.sweep.means.get(OVERALL)):
-            return Score(OVERALL, mean.accuracy, None, mean.num_test, mean.interval)
+            return Score(name, mean.accuracy, None, mean.num_test, mean.interval)
         mean_metric = self.metrics.get("vtab_mean")
-        return Score(OVERALL, float(mean_metric.values[-1])) if mean_metric else None
+        return Score(name, float(mean_metric.values[-1])) if mean_metric else None

@@ -25,7 +25,8 @@ from pipeline.settings.reports import RunReportConfig
 from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
-from pipeline.transfer.report import absences, origin, score_table
+from pipeline.transfer.report import caveats, origin, score_table
+from pipeline.words import counted
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
           "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
@@ -80,6 +81,10 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     if len(found.left_out) > _MAX_LEFT_OUT:
         yield Paragraph(f"So are {len(found.left_out) - _MAX_LEFT_OUT:,} others.")
     yield from _what_it_is(record)
+    yield Heading("Health")
+    yield from _health(record)
+    yield Heading("Lineage")
+    yield lineage.drawing(lineage.lineage_of(record, reader))
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
@@ -90,8 +95,6 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield from _scores(record)
     yield from _curves(record)
     yield from _figures(record)
-    yield Heading("Health")
-    yield from _health(record)
     yield from _settings(record)
     yield from _data(record)
     yield Heading("Code and environment")
@@ -107,8 +110,8 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     size = f" at {size} px" if (size := record.settings.get("model.image_size")) else ""
     of_model = f" of {record.model}{size}" if record.model else ""
     on = f" on {train.name}" if train else ""
-    parts = [f"{train.num_samples:,} images"] if train and train.num_samples else []
-    parts += [f"{train.num_classes:,} classes"] if train and train.num_classes else []
+    parts = [f"{counted(train.num_samples, 'image')}"] if train and train.num_samples else []
+    parts += [f"{counted(train.num_classes, 'class')}"] if train and train.num_classes else []
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
     weights = lineage.origin_of(record)
@@ -191,7 +194,7 @@ def _scores(record: RunRecord) -> Iterator[Block]:
         return
     if record.sweep:
         yield Heading("Scores")
-        for line in absences(record.sweep):
+        for line in caveats(record.sweep):
             yield Paragraph(line)
         yield score_table([record.sweep])
         yield Paragraph("Top-1 accuracy in per cent. Brackets are 95 % intervals.")
@@ -278,15 +281,17 @@ def _health(record: RunRecord) -> Iterator[Block]:
     ]
     unreadable = record.metrics.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:
-        problems.append(f"{int(unreadable.values[-1]):,} held-out images that could not be read, counted as wrong")
+        problems.append(
+            f"{counted(int(unreadable.values[-1]), 'held-out image')} that could not be read, counted as wrong"
+        )
     losses = record.metrics.get("loss")
     if losses and (broken := int(np.count_nonzero(~np.isfinite(losses.values)))):
-        problems.append(f"{broken:,} log lines with a loss that is not finite")
+        problems.append(f"{counted(broken, 'log line')} with a loss that is not finite")
     problems += record.problems
     if record.status not in ("finished", ""):
         problems.append(f"the run is not finished: {record.outcome or record.status}")
     if record.steps and record.status == "finished" and record.last_step < record.steps:
-        problems.append(f"only {record.last_step:,} of {record.steps:,} planned steps are recorded")
+        problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):
         problems.append("the code had changes that are in no commit")
     if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):

@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.evaluate.intervals import of_samples
 from pipeline.review.budgets import in_seeds
 from pipeline.review.record import RunRecord, as_number
+from pipeline.words import counted
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
@@ -284,7 +285,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
     if len(groups) == 1 and len(groups[0]) == len(records):
         yield (
-            f"All {len(records)} runs were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
+            f"All {counted(len(records), 'run')} were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
             "compared."
         )
     elif groups:
@@ -338,7 +339,7 @@ def scored_on(record: RunRecord) -> str:
         return f"VTAB-1k, {score.name}"
     name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
     split = record.split or record.results.get("split", "unknown")
-    count = f", {score.num_samples:,} images" if score.num_samples else ""
+    count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
     fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
     return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if score.is_loss else ''}"
 

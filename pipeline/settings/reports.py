@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
+from pipeline.words import counted
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -34,7 +35,9 @@ class VtabReportConfig:
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         if self.names and len(self.names) != len(self.sweeps):
-            raise UserError(f"names has {len(self.names)} names for {len(self.sweeps)} sweeps: give as many, or none.")
+            raise UserError(
+                f"names has {counted(len(self.names), 'name')} for {len(self.sweeps)} sweeps: give as many, or none."
+            )
 
 
 _RUN = "a folder (of a run, a grid, a sweep), or an MLflow run as mlflow:ID"

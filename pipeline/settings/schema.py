@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.json_record import quoted, shortened
 from pipeline.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -212,7 +213,7 @@ def _convert_list(kind: Any, value: Any, name: str, where: str, rule: Rule) -> l
     names = [f"{name}[{i}]" if _is_section(inner) else name for i in range(len(values))]
     items = [_convert(inner, item, item_name, where, rule) for item, item_name in zip(values, names, strict=True)]
     if len(items) < rule.min_items:
-        count = "one value" if rule.min_items == 1 else f"{rule.min_items} values"
+        count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
         raise UserError(f"{where}: {name} = {quoted(value)} must have at least {count}.")
     if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
         raise UserError(f"{where}: {name} = {quoted(value)} must have different values: one is there twice.")

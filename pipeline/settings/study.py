@@ -134,7 +134,7 @@ class StudyConfig:
     )  # fmt: skip
     tflops: float = setting(
         0.0,
-        "TFLOP/s that a device keeps up in training, for the plan; 0 takes it from cells that are done, or measures this CPU.",
+        "Sustained TFLOP/s of one device in training, for the plan; 0 takes it from finished cells, or measures this CPU.",
         min=0,
     )
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)

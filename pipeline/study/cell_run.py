@@ -33,7 +33,7 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
-from pipeline.transfer.score_table import RESULTS_FILE, read_results
+from pipeline.transfer.score_table import RESULTS_FILE, read_results, unpublished_warning
 
 OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
@@ -276,6 +276,15 @@ def _vtab_problems(folder: Path, cell: Cell) -> list[str]:
     except UserError as error:
         return [str(error)]
     return []
+
+
+def vtab_caveats(study: Study) -> list[str]:
+    """Sentences on the VTAB scores of all cells, for the study's report."""
+    tasks: dict[str, None] = {}
+    for cell in study.cells if study.config.vtab else []:
+        with contextlib.suppress(UserError):
+            tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
+    return unpublished_warning(list(tasks))
 
 
 # -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed

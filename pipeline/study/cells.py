@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of the whole pre-training run, with the steps that it shares with others."""
+        """FLOPs of the whole pre-training run, including the steps that it shares with others."""
         return float(self.images_seen) * self.flops_per_image
 
 

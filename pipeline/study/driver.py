@@ -26,12 +26,13 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job
+from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job, vtab_caveats
 from pipeline.study.cells import Cell, Study, open_study
 from pipeline.study.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
+from pipeline.words import counted
 
 _SPENT = "spent.json"
 _TO_RUN = ("not run", "failed", "damaged")
@@ -127,7 +128,7 @@ def run(
     print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
     if failed := [cell for cell in read_cells(study, ends).cells if cell.state == "failed"]:
         raise UserError(
-            f"{len(failed)} of {len(results.cells):,} cells failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
+            f"{len(failed)} of {counted(len(results.cells), 'cell')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
             "them again; the report has all others."
         )
     return results
@@ -170,7 +171,7 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         f"{study.dataset.path.name}:{first.evaluated_split}",
         study.image_size,
         [result_of(study, cell, ends) for cell in cells],
-        study.notes,
+        [*study.notes, *vtab_caveats(study)],
     )
 
 
@@ -209,7 +210,7 @@ def _run_cells(
                 names = [cell.name for job in jobs[number:] for cell in job if cell.name in todo]
                 print(
                     f"{clock.hours():.2g} of {study.config.hours:g} hours are spent, and {cells[-1].name} needs {hours:.2g} more: "
-                    f"{len(names)} cells are left out: {', '.join(names)}. A larger hours=... continues.",
+                    f"{counted(len(names), 'cell')} left out: {', '.join(names)}. A larger hours=... continues.",
                     flush=True,
                 )
                 return

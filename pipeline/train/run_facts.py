@@ -24,6 +24,7 @@ from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, Origin, Run
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
+from pipeline.words import counted
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
@@ -105,7 +106,7 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
     return [
         plan.describe(),
         *plan.notes(config),
-        f"{images:,} images, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
+        f"{counted(images, 'image')}, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
         f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
         "In hours and money, for a cluster: launch/plan.py",
     ]
@@ -119,7 +120,7 @@ def _description(
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
         f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}** "
-        f"({len(split):,} images of {dataset.num_classes:,} classes, fingerprint `{dataset.fingerprint}`).",
+        f"({counted(len(split), 'image')} of {counted(dataset.num_classes, 'class')}, fingerprint `{dataset.fingerprint}`).",
         f"Plan: {plan.describe()}.",
     ]
     if config.init.weights:

@@ -49,6 +49,7 @@ from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
+from pipeline.words import counted
 
 
 def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
@@ -114,7 +115,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     flops = models.training_flops_per_image(model.config)
     console.say(
         f"{models.num_parameters(model.config) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{dataset.num_classes} classes, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{counted(dataset.num_classes, 'class')}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     meter = Meter(ranks, clock, flops, peak)
     trace = Trace(

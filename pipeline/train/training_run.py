@@ -37,6 +37,7 @@ from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.objective import Objective
 from pipeline.train.run_counts import RunCounts
+from pipeline.words import counted
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
     from pipeline.train.zero.engine import Engine
@@ -116,7 +117,7 @@ class TrainingRun:
             self.console.say(line)
         if self.engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{self.engine.skipped_steps} steps were skipped by step {progress.step:,}, for a non-finite gradient or a loss "
+                f"{counted(self.engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient or a loss "
                 f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
                 "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )

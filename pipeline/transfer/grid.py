@@ -18,7 +18,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
-from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
+from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.files import write_text
 from pipeline.json_record import Between, Count, Share
 from pipeline.lifecycle.run_folder import RESUME
@@ -36,6 +36,7 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
+from pipeline.words import counted
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage
@@ -143,7 +144,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
         if page:
             page.ended(trial.folder)
     best, num_dev = best_rate(tried)
-    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {num_dev:,} dev images")
+    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {counted(num_dev, 'dev image')}")
 
     finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
     runs: list[dict[str, Any]] = page.runs if page else []
@@ -190,7 +191,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
         other.split(split)
         if other.num_classes != dataset.num_classes:
             raise UserError(
-                f"also: {data} has {other.num_classes:,} classes, {settings.path} has {dataset.num_classes:,}. They must be "
+                f"also: {data} has {counted(other.num_classes, 'class')}, {settings.path} has {dataset.num_classes:,}. They must be "
                 "the same, in the same order."
             )
     return dataset
@@ -252,7 +253,7 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     }
     write_files(folder, files)
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
-    print(f"{title}, {spread}{in_seeds(len(result['runs']))}; report: {folder / 'report.md'}")
+    print(f"{title}, {spread}{counted(len(result['runs']), 'seed')}; report: {folder / 'report.md'}")
 
 
 def page(result: dict[str, Any]) -> list[Block]:
@@ -279,7 +280,7 @@ def page(result: dict[str, Any]) -> list[Block]:
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {best_rate(result['trials'])[1]:,} images, {100 * result['dev_share']:g} % of the training split, held out "
+            f"On {counted(best_rate(result['trials'])[1], 'image')}, {100 * result['dev_share']:g} % of the training split, held out "
             "at random; the final runs then train on all of it, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),

@@ -1,7 +1,7 @@
 """Reads results.json of VTAB-1k sweeps into the columns of one table, beside the paper's; no mean over incomplete groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 OVERALL = "mean of 19 tasks"
 RESULTS_FILE = "results.json"
 _WAY_OUT = "Run its launch/vtab.py again: that writes the file anew from its cells."
+# MLflow tag of a sweep: the tasks that were not made from the published files.
+UNPUBLISHED_TAG = "not_published_files"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class _Results:
     scores: list[_Row]
     failed: list[_Failure]
     missing: list[str]
+    unpublished: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,21 @@ class Column:
     means: dict[str, Score]
     absent: list[str]
     facts: dict[str, Any]
+
+    @property
+    def unpublished(self) -> list[str]:
+        """Names of the scored tasks whose images are not those of the published files."""
+        return [name for name in self.facts.get("unpublished", []) if name in self.tasks]
+
+
+def unpublished_warning(tasks: Sequence[str]) -> list[str]:
+    """What is said wherever scores of these tasks are shown, or their mean; [] for no task."""
+    if not tasks:
+        return []
+    titles = {task.name: task.title for task in TASKS}
+    return [
+        f"Not VTAB-1k scores, because made from other files than the published ones (†): {', '.join(titles[name] for name in tasks)}."
+    ]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -124,6 +142,8 @@ def check_results(results: dict[str, Any], where: str) -> None:
         if (task, seed) in seen:
             raise UserError(f"{where}: {task} has two scores of seed {seed}.")
         seen.add((task, seed))
+    if unknown := set(results.get("unpublished", [])) - known:
+        raise UserError(f"{where}: {min(unknown)!r} is none of VTAB's tasks.")
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:

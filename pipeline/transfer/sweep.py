@@ -22,6 +22,7 @@ from pipeline.settings.run import AugmentConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.words import counted
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
@@ -65,6 +66,12 @@ class Sweep:
     missing: list[str]
     notes: list[str] = field(default_factory=list)
     unusable: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def unpublished(self) -> list[str]:
+        """Names of the tasks whose images are not all of the published files: their scores are not VTAB's."""
+        origins = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
+        return [name for name, origin in origins.items() if not origin.get("published", True)]
 
     @property
     def tasks(self) -> list[Task]:
@@ -119,7 +126,9 @@ class Sweep:
             outcome = json_record.convert(content.pop("outcome", None), dict[str, Any], str(file), "outcome")
             found = json_record.convert(outcome, _Outcome, str(file), "outcome")
             if not (0 <= found.accuracy <= 1 and found.num_images > 0):
-                raise UserError(f"{file}: accuracy {found.accuracy} of {found.num_images} images is out of range.")
+                raise UserError(
+                    f"{file}: accuracy {found.accuracy} of {counted(found.num_images, 'image')} is out of range."
+                )
             if other := [name for name, value in self._about(cell).items() if content.get(name) != value]:
                 raise UserError(f"{file} is of another {other[0]}.")
         except FileNotFoundError:

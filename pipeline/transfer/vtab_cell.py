@@ -46,6 +46,7 @@ from pipeline.train.loop import training_step
 from pipeline.train.objective import Classification
 from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
 # Steps between two checks of the loss, which wait for the device.
@@ -271,7 +272,7 @@ def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -
     warmup = protocol.schedule.warmup.steps(num_samples, protocol.batch, steps)
     if warmup >= steps:
         raise UserError(
-            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {warmup:,} steps, but a training of {setting.length} "
+            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {counted(warmup, 'step')}, but a training of {setting.length} "
             f"has {steps:,}. Use protocol.schedule.warmup=5%."
         )
     return warmup

@@ -196,7 +196,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
         ("from a bucket, only a single data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
-        ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
+        ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
         ("missing.txt cannot be read: No such file", data.path, "class_names=missing.txt"),
         ("top = 0 must be at least 1", data.path, "top=0"),

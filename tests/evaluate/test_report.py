@@ -315,7 +315,7 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     text = markdown("classes", list(render._classes({"per_class": rows})))
     shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| class")][1:]
     assert shown == [*names[1:16], *names[55:]]
-    assert "1 classes have no image in this split" in text
+    assert "Without an image in this split: 1 class;" in text
 
     true = np.array([50, 50, 50, 40, 40, 7, 1, 2])
     predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])

@@ -123,7 +123,7 @@ def test_drawings_that_do_not_apply_are_reported(
         (whole, "head = 3, but .*whole.pt has 2", "head=3"),
         (whole, "head = last must be a number from 1, all, or mean", "head=last"),
         (whole, "num_drawn = 0 must be at least 1", "num_drawn=0"),
-        (whole, "none of the 1 images chosen of .*bad.png can be read", f"images={tmp_path / 'bad.png'}"),
+        (whole, "none of the 1 image chosen of .*bad.png can be read", f"images={tmp_path / 'bad.png'}"),
     ):
         with pytest.raises(UserError, match=words) as error:
             run(weights, tmp_path / "none", *more)

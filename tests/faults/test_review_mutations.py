@@ -313,7 +313,7 @@ def test_only_files_of_the_folder_are_sent(run: Path, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- results of grids, sweeps and studies
 GRID = {
-    "name": "grid", "run": "configs/finetune/x.yaml", "settings": ["seed=1"], "lr": 0.01, "dev_share": 0.1, "weights": "runs/base", "data": "datasets/digits",
+    "name": "grid", "run": "x.yaml", "settings": ["seed=1"], "lr": 0.01, "dev_share": 0.1, "weights": "runs/base", "data": "datasets/digits",
     "split": "test", "trials": [{"lr": 0.01, "top1": 0.5, "loss": 1.0, "num_samples": 30}, {"lr": 1.0, "diverged": "it did"}],
     "runs": [{"seed": 0, "top1": 0.5, "num_samples": 400}, {"seed": 1, "top1": 0.6, "num_samples": 400}], "top1": 0.55, "std": 0.07,
     "also": {"datasets/other": {"top1": 0.5, "std": 0.1, "of_seeds": [0.4, 0.6], "num_samples": 50}},

@@ -157,7 +157,7 @@ def test_a_host_that_failed_twice_is_left_out_and_the_batch_still_divides(tmp_pa
     case = Case(tmp_path, [{**KILLED, "failures": lost}, FINISHED], *options)
     code, output = case.end()
     assert code == 0, output
-    assert "going on without gone, on a (2), c (2); 1 slots stay idle, for the batch of 24" in output
+    assert "going on without gone, on a (2), c (2); 1 slot idle, for the batch of 24" in output
     assert read_hostfile(case.run / "hostfile") == {"a": 2, "c": 2}
     first, second = case.commands()
     assert first[:2] == options

@@ -615,7 +615,7 @@ def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
         ({"layer_norm_eps": 1e30}, None, "layer_norm_eps = 1e+30 must be"),
         ({"image_size": [16, -16]}, None, "config.json: image_size = [16, -16] must be"),
         ({"id2label": {"x": "cat"}}, None, "id2label has the key 'x'"),
-        ({"id2label": {"0": "cat"}}, None, "class names do not fit its head: 1 names, 16 classes"),
+        ({"id2label": {"0": "cat"}}, None, "class names do not fit its head: 1 name, 16 classes"),
         ({}, {"resample": 99}, "preprocessor_config.json: resample = 99 must be from 0 to 5"),
         ({}, {"size": -3}, "preprocessor_config.json: size = -3 must be from 1"),
         ({}, {"size": {"height": 10**9}}, "preprocessor_config.json: size = 1000000000 must be from 1"),

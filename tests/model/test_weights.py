@@ -278,7 +278,7 @@ def test_another_kind_of_file_is_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"classes": ["a"]}, "class names do not fit its head: 1 names, 5 classes"),
+        ({"classes": ["a"]}, "class names do not fit its head: 1 name, 5 classes"),
         ({"classes": ["a", "b", 3, "d", "e"]}, "extra: classes[2] = 3 must be text"),
         ({"classes": "abcde"}, "extra: classes = 'abcde' must be a list of text"),
         ({"preprocessing": {"image_size": "224"}}, "preprocessing.image_size = '224' must be a whole number"),

@@ -97,7 +97,7 @@ def test_hours_limit_a_plan_with_its_arithmetic(base: Path) -> None:
     assert estimated.total(names(study), 1) == pytest.approx(sum(hours))
     assert estimated.total(names(study), 12) == pytest.approx(max(hours))
     with pytest.raises(
-        UserError, match=r"hours = 30 cannot hold this study: 12 cells need .* h with 1 x 1e-09 TFLOP/s"
+        UserError, match=r"hours = 30 cannot hold this study: 12 cells would take .* h with 1 x 1e-09 TFLOP/s"
     ):
         refuse_too_long(study, estimated, study.cells, 0.0, 1)
     refuse_too_long(study, estimated, study.cells[:1], 0.0, 1)

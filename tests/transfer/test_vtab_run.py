@@ -18,7 +18,8 @@ from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.sweep import cell_name, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.sweep import cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.track.sweep_page import _facts
 from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -230,6 +231,29 @@ def test_tasks_that_are_not_prepared_are_named(
     assert "no such data set" in refused(tmp_path, prepared, f"data={tmp_path / 'nowhere'}")
     assert "copy the tasks' data sets to a disk" in refused(tmp_path, prepared, "data=s3://bucket/vtab")
     assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
+
+
+def test_data_sets_of_other_files_than_the_published_ones_are_named(
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, data = (setting.partition("=")[2] for setting in prepared[:2])
+    shutil.copytree(data, tmp_path / "tasks")
+    file = tmp_path / "tasks" / "pets" / "dataset.json"
+    about = json.loads(file.read_text())
+    about["source"]["vtab"] = {"task": "pets", "from": "originals", "published": False, "notes": []}
+    del about["checksum"]  # Of the unchanged file.
+    file.write_text(json.dumps(about))
+    settings = [*prepared, f"weights={weights}", f"data={tmp_path / 'tasks'}"]
+    results = sweep(tmp_path / "out", settings, "method=linear")
+    assert results["unpublished"] == ["pets"]
+    said = "Not VTAB-1k scores, because made from other files than the published ones (†): Pets."
+    assert capsys.readouterr().out.count(said) == 2  # At the beginning, and beside the scores.
+    vtab.run(schema.load(VtabConfig, None, [*settings, "method=linear", "plan=true"]), tmp_path / "out", run_nowhere)
+    assert said in capsys.readouterr().out
+    assert (
+        said
+        in _facts(open_sweep(schema.load(VtabConfig, None, settings), tmp_path / "new"), results, 1, "").description
+    )
 
 
 def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(

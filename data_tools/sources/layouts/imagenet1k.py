@@ -18,6 +18,7 @@ from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 from pipeline.settings.quantities import whole_number
+from pipeline.words import counted
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
@@ -51,7 +52,7 @@ def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector)
     # With these settings, other classes are intended.
     if unknown and not (config.class_map or config.class_list):
         raise UserError(
-            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {len(of_flat):,} classes, "
+            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {counted(len(of_flat), 'class')}, "
             f"such as {min(unknown)!r}. Give the labels that go with it, or the classes to keep: class_list=FILE."
         )
 
@@ -75,7 +76,9 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
     if config.val_labels.endswith(".json"):
         labels, collector.classes = _read_real(config.val_labels, config.label_names, stems)
         bare = sum(not wnids for wnids in labels.values())
-        collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
+        collector.notes.append(
+            f"left out {bare:,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no class"
+        )
     else:
         wnids = _read_wnids(config.val_labels, stems)
         numbers = {stem: number for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
@@ -116,7 +119,7 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
         wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
     else:
         if len(rows) != len(stems):
-            raise UserError(f"val_labels = {val_labels} has {len(rows):,} lines for {len(stems):,} images.")
+            raise UserError(f"val_labels = {val_labels} has {counted(len(rows), 'line')} for {len(stems):,} images.")
         column = [row[0] for row in rows]
         if whole_number(column[0]) is not None:
             column = _by_number(column, val_labels)
@@ -124,7 +127,7 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
     missing = [stem for stem in stems if stem not in wnids]
     if missing:
         raise UserError(
-            f"val_labels = {val_labels} names no class for {len(missing):,} of {len(stems):,} images, such as {missing[0]}."
+            f"val_labels = {val_labels} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as {missing[0]}."
         )
     return {stem: wnids[stem] for stem in stems}
 
@@ -154,5 +157,7 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
     wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
     unknown = [number for number in numbers if number not in wnids]
     if unknown:
-        raise UserError(f"val_labels = {val_labels}: {unknown[0]!r} is none of the {len(wnids):,} numbers in {meta}.")
+        raise UserError(
+            f"val_labels = {val_labels}: {unknown[0]!r} is none of the {counted(len(wnids), 'number')} in {meta}."
+        )
     return [wnids[number] for number in numbers]

@@ -18,6 +18,7 @@ from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
@@ -125,7 +126,7 @@ def split_name(name: str) -> tuple[str, str]:
 def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
     """Returns sorted, distinct labels. Raises ValueError for invalid content."""
     if member.fault or member.size > _MAX_LABEL_BYTES:
-        raise ValueError(member.fault or f"{member.size:,} bytes is too large for labels")
+        raise ValueError(member.fault or f"{counted(member.size, 'byte')} is too large for labels")
     data = read(member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):

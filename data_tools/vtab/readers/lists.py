@@ -1,6 +1,6 @@
 """Reads the copies of VTAB-1k that are common among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
 
-They were exported from tensorflow_datasets (NOAH's get_vtab1k.py and its derivatives); the images were encoded again and
+They were exported from tensorflow_datasets (NOAH/get_vtab1k.py and its derivatives); the images were encoded again and
 named by number. Without the original keys, the splits cannot be proved.
 """
 
@@ -11,6 +11,7 @@ from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.settings.quantities import whole_number
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 # Names of a task's folder in NOAH and other projects.
 _FOLDERS = {
@@ -81,4 +82,4 @@ def _check_counts(task: Task, folder: AnyPath, rows: dict[str, list[tuple[str, i
     expected = dict(zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True))
     for split, count in expected.items():
         if len(rows[split]) != count:
-            raise UserError(f"{folder}: {split}.txt has {len(rows[split]):,} images, but VTAB has {count:,}.")
+            raise UserError(f"{folder}: {split}.txt has {counted(len(rows[split]), 'image')}, but VTAB has {count:,}.")

@@ -23,6 +23,7 @@ from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]
@@ -58,7 +59,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
             found = content.add(path, 0, file_size(path), path.name)
             if found != expected:
-                raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
+                raise UserError(f"{path} has {counted(found, 'record')}, but dataset_info.json says {expected:,}.")
         if None in content.keys:
             # Notes are part of dataset.json: their text must not change.
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")

@@ -25,6 +25,7 @@ from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 FORMAT = "vit-dataset/2"
 # The first format differs in one column of ROWS, where the hash of an image was `sha256`. It can still be read.
@@ -220,7 +221,9 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
     for name, number in (("num_classes", record.num_classes), ("class_names", record.class_names)):
         count = len(number) if isinstance(number, list) else number
         if count not in (None, len(record.classes)):
-            raise UserError(f"{where}: classes has {len(record.classes)} names, but {name} says {count}. {remedy}")
+            raise UserError(
+                f"{where}: classes has {counted(len(record.classes), 'name')}, but {name} says {count}. {remedy}"
+            )
     counts = [*record.samples.values(), *record.shards.values()]
     if list(record.samples) != list(record.shards) or min(counts, default=0) < 0:
         raise UserError(f"{where}: samples = {record.samples} and shards = {record.shards} do not fit. {remedy}")

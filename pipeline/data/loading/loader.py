@@ -24,6 +24,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import Interrupted, OneRankError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
+from pipeline.words import counted
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
@@ -69,7 +70,7 @@ class BadBudget:
         row = min(bad)
         limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
         return (
-            f"{len(bad)} samples of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
+            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
             f"{self.remedy}"
         )
 

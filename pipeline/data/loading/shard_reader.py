@@ -18,6 +18,7 @@ from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
 from pipeline.launcher import ranks_on_host
+from pipeline.words import counted
 
 Request = TypeVar("Request", bound=tuple)
 
@@ -203,7 +204,9 @@ class _Ranges:
     def __init__(self, path: BucketPath, size: int, until: float) -> None:
         reader = path.reader()
         if reader.size() != size:
-            raise OSError(f"{path} has {reader.size()} bytes, but {size} in the manifest: it was replaced or damaged.")
+            raise OSError(
+                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
+            )
         self.read_at, self.until = reader.read_at, until
 
     def is_evicted(self) -> bool:

@@ -19,6 +19,7 @@ from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 from pipeline.locks import FileLock, locked
 from pipeline.waits import Wait, waiting
+from pipeline.words import counted
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -122,7 +123,9 @@ class ShardCache:
         for _ in range(_ATTEMPTS):
             reader = path.reader()
             if (there := reader.size()) != size:
-                raise OSError(f"{path} has {there} bytes, but {size} in the manifest: it was replaced or damaged.")
+                raise OSError(
+                    f"{path} has {counted(there, 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
+                )
             reader.copy_to(file)
             os.ftruncate(file, size)
             with open(os.dup(file), "rb") as content:

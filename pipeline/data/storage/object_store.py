@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pipeline.data.storage.retry import Retry, StorageError
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class Store:
             stream.close()
             arrived = self._connection().get_file_info(key).size
             if arrived != size:
-                raise OSError(f"{arrived} bytes arrived of {size}")
+                raise OSError(f"{counted(arrived, 'byte')} arrived of {size:,}")
 
         # Outside of the attempt: retrying does not help when this machine runs out of memory.
         with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
@@ -136,7 +137,7 @@ class ObjectReader:
                     return None
                 data = file.read_at(size, offset)
                 if len(data) != size:
-                    raise OSError(f"{len(data)} bytes arrived of {size}")
+                    raise OSError(f"{counted(len(data), 'byte')} arrived of {size:,}")
             except OSError:
                 self._file = None
                 raise

@@ -24,7 +24,7 @@ def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.
     """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
 
     Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so that
-    values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than `reader.budget`
+    values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than the reader's budget
     allows, and Stopped on all ranks when they agree to stop.
     """
     values, readable, ranks, batch = [], [], reader.ranks, reader.batch

@@ -9,6 +9,7 @@ from pipeline.errors import UserError
 from pipeline.model.convert import resnets
 from pipeline.model.convert.entries import Entries, Tensors, key_pattern
 from pipeline.model.variants import VARIANTS, Gelu, Kernel, ViTConfig, stem_reduction
+from pipeline.words import counted
 
 
 class PoolNames(NamedTuple):
@@ -252,5 +253,5 @@ def _image_size(
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
         token = "a class token and " if has_token else ""
-        raise UserError(f'"{table}" has {rows} rows, which is not {token}a square grid of patches.')
+        raise UserError(f'"{table}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
     return side * cell, side * cell

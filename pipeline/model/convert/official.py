@@ -27,6 +27,7 @@ from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
+from pipeline.words import counted
 
 Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]
@@ -104,7 +105,7 @@ def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], li
     if prefix:
         kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if others := len(tensors) - len(kept):
-            notes.append(f"{others} arrays outside of {prefix} are left out: not part of this model")
+            notes.append(f"{counted(others, 'array')} outside of {prefix} left out: not part of this model")
         tensors = kept
     # Some BiT files number their convolutions.
     tensors = {re.sub(r"(standardized_conv2d)_\d+", r"\1", key): tensor for key, tensor in tensors.items()}

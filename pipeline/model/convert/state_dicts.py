@@ -23,6 +23,7 @@ from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.model.vit import VisionTransformer
+from pipeline.words import counted
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
@@ -260,7 +261,7 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
             tensors[f"{name}.bias"] = (tensors[f"{name}.bias"].double() * scale).float()
             folded += 1
     if folded:
-        notes.append(f"LayerScale's {folded} tensors folded into the layers that they scale")
+        notes.append(f"LayerScale's {counted(folded, 'tensor')} folded into the layers that they scale")
     for name in ("mask_token", "embeddings.mask_token"):
         if tensors.pop(name, None) is not None:
             notes.append("the mask token, which only pre-training uses, is left out")
@@ -380,7 +381,7 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
     """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class number."""
     if odd := sorted(labels.keys() - {str(i) for i in range(len(labels))}):
         raise UserError(
-            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {len(labels)} classes have the numbers 0 "
+            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {counted(len(labels), 'class')} should have the numbers 0 "
             f"to {len(labels) - 1}."
         )
     names = [labels[str(i)] for i in range(len(labels))]

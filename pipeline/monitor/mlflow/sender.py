@@ -25,6 +25,7 @@ from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, wr
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.words import counted
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
@@ -237,7 +238,7 @@ class MlflowSender:
         tags = {}
         if self.facts.steps and records:
             step = max(record.step for record in records)
-            tags["progress"] = f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"
+            tags["progress"] = f"{step / self.facts.steps:.0%} ({step:,} of {counted(self.facts.steps, 'step')})"
         for record in records:
             if (name := self.facts.score_among(record.metrics.keys())) in record.metrics:
                 tags[SCORE] = self.facts.score_in_words(name, record.metrics[name])

@@ -25,6 +25,7 @@ from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords
 from pipeline.progress import duration
 from pipeline.transfer.track.child_store import ChildStore, KnownChild
+from pipeline.words import counted
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
@@ -69,7 +70,7 @@ class ChildRun:
         return RunFacts(self.name, "cell", datasets=self.datasets, score=self.score)
 
     def digest(self) -> str:
-        """Of what is sent, except times, which a copied folder changes."""
+        """Hash of what is sent, without times, because copying a folder changes these."""
         content = json.dumps([self.status, self.metrics, self.parameters, self.tags], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -112,7 +113,7 @@ class ChildSender:
         seconds = len(self._queue) * REQUESTS_PER_CHILD / self.pace.requests
         if seconds > self.pace.finish:
             print(
-                f"sending {len(self._queue):,} cells to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
+                f"sending {counted(len(self._queue), 'cell')} to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
                 "leaves those that are missing to the next start of this command",
                 flush=True,
             )
@@ -121,7 +122,7 @@ class ChildSender:
         self._thread.join()
         if self._queue:
             _warn(
-                f"MLflow at {hide_passwords(self.uri)} has not received {len(self._queue):,} cells of {self.folder}: the same "
+                f"MLflow at {hide_passwords(self.uri)} has not received {counted(len(self._queue), 'cell')} of {self.folder}: the same "
                 "command sends them at its next start."
             )
         return not self._queue

@@ -6,7 +6,6 @@ from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.errors import UserError
-from pipeline.evaluate.intervals import in_seeds
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
@@ -16,6 +15,7 @@ from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage
+from pipeline.words import counted
 
 
 class GridPage(ParentPage):
@@ -52,7 +52,7 @@ class GridPage(ParentPage):
         self.log(metrics)
         spread = "" if result["std"] is None else f" ± {100 * result['std']:.2f} (standard deviation)"
         self.result = (
-            f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {result['split']}, {in_seeds(len(result['runs']))}, with "
+            f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {result['split']}, {counted(len(result['runs']), 'seed')}, with "
             f"learning rate {result['lr']:g}."
         )
 
@@ -92,7 +92,7 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: 
     description = (
         f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
         f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of `{data.train_split}`, held out; the best "
-        f"one trains on all of it, {in_seeds(len(config.seeds))}. {num_runs} runs, which are shown below this one."
+        f"one trains on all of it, {counted(len(config.seeds), 'seed')}. {counted(num_runs, 'run')}, which are shown below this one."
     )
     return RunFacts(
         config.name, "grid", parameters, tags, tuple(datasets), description, {"parent": parent} if parent else {},

@@ -166,7 +166,7 @@ def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> N
         assert torch.equal(b.valid, ~is_bad)
         assert torch.equal(a.images[~is_bad], b.images[~is_bad])
         assert (b.images[is_bad] == 0).all()
-    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7: its bytes in .*xxh128"):
+    with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7: its bytes in .*xxh128"):
         load(split, max_bad_share=0.0)
 
 
@@ -226,7 +226,7 @@ def test_too_many_bad_samples_stop_the_run(dataset: Dataset) -> None:
 def test_no_budget_stops_at_the_first(dataset: Dataset) -> None:
     split = dataset.split("train")
     spoil(split, 7)
-    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7"):
+    with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7"):
         load(split, max_bad_share=0.0)
 
 

@@ -123,7 +123,7 @@ def test_readable_names(tmp_path: Path) -> None:
     assert readable_names(["n01", "n02"], "", {"n01": "one"}) == ["one", "n02"]
     assert readable_names(["cat"], "", {"n01": "one"}) is None
     assert readable_names(["n01"], path, {"n01": "one"}) == ["gold fish"]
-    with pytest.raises(UserError, match="names none of the 1 classes, such as cat"):
+    with pytest.raises(UserError, match="names none of the 1 class, such as cat"):
         readable_names(["cat"], path, {})
     path = text(tmp_path, "n01 crane\nn01 crane\nn02 tench\nn01 heron\n")
     with pytest.raises(UserError, match=r"synset_names = .* names 'n01' twice, 'crane' and 'heron'"):

@@ -142,7 +142,7 @@ def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> 
     again = [part for sample in zip(images, labels, strict=True) for part in sample]
     write_tar(again, tmp_path / "t/train-1.tar")
     dataset = run(config(tmp_path / "t", splits={"train": ""}))
-    assert "note: 3 samples have the key of an earlier sample" in capfd.readouterr().out
+    assert "note: 3 samples with the key of an earlier sample" in capfd.readouterr().out
     report = verify.run(VerifyConfig(data=str(dataset.path)))
     assert report["is_whole"], report["kinds"]
     split = dataset.split("train")

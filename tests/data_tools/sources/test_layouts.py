@@ -157,7 +157,7 @@ def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, there are 3 class"),
+        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, the number of class names is 3;"),
         ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
         ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
     ],
@@ -260,7 +260,7 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "has class numbers: label_names=FILE names the wnids" in refused(source, val_labels=str(few))
     names = tmp_path / "wnids.txt"
     for text, said in (
-        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, there are 2 class names"),
+        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, the number of class names is 2"),
         ("n01\nn09\nn08\n", "lacks 'n02', a class of the train tar"),
         ("n01\nn02\nn09\n", "the train tar does not have 1 of the 3 classes, such as 'n09'"),
     ):
@@ -430,7 +430,7 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
 
 def test_bad_parquet(tmp_path: Path) -> None:
     path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
-    assert "row 3: label 3 is out of range, there are 3 class names" in refused(path)
+    assert "row 3: label 3 is out of range, the number of class names is 3" in refused(path)
     assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
     assert "column 'label' holds int64, not encoded images" in refused(path, image_column="label", layout="parquet")
     assert "column 'image' holds struct<" in refused(path, label_column="image")
@@ -570,7 +570,7 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     assert listing.classes == [str(number) for number in range(11)]
     names = _text("\n".join(NAMES))(tmp_path)
     said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
-    assert "a.csv, row 1: label 10 is out of range, there are 3 class names" in said
+    assert "a.csv, row 1: label 10 is out of range, the number of class names is 3" in said
 
 
 @pytest.mark.parametrize(
