@@ -21,6 +21,7 @@ from pipeline.words import counted
 
 # Limit of files that are read as a whole. Most have some KB; a list of 14 million excluded samples has some hundred MB.
 MAX_BYTES = 1 << 30
+_PIECE = 1 << 20
 
 
 # ---------------------------------------------------------------------- reading
@@ -52,7 +53,12 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
     """The content of a regular file. Raises as `open_regular`, and UserError for a file above `max_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+        parts, length = [], 0
+        # In pieces: `read` would reserve all of the limit, and a size of 0 may be that of an endless file of the system.
+        while size <= max_bytes and length <= max_bytes and (part := file.read(_PIECE)):
+            parts.append(part)
+            length += len(part)
+    content = b"".join(parts)
     if max(size, len(content)) > max_bytes:
         raise UserError(f"{path} has {counted(max(size, len(content)), 'byte')}, above the limit of {max_bytes:,}.")
     return content
