@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipeline import waits
 from pipeline.errors import CrashError, OneRankCrashError, OneRankError, UserError
 from pipeline.launcher import busy_port, free_port
-from pipeline.waits import NOTICE_SECONDS, waiting
 
 T = TypeVar("T")
 # This many missing ranks are named.
@@ -164,7 +164,9 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
     count = f"vit_pipeline/started/{_attempt()}"
     # Torch's own store joins this one on rank 0. Torchrun's agent has one already.
     hosts_it = ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    with waiting(f"rank 0 to start, on {address}:{port}", 60 * minutes, "engine.timeout_minutes", say=say) as wait:
+    with waits.waiting(
+        f"rank 0 to start, on {address}:{port}", 60 * minutes, "engine.timeout_minutes", say=say
+    ) as wait:
 
         def pause() -> None:
             if wait.left <= 0:
@@ -182,7 +184,7 @@ def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
             store.set(names[ranks.rank], "")
             store.add(count, 1)
             while store.add(count, 0) < ranks.world_size:
-                if speaks and wait.age > NOTICE_SECONDS / 2:
+                if speaks and wait.age > waits.NOTICE_SECONDS / 2:
                     wait.what = (
                         f"{_name_ranks([rank for rank, name in enumerate(names) if not store.check([name])])} to start"
                     )

@@ -1,4 +1,4 @@
-"""A rank as a child process: what a launcher tells it, its output and exit code, and waiting for all ranks. Standard library only.
+"""A rank as a child process: whether it fits, what a launcher tells it, its output and exit code. Standard library only.
 
 Called by ray_tasks.py, where an actor on each node holds one rank.
 """
@@ -12,24 +12,64 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.errors import UserError
 from pipeline.launcher import free_port
 from pipeline.process import die_with_parent
 
 # Seconds between two polls of the ranks.
 _POLL_SECONDS = 0.5
+# This many nodes are named in an error.
+_NAMED = 8
 # Lines of output that are kept of a rank, and printed if it fails.
 _KEPT_LINES = 50
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. address: of its node. gpu: index of its GPU on that node, or -1."""
+    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1."""
 
     address: str
     gpu: int
+
+
+def ranks_that_fit(
+    nodes: Sequence[tuple[str, Mapping[str, float]]], num_ranks: int, cpus: int
+) -> tuple[int, dict[str, float]]:
+    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node has a GPU.
+
+    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the arithmetic.
+    """
+    on_gpus = any(has.get("GPU") for _, has in nodes)
+    share: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpus else {"CPU": cpus}
+    fitting = [int(min(has.get(name, 0) // needed for name, needed in share.items())) for _, has in nodes]
+    most = sum(fitting)
+    if 0 < (num_ranks or most) <= most:
+        return num_ranks or most, share
+    arithmetic = ", ".join(
+        f"{count} on {address} ({amounts({name: has.get(name, 0) for name in share})})"
+        for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
+    )
+    more = f" and {len(nodes) - _NAMED} more nodes" if len(nodes) > _NAMED else ""
+    asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
+    raise UserError(
+        f"{asked} on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic}{more}."
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """As "8 CPUs, 1 GPU"."""
+    return ", ".join(f"{number:g} {name}{'s' * (number != 1)}" for name, number in resources.items())
+
+
+def local_gpu(identity: str, visible: str | None) -> int:
+    """The index by which CUDA knows a GPU: its place in CUDA_VISIBLE_DEVICES (`visible`), if that is set.
+
+    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another one.
+    """
+    return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
 
 
 def rank_environments(places: Sequence[Place], port: int, cpus: int) -> list[dict[str, str]]:

@@ -66,17 +66,6 @@ class RunConfig:
     track: TrackConfig = setting(TrackConfig, "")
     launch: LaunchConfig = setting(LaunchConfig, "")
 
-    @property
-    def commit_minutes(self) -> float:
-        """How long training may wait for a checkpoint. In a bucket, each of its requests may be retried."""
-        in_bucket = "://" in self.checkpoint.folder
-        return self.checkpoint.wait_minutes + (self.data.retry_minutes if in_bucket else 0)
-
-    @property
-    def longest_wait_minutes(self) -> float:
-        """The longest wait that the watchdog allows."""
-        return max(self.data.retry_minutes, self.commit_minutes)
-
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         self._check_augment()

@@ -13,7 +13,7 @@ from pipeline import model as models
 from pipeline import waits
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
+from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
 from pipeline.console import Console
 from pipeline.distributed import from_environment, use_exact_arithmetic
 from pipeline.errors import UserError
@@ -66,7 +66,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes, config.longest_wait_minutes)
+    longest_wait = max(config.data.retry_minutes, commit_minutes(config))
+    start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
     ranks.agree(in_use)
     stop.connect(ranks)
     resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)
@@ -134,7 +135,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     for line in tracker.notes if tracker else []:
         console.say(line)
     saver = Saver(
-        str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say, 60 * config.commit_minutes
+        str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say, 60 * commit_minutes(config)
     )
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, stop.record_failure)
     drawing = Drawing(folder) if ranks.is_main and config.track.figures else None

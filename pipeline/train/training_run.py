@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline import json_record, waits
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.store import Checkpoints, step_name
+from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.console import Console, progress_line
 from pipeline.data.dataset.manifest import Dataset
@@ -119,7 +119,7 @@ class TrainingRun:
         if reaction.roll_back_before is None:
             return False
         self.saver.wait()
-        with waits.waiting("an earlier checkpoint to be read", 60 * config.commit_minutes, "checkpoint.wait_minutes"):
+        with waits.waiting("an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"):
             state = resume.go_back_on_all_ranks(
                 self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
             )
