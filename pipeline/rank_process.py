@@ -50,13 +50,19 @@ def ranks_that_fit(
     if 0 < (num_ranks or most) <= most:
         return num_ranks or most, share
     arithmetic = ", ".join(
-        f"{count} on {address} ({', '.join(f'{int(has.get(name, 0))} {name}s' for name in share)})"
+        f"{count} on {address} ({amounts({name: has.get(name, 0) for name in share})})"
         for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
     )
     more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
-    each = " and ".join(f"{needed:g} {name}{'s' * (needed > 1)}" for name, needed in share.items())
     asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
-    raise UserError(f"{asked} on this cluster. A rank needs {each} of one node, so {most} fit: {arithmetic}{more}.")
+    raise UserError(
+        f"{asked} on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic}{more}."
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """As "8 CPUs, 1 GPU"."""
+    return ", ".join(counted(round(number), name) for name, number in resources.items())
 
 
 def local_gpu(identity: str, visible: str | None) -> int:

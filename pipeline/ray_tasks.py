@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
 from pipeline.errors import Stopped, UserError
-from pipeline.rank_process import Place, RankProcess, local_gpu, rank_environments, ranks_that_fit, wait_for_ranks
+from pipeline.rank_process import (
+    Place,
+    RankProcess,
+    amounts,
+    local_gpu,
+    rank_environments,
+    ranks_that_fit,
+    wait_for_ranks,
+)
 from pipeline.settings.quantities import whole_number
 from pipeline.waits import waiting
 from pipeline.words import counted
@@ -395,14 +403,14 @@ def run_ranks(
 
     group = placement_group([share] * num_ranks, strategy="PACK")
     try:
-        needed = ", ".join(f"{num_ranks * amount:g} {name}s" for name, amount in share.items())
+        needed = amounts({name: num_ranks * amount for name, amount in share.items()})
         free = ray.available_resources()
-        left = ", ".join(f"{free.get(name, 0):g} {name}s" for name in share)
+        left = amounts({name: free.get(name, 0) for name in share})
         busy = UserError(
-            f"the resources of {num_ranks} ranks ({needed}) did not become free within {wait_minutes:g} minutes (--wait-minutes); when "
-            f"this began, {left} of the cluster were free. End other jobs, use fewer --ranks, or wait longer."
+            f"the resources of {counted(num_ranks, 'rank')} ({needed}) did not become free within {wait_minutes:g} minutes (--wait-minutes); when "
+            f"this began, these were: {left}. End other jobs, use fewer --ranks, or wait longer."
         )
-        get([group.ready()], f"{needed} that other jobs hold ({left} are free)", busy)
+        get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})", busy)
         return _run_in_group(group, list(command), num_ranks, share, cpus, get, say, stopping)
     finally:
         remove_placement_group(group)

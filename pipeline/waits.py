@@ -1,7 +1,7 @@
 """Waits that may last: what this process waits for, and for how long at most. Standard library only.
 
 Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a run
-(pipeline/monitor/health.py) does not take it for a hang before its limit is over.
+(pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over.
 """
 
 import contextlib

@@ -321,7 +321,7 @@ def checkpoint_folder(config: "RunConfig") -> AnyPath:
 
 
 def commit_minutes(config: "RunConfig") -> float:
-    """How long training may wait for a checkpoint. In a bucket, each of its requests may be retried."""
+    """How long the watchdog lets training wait for a checkpoint. In a bucket, its requests may be retried meanwhile."""
     in_bucket = "://" in config.checkpoint.folder
     return config.checkpoint.wait_minutes + (config.data.retry_minutes if in_bucket else 0)
 

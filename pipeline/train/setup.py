@@ -70,7 +70,8 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     for line in plan.notes(config) + split.notes() + evaluation.notes():
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes, max(config.data.retry_minutes, commit_minutes(config)))
+    longest_wait = max(config.data.retry_minutes, commit_minutes(config))
+    start_ranks(ranks, config.engine.timeout_minutes, longest_wait)
     ranks.agree(in_use)
     stop.connect(ranks)
     resume.refuse_other_facts(facts, ranks.agree(facts), ranks.rank)

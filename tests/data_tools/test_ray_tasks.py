@@ -1,4 +1,4 @@
-"""Messages about a Ray cluster that cannot be reached, and about a node that dies."""
+"""Messages about a Ray cluster that cannot be reached or is busy, and about a node that dies."""
 
 import os
 import socket
@@ -9,10 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import ray_tasks
-from pipeline.errors import UserError
+from pipeline import ray_tasks, waits
+from pipeline.errors import Stopped, UserError
 
 ROOT = Path(__file__).parents[2]
+
+
+# First: Ray reads its environment when it is imported, as a test below does.
+def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
+    ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "_board", waits._Board())
+    said: list[str] = []
+    held = placement_group([{"CPU": ray_cluster}])
+    try:
+        assert held.wait(60)
+        with pytest.raises(
+            UserError, match=r"the resources of 1 ranks \(1 CPU\) did not become free within 0.01 minutes"
+        ):
+            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: False, wait_minutes=0.01)
+        assert said == ["waiting for 1 CPU, of which other jobs hold some (free: 0 CPUs), at most 1 s (--wait-minutes)"]
+        begin = time.monotonic()
+        with pytest.raises(Stopped):
+            ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: time.monotonic() - begin > 0.3)
+        assert time.monotonic() - begin < 20
+    finally:
+        remove_placement_group(held)
 
 
 def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
