@@ -33,7 +33,7 @@ from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_data
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.errors import UserError
 from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
@@ -293,7 +293,7 @@ def _existing_record(out: AnyPath) -> _Record | None:
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
         return json_record.convert(info, _Record, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        plan = (out / PARTS / PLAN).read_bytes()
+        plan = read_bytes(out / PARTS / PLAN)
         try:
             return json_record.parse(plan, _Record, str(out / PARTS / PLAN))
         except UserError as error:

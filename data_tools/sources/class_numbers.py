@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files import read_bytes
 from pipeline.json_record import quoted
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
@@ -37,7 +38,7 @@ class ClassNumbers:
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(Path(path).expanduser()).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None

@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
@@ -101,7 +102,7 @@ class ShardedTensors:
         """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
-            index = json_record.parse(file.read_bytes(), Index, str(file))
+            index = json_record.parse(read_bytes(file), Index, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         index.check(str(file))

@@ -30,6 +30,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.files import sync_folder, write_text
 
@@ -139,7 +140,7 @@ class Checkpoints:
     def mend_pointer(self, newest: AnyPath) -> bool:
         """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
         try:
-            named = (self.folder / LATEST).read_bytes()
+            named = read_bytes(self.folder / LATEST)
         except FileNotFoundError:
             named = b""
         if named.strip() == newest.name.encode():
@@ -170,7 +171,7 @@ class Checkpoints:
         """Read kept.json. Raises UserError if it is damaged, because the checkpoints it names would be removed."""
         file = self.folder / _KEPT
         try:
-            return json_record.parse(file.read_bytes(), Kept, str(file))
+            return json_record.parse(read_bytes(file), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
         except UserError as error:
@@ -279,7 +280,7 @@ def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
     """Read a writer's progress; an empty status if the file is missing or unreadable."""
     file = path / _status_name(rank, token)
     try:
-        return json_record.parse(file.read_bytes(), WriterStatus, str(file))
+        return json_record.parse(read_bytes(file), WriterStatus, str(file))
     except (FileNotFoundError, UserError):
         return WriterStatus()
 
@@ -323,7 +324,7 @@ def read_state(path: AnyPath) -> State:
     """Read state.json. Raises UserError if it is missing, damaged, or has another format."""
     file = path / "state.json"
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _Format, str(file)).format

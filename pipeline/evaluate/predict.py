@@ -14,6 +14,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.files import read_bytes
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
 
@@ -82,7 +83,7 @@ def read_class_names(config: LookConfig) -> list[str] | None:
     if not config.class_names:
         return None
     try:
-        return Path(config.class_names).expanduser().read_text().splitlines()
+        return read_bytes(Path(config.class_names).expanduser()).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files import read_bytes
 from pipeline.lifecycle.run_folder import Failure
 
 Hosts = dict[str, int]  # name -> slots (ranks), in the order of the ranks
@@ -18,9 +19,11 @@ _CONNECT_SECONDS = 10
 def read_hostfile(path: Path) -> Hosts:
     """Parse lines `name slots=N`; empty lines and comments are ignored. Raises UserError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bytes(path).decode().splitlines()
     except OSError as error:
         raise UserError(f"{path}: the hostfile cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the hostfile cannot be read (it is no text in UTF-8).") from None
     hosts: Hosts = {}
     for line in lines:
         text = line.split("#")[0].strip()

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline import json_record
 from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
 from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.files import read_bytes, replacing
 from pipeline.model.convert.state_dicts import ConfigFiles
 from pipeline.npz import check_sizes
 
@@ -51,7 +51,7 @@ def find_file(path: Path) -> Path:
             f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file; "
             "sharded files (*.index.json) are not supported."
         )
-    name = pointer.read_text(errors="replace").strip()
+    name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
         return file
     raise UserError(f'{pointer}: names "{name[:200]}", which contains no weights. Name another checkpoint folder.')

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.files import open_regular
 from pipeline.installed import shipped
 from pipeline.json_record import MAX_QUOTED, quoted, shortened
 
@@ -68,7 +69,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     A relative path `configs/...` that does not exist is the shipped file of that name.
     """
     try:
-        with open(shipped(path), "rb") as file:
+        with open_regular(shipped(path)) as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")

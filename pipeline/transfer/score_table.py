@@ -45,7 +45,7 @@ class _Row:
 
     task: str
     seed: int
-    accuracy: Share
+    accuracy: float
     num_test: Count
     learning_rate: float | None = None
     weight_decay: float | None = None
@@ -119,7 +119,7 @@ def check_results(results: dict[str, Any], where: str) -> None:
         task, seed = score["task"], score["seed"]
         if task not in known:
             raise UserError(f"{where}: {json_record.quoted(task)} is none of VTAB's tasks.")
-        if score["num_test"] < 1:
+        if not 0 <= score["accuracy"] <= 1 or score["num_test"] < 1:
             raise UserError(f"{where}: {task} has accuracy {score['accuracy']} of {score['num_test']} test images.")
         if (task, seed) in seen:
             raise UserError(f"{where}: {task} has two scores of seed {seed}.")

@@ -14,6 +14,7 @@ from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector, printable
 from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
@@ -79,7 +80,7 @@ def _read_annotations(source: AnyPath) -> tuple[str, bytes]:
     if source.is_dir():
         if not is_tiny_imagenet(source):
             raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
-        return "", (source / ANNOTATIONS).read_bytes()
+        return "", read_bytes(source / ANNOTATIONS)
     if archive.kind(source) == "zip":
         for member in archive.zip_members(source):
             if _is_annotations(member.filename, member.file_size):

@@ -7,6 +7,7 @@ named by number. Without the original keys, the splits cannot be proved.
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
@@ -63,7 +64,7 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
 def _read(path: AnyPath) -> list[tuple[str, int]]:
     rows = []
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bytes(path).decode().splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, start=1):

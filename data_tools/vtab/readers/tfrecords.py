@@ -20,6 +20,7 @@ from data_tools.vtab.readers.original import Original, Pool
 from data_tools.vtab.split import hashed_order
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
@@ -117,7 +118,7 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
     where = f"{folder}/dataset_info.json"
     try:
-        info = json_record.parse((folder / "dataset_info.json").read_bytes(), _DatasetInfo, where)
+        info = json_record.parse(read_bytes(folder / "dataset_info.json"), _DatasetInfo, where)
     except OSError as error:
         raise UserError(f"{where} cannot be read ({error.strerror or error}).") from None
     counts: list[int] = []
@@ -157,7 +158,7 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
 def _label_names(folder: AnyPath) -> list[str]:
     path = folder / "label.labels.txt"
     try:
-        return path.read_text().split("\n")[:-1] if path.is_file() else []
+        return read_bytes(path).decode().split("\n")[:-1] if path.is_file() else []
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text. Prepare the data set again.") from None
 

@@ -44,7 +44,7 @@ from pipeline.data.dataset.tables import (
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.errors import UserError
 from pipeline.settings.quantities import Limit
 
@@ -129,9 +129,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     if not path.exists():
         raise UserError(f"{path}: no such data set. {remedy}")
     try:
-        with (path / INFO).open("rb") as file:
-            text = file.read()
-    except UserError:  # The bucket cannot be used.
+        text = read_bytes(path / INFO)
+    except UserError:  # The bucket cannot be used, or it is no regular file.
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None

@@ -25,6 +25,7 @@ from pyarrow import fs
 from pipeline.data.storage.object_store import ObjectReader, Store
 from pipeline.data.storage.retry import Retry
 from pipeline.errors import UserError
+from pipeline.files import open_regular
 
 _READ_AHEAD = 2**20
 _OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}
@@ -211,11 +212,16 @@ def version(path: AnyPath) -> str:
     return path.store.version(path.key) if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
 
 
+def open_file(path: AnyPath) -> BinaryIO:
+    """A file or an object to read its bytes. Raises FileNotFoundError, and UserError for a local path that is no regular file."""
+    return path.open() if isinstance(path, BucketPath) else open_regular(path)
+
+
 @contextlib.contextmanager
 def fetched(path: AnyPath) -> Iterator[BinaryIO]:
     """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises FileNotFoundError."""
     if isinstance(path, Path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
         return
     with _temporary_file("download-") as copy:

@@ -8,11 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.files import open_regular
 
 
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file. Raises FileNotFoundError, and pa.ArrowException or OSError for a damaged one."""
+    """Open a Parquet file. Raises FileNotFoundError, UserError for what is no file, and pa.ArrowException or OSError for a damaged one."""
     if isinstance(path, Path):
+        open_regular(path).close()  # Arrow would wait for the writer of a FIFO.
         return pq.ParquetFile(path, memory_map=memory_map, **options)
     return _SingleThreaded(path.open(), **options)
 
