@@ -37,7 +37,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except ValueError:  # A NUL, or half of a surrogate pair.
         raise UserError(f"{os.fspath(path)!a} is not a path.") from None
     except OSError as error:
-        if error.errno == errno.ENXIO:  # A socket, or a device without a driver.
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # A socket, a device without a driver, links in a circle.
             raise _not_regular(path) from None
         raise
     mode = os.fstat(descriptor).st_mode

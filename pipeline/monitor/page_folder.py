@@ -112,7 +112,7 @@ class PageFolder:
 
         Only regular files inside of the folder: see `refused`.
         """
-        for name in self._names(names):
+        for name in dict.fromkeys(self._names(names)):
             with contextlib.suppress(FileNotFoundError, UserError):
                 folder = Path(name).parent
                 in_page = folder.relative_to(PAGE).as_posix() if folder.is_relative_to(PAGE) else "."

@@ -27,7 +27,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, StoredRun, hide_passwords, plain_name
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.record import Files, RunRecord, Series, as_count, as_number, can_be
+from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number, can_be
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
@@ -42,15 +42,15 @@ T = TypeVar("T")
 _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
-# The files of a run that are read, wherever they are.
-_IN_PAGE = ("facts.json", "starts.jsonl", "end.json", "predictions.npz", "plan.txt", "environment.txt")
+# Files that are read of a run; a report shows the figures of its page, too.
+_OF_PAGE = ("facts.json", "starts.jsonl", "end.json", "plan.txt", "environment.txt", PREDICTIONS)
 _READ = (
     "config.json",
     "config.yaml",
     architecture.FILE,
     "results.json",
     METRICS_FILE,
-    *(f"{PAGE}/{name}" for name in _IN_PAGE),
+    *(f"{PAGE}/{n}" for n in _OF_PAGE),
 )
 _MAX_STARTS = 100_000
 _MAX_FLOPS = 1e30

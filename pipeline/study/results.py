@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pipeline import json_record
 from pipeline.files import write_text
+from pipeline.json_record import Between, Count, Share
 
 RESULTS_FILE = "results.json"
 Question = Literal["data_size", "scaling", "ablation"]
@@ -30,17 +31,17 @@ class CellResult:
     name: str
     model: str
     family: str
-    parameters: int
-    data_size: int
-    steps: int
-    images_seen: int
-    exaflops: float
+    parameters: Count
+    data_size: Count
+    steps: Count
+    images_seen: Count
+    exaflops: Annotated[float, Between(0, 1e30)]
     seed: int
     state: State = "not run"
     reason: str = ""
-    scores: dict[str, float] = field(default_factory=dict)
-    num_test: dict[str, int] = field(default_factory=dict)
-    hours: float | None = None
+    scores: dict[str, Share] = field(default_factory=dict)
+    num_test: dict[str, Count] = field(default_factory=dict)
+    hours: Annotated[float, Between(0, 1e9)] | None = None
     folder: str = ""
     run_id: str = ""
 
@@ -109,5 +110,5 @@ def write_results(results: StudyResults, folder: Path) -> None:
 def read_results(folder: Path) -> StudyResults:
     """Raises UserError when the file is damaged, FileNotFoundError when there is none."""
     file = folder / RESULTS_FILE
-    content = json_record.read(file, dict[str, Any])
+    content = json_record.readable(json_record.read(file, dict[str, Any]))
     return json_record.convert(content, StudyResults, str(file))

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +51,7 @@ class _Trial:
     lr: _Rate
     top1: Share | None = None
     loss: float | None = None
-    num_samples: Count = 0
+    num_samples: Count | None = None
     diverged: str | None = None
 
 
@@ -84,8 +84,8 @@ class _Results:
     std: Share | None
     trials: list[_Trial]
     runs: list[_SeedRun]
-    dev_share: Share = 0.0
-    also: dict[str, _Scores] = field(default_factory=dict)
+    dev_share: Share
+    also: dict[str, _Scores]
 
 
 def check_results(results: dict[str, Any], where: str) -> None:
@@ -94,8 +94,8 @@ def check_results(results: dict[str, Any], where: str) -> None:
     scored = [trial for trial in found.trials if trial.diverged is None]
     if not found.runs or not scored or not all(len(scores.of_seeds) for scores in found.also.values()):
         raise UserError(f"{where}: runs, trials or also is empty: the file is damaged.")
-    if any(None in (trial.top1, trial.loss) for trial in scored):
-        raise UserError(f"{where}: a trial has no top1 or no loss: the file is damaged.")
+    if any(None in (trial.top1, trial.loss, trial.num_samples) for trial in scored):
+        raise UserError(f"{where}: a trial has no top1, loss or num_samples: the file is damaged.")
     if (found.std is None and len(found.runs) > 1) or any(
         s.std is None and len(s.of_seeds) > 1 for s in found.also.values()
     ):
