@@ -53,6 +53,7 @@ class Rule:
     form: TextForm | None = None
     min_items: int = 0
     distinct: bool = False
+    choices: tuple[str, ...] = ()
 
     def accepts(self, number: float) -> bool:
         return (
@@ -65,6 +66,8 @@ class Rule:
     @property
     def range(self) -> str:
         """The range in words, such as "from 1 to 16,384" or "at least 0 and below 1"; empty without limits."""
+        if self.choices:
+            return "|".join(self.choices)
         if self.min is not None and self.max is not None:
             return f"from {_plain(self.min)} to {_plain(self.max)}"
         limits = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
@@ -82,16 +85,19 @@ def setting(
     form: TextForm | None = None,
     min_items: int = 0,
     distinct: bool = False,
+    choices: typing.Iterable[str] = (),
     output: Output | None = None,
     within: str | None = None,
 ) -> Any:
     """A documented dataclass field.
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
-    of a number or of a length's amount. form: of text. min_items, distinct: of a list. output: the setting is a path that the
+    of a number or of a length's amount. form, choices: of text, where choices come from a table. min_items, distinct: of a list. output: the setting is a path that the
     command writes (`outputs.py`). within: name of the field whose folder contains that path.
     """
-    rule = Rule(min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct)
+    rule = Rule(
+        min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct, choices=tuple(choices)
+    )  # fmt: skip
     metadata = {"doc": doc, "rule": rule, "output": output, "within": within}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
@@ -156,7 +162,9 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
             _check_range(getattr(parsed, "amount", None), rule)
             return parsed
         if origin is typing.Literal:
-            return _choice(kind, value)
+            return _choice(typing.get_args(kind), value)
+        if rule.choices:
+            return _choice(rule.choices, value)
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
@@ -194,8 +202,8 @@ class _RefusedError(Exception):
     """What a value must be: the end of an error whose beginning names the setting and the value."""
 
 
-def _choice(kind: Any, value: Any) -> Any:
-    choices = {str(choice): choice for choice in typing.get_args(kind)}  # Numbers in a file are still text.
+def _choice(accepted: tuple[Any, ...], value: Any) -> Any:
+    choices = {str(choice): choice for choice in accepted}  # Numbers in a file are still text.
     if isinstance(value, bool) or str(value) not in choices:
         raise _RefusedError(f"must be one of {', '.join(choices)}.")
     return choices[str(value)]
@@ -276,6 +284,8 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
             continue
         limits = field.metadata["rule"].range
         accepted = f"{type_name(kind)}, {limits}" if limits else type_name(kind)
+        if field.metadata["rule"].choices:
+            accepted = limits
         rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))
     return rows
 

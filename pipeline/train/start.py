@@ -46,6 +46,7 @@ def run(config: RunConfig) -> None:
 
 def prepare(config: RunConfig) -> Prepared:
     """Open the data and plan the run. Raises UserError for invalid settings, data or weights."""
+    from pipeline import objectives  # Imports torch.
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.dataset.subset import run_splits
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
@@ -55,6 +56,7 @@ def prepare(config: RunConfig) -> Prepared:
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     plan = make_plan(config, len(split), world_size)
+    objectives.check(config)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
