@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.progress import ProgressFile, duration
+from pipeline.words import counted
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
@@ -92,8 +93,8 @@ class Progress:
         images_per_second, bytes_per_second = self._rates(time.monotonic())
         line = f"{self._done} {self.images:,}".lstrip()
         if self.total is None:
-            return f"{line} images, {images_per_second:,.0f} images/s"
-        line += f" of {self.total:,} images ({self.images / self.total:.0%})"
+            return f"{self._done} {counted(self.images, 'image')}, {images_per_second:,.0f} images/s".lstrip()
+        line += f" of {counted(self.total, 'image')} ({self.images / self.total:.0%})"
         left = self._left(images_per_second)
         if left is None:
             return line

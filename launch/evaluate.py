@@ -31,6 +31,6 @@ if __name__ == "__main__":
           python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10
 
         Writes report.md, scores.json, per_class.csv and confusion.png into the folder that it prints at the end.
-        Unreadable images count as wrong and are listed.
+        Unreadable images count as wrong and are listed; more than max_bad_share of them are an error.
         """,
     )

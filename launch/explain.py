@@ -20,14 +20,15 @@ def explain(config: ExplainConfig) -> None:
     config = with_local_weights(config)
     numbers, files = explain.run(config)
     if config.mlflow:
-        from pipeline.monitor.mlflow.state import run_of_weights
+        from pipeline.model.files import find_file
+        from pipeline.monitor.origin import find_origin
         from pipeline.monitor.run_page import RunFacts
         from pipeline.monitor.tracking import send_report
 
         folder, tags = files[0].parent, {"weights": config.weights, "weights_run": str(numbers["run"])}
-        parent = run_of_weights(config.weights)
-        parents = {"parent": parent} if parent else {}
-        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents)
+        origin = find_origin(find_file(Path(config.weights)))
+        parents = {"parent": origin.run_id} if origin.run_id else {}
+        facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
         send_report(config.mlflow, folder, facts, explain.metrics(numbers), files, config.experiment)
 
 

@@ -32,6 +32,6 @@ if __name__ == "__main__":
           python launch/predict.py weights=runs/photos images=datasets/photos split=test out=predictions.parquet
 
         The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
-        probability. An unreadable image has one row, with the reason in column problem.
+        probability. An unreadable image has one row, with the reason in column problem; with many of them, set max_bad_share=1.
         """,
     )

@@ -12,10 +12,11 @@ from pipeline.process import guard
 guard(__name__)
 
 from pipeline import ray_tasks
-from pipeline.command import mistakes_in_one_line
+from pipeline.command import mistakes_in_one_line, read_settings
+from pipeline.errors import Stopped
 from pipeline.installed import python_arguments
+from pipeline.lifecycle.run_folder import RESUME
 from pipeline.outputs import try_outputs
-from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 ABOUT = """
@@ -29,12 +30,8 @@ the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray w
 """
 
 
-def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
-    config, overrides = None, command[1:]
-    if "--config" in overrides:
-        at = overrides.index("--config")
-        config, overrides = overrides[at + 1], overrides[:at] + overrides[at + 2 :]
-    settings = schema.load(RunConfig, config, overrides)
+def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str]) -> int:
+    settings = read_settings(RunConfig, command[1:])
     for name, path in (("out", settings.out), ("data.path", settings.data.path)):
         ray_tasks.shared_path(name, path)
     try_outputs(settings)
@@ -43,7 +40,15 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.
         signal.signal(number, lambda number, frame: heard.append(number))
     command = [*python_arguments(command[0]), *command[1:]]
-    return ray_tasks.run_ranks(command, ranks, cpus_per_rank, lambda line: print(line, flush=True), lambda: bool(heard))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes)
+    except Stopped:
+        say("stopped before the ranks ran: the same command starts them (exit code 75)")
+        return RESUME
 
 
 if __name__ == "__main__":
@@ -53,10 +58,16 @@ if __name__ == "__main__":
         "--cpus-per-rank", type=int, default=1, help="CPUs of each rank on a cluster without GPUs (default: 1)"
     )
     parser.add_argument(
+        "--wait-minutes",
+        type=float,
+        default=10.0,
+        help="how long to wait for CPUs and GPUs that other jobs hold (default: 10)",
+    )
+    parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="launch/pretrain.py or launch/finetune.py, and its settings"
     )
     arguments = parser.parse_args()
     if not arguments.command:
         parser.error("give a command: launch/pretrain.py --config FILE")
     with mistakes_in_one_line():
-        sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.command))
+        sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.wait_minutes, arguments.command))

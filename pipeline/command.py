@@ -88,8 +88,8 @@ def mistakes_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/lifecycle/stop.py.
         say_interrupted()
         sys.exit(130)
-    except CrashError as error:  # Raised on every rank.
-        if rank() == 0:
+    except CrashError as error:
+        if rank() == 0 or error.on_one_rank:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
     except (UserError, OSError) as error:
@@ -119,7 +119,9 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 def fields_help(cls: type) -> str:
     """Lists every setting with type, range, default and meaning, for `--help`."""
-    lines = ["settings (in the file as nested YAML, on the command line as section.field=value):"]
+    lines = [
+        "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
+    ]
     for name, kind, default, doc in schema.describe(cls):
         lines.append(
             f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.files import read_bytes
 
 NAME = re.compile(r"step-(\d{8,})")
 CHECKSUMS, LATEST = "checksums.json", "latest"
@@ -25,8 +26,9 @@ class Checksum:
 def read_checksums(path: Any) -> dict[str, Checksum] | None:
     """Returns checksums.json of a checkpoint (a local or bucket path) by file name; None if it is missing or damaged."""
     try:
-        return json_record.parse((path / CHECKSUMS).read_text(), dict[str, Checksum], str(path / CHECKSUMS))
-    except (OSError, UnicodeDecodeError, UserError):
+        content = read_bytes(path / CHECKSUMS) if isinstance(path, Path) else (path / CHECKSUMS).read_bytes()
+        return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
+    except (OSError, UserError):
         return None
 
 
@@ -44,10 +46,10 @@ def mend_pointer(folder: Path, name: str) -> None:
     """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
     pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
     try:
-        if not pointer.exists() or pointer.read_text().strip() != name:
+        if not pointer.exists() or read_bytes(pointer).strip() != name.encode():
             temporary.write_text(name)
             os.replace(temporary, pointer)
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UserError):
         return
 
 

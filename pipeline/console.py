@@ -30,7 +30,7 @@ class Console:
         except OSError:
             # The launcher that read the output was killed. The run must not end, as it may be about to commit.
             silence_broken_output()
-        with open(self.log, "a") as file:
+        with open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def open_bar(self, done: int, total: int) -> None:

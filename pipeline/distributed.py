@@ -1,19 +1,29 @@
 """Ranks, their devices, and the collective operations that training needs beyond DeepSpeed's."""
 
+import contextlib
 import functools
 import os
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import OneRankError, UserError
-from pipeline.launcher import free_port
+from pipeline import waits
+from pipeline.errors import CrashError, OneRankCrashError, OneRankError, UserError
+from pipeline.launcher import busy_port, free_port
+from pipeline.words import counted
 
 T = TypeVar("T")
+# This many missing ranks are named.
+_NAMED = 8
+_CONNECT_SECONDS = 5.0
 
 
 class StopRequest(Protocol):
@@ -128,12 +138,87 @@ def from_environment() -> Ranks:
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise OneRankError(
-                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {torch.cuda.device_count()} GPUs for this process. "
+                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {counted(torch.cuda.device_count(), 'GPU')} for this process. "
                 "Start as many ranks as there are GPUs (deepspeed --num_gpus; CUDA_VISIBLE_DEVICES hides others)."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     return Ranks(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]), device)
+
+
+@contextlib.contextmanager
+def all_started(ranks: Ranks, minutes: float) -> Iterator[None]:
+    """Enter the block, which initialises the process group, once all ranks have come here. Collective.
+
+    A rank that waits says for which ranks. Raises CrashError after `minutes`, and when rank 0 has ended, because the ranks meet
+    there.
+    """
+    if ranks.world_size == 1:
+        yield
+        return
+    # One rank of each host, and rank 1, because rank 0 may be the one that is missing.
+    speaks = ranks.local_rank == 0 or ranks.rank == 1
+    say = partial(print, file=sys.stderr, flush=True) if speaks else _say_nothing
+    crash = OneRankCrashError if speaks and not ranks.is_main else CrashError
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    names = [f"vit_pipeline/started/{_attempt()}/{rank}" for rank in range(ranks.world_size)]
+    count = f"vit_pipeline/started/{_attempt()}"
+    # Torch's own store joins this one on rank 0. Torchrun's agent has one already.
+    hosts_it = ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    with waits.waiting(
+        f"rank 0 to start, on {address}:{port}", 60 * minutes, "engine.timeout_minutes", say=say
+    ) as wait:
+
+        def pause() -> None:
+            if wait.left <= 0:
+                raise crash(
+                    f"waited in vain for {wait}: killed, or not started by the launcher. The same command starts the run again."
+                )
+            time.sleep(min(0.02 + wait.age / 10, 1.0))
+
+        while not hosts_it and not _listens(address, port):  # Torch would print stack frames at the limit.
+            pause()
+        try:
+            store = dist.TCPStore(
+                address, port, None, hosts_it, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
+            )
+            store.set(names[ranks.rank], "")
+            store.add(count, 1)
+            while store.add(count, 0) < ranks.world_size:
+                if speaks and wait.age > waits.NOTICE_SECONDS / 2:
+                    wait.what = (
+                        f"{_name_ranks([rank for rank, name in enumerate(names) if not store.check([name])])} to start"
+                    )
+                pause()
+        except RuntimeError as error:  # Torch's errors of networks.
+            if "EADDRINUSE" in str(error):  # The port was free when the run started.
+                raise busy_port() from None
+            raise crash(
+                f"rank 0, where the ranks meet ({address}:{port}), ended before all had started. The same command starts the run again."
+            ) from None
+    yield
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NAMED]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _attempt() -> str:
+    # Torchrun's store outlives the ranks that it restarts.
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> None:

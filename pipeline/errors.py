@@ -18,7 +18,18 @@ class OneRankError(UserError):
 
 
 class CrashError(Exception):
-    """The run cannot continue, for no reason in its settings: one line, exit code 1; a supervisor restarts the run."""
+    """The run cannot continue, for no reason in its settings: one line, exit code 1; a supervisor restarts the run.
+
+    It is raised on every rank and printed by rank 0.
+    """
+
+    on_one_rank = False
+
+
+class OneRankCrashError(CrashError):
+    """A CrashError that its rank prints itself, because rank 0 may be the cause."""
+
+    on_one_rank = True
 
 
 class Interrupted(Exception):  # noqa: N818 - no error

@@ -5,6 +5,9 @@ these in `pipeline/command.py`; a path derived from several settings is checked 
 
 The check creates no visible file and no folder: an existing path must be of the right kind, names must be valid, and an
 unnamed temporary file must be possible in the nearest existing folder. URLs are left to the storage layer.
+
+A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
+the setting's folder is for, and a folder of another kind is refused.
 """
 
 import contextlib
@@ -21,6 +24,32 @@ from pipeline.json_record import quoted
 # file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
 Output = Literal["file", "folder", "new"]
 
+Holds = Literal[
+    "study", "VTAB-1k sweep", "data set", "run", "grid", "evaluation", "explanation", "verification", "statistics",
+    "comparison", "report of sweeps", "report of a run",
+]  # fmt: skip
+# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
+# there was grid.json has the others.
+_MARKS: dict[Holds, tuple[str, ...]] = {
+    "study": ("study.json",),
+    "VTAB-1k sweep": ("sweep.json",),
+    "data set": ("dataset.json",),
+    "run": ("status.json", "config.yaml"),
+    "grid": ("grid.json", "results.json", "lr-*/config.json"),
+    "evaluation": ("scores.json",),
+    "explanation": ("explain.json",),
+    "verification": ("report.json", "damage.csv"),
+    "statistics": ("stats.json",),
+    "comparison": ("table.csv",),
+    "report of sweeps": ("scores.csv",),
+    "report of a run": ("report.html",),
+}
+# Other files of such folders, which the single file that a command writes must not replace either.
+_BESIDE_MARKS = {
+    "config.json", "model.json", "deepspeed.json", "log.txt", "metrics.jsonl", "probe.json", "mlflow.json", "progress.json",
+    "report.md", "results.csv", "pairs.csv", "per_class.csv", "classes.csv", "shards.csv", "samples.parquet",
+    "shards.parquet",
+}  # fmt: skip
 # The longest name of a file until it is whole: see `replacing` in files.py.
 _UNFINISHED = ".{}.00000000.tmp"
 _REASONS = {
@@ -54,18 +83,49 @@ def try_outputs(config: Any, prefix: str = "") -> None:
         folder = getattr(config, within) if within else ""
         if output is None or value in ("", "-") or "://" in f"{folder}{value}":
             continue
-        try_output(f"{prefix}{field.name}", Path(folder, value), output)
+        try_output(f"{prefix}{field.name}", Path(folder, value), output, field.metadata.get("holds"))
 
 
-def try_output(name: str, path: Path, output: Output = "folder") -> None:
-    """Raise UserError unless this path can be written. name: name of the setting in the error."""
-    path = Path(os.path.expanduser(path))
+def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
+    """Raise UserError unless this path can be written, and a folder for results of one kind holds none of another.
+
+    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything.
+    """
     try:
-        problem = _problem(path, output)
+        problem = _problem(path, output) or _of_another_kind(path, output, holds)
     except OSError as error:
         problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
     if problem:
         raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")
+
+
+def kind_of(folder: Path) -> Holds | None:
+    """What a folder holds, by the files in it; None for anything else."""
+    for kind, marks in _MARKS.items():
+        if any(True for mark in marks for _ in folder.glob(mark)):
+            return kind
+    return None
+
+
+def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
+    """As `_problem`, for results that would mix with those of another kind, or replace them."""
+    if output == "folder":
+        found = kind_of(path) if holds else None
+        return (
+            f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
+            if holds and found not in (None, holds)
+            else ""
+        )
+    names = _BESIDE_MARKS.union(*_MARKS.values())
+    if path.name in names and path.exists() and (found := kind_of(path.parent)):
+        return f"this file belongs to {_with_article(found)}"
+    return ""
+
+
+def _with_article(kind: Holds) -> str:
+    if kind == "statistics":
+        return kind
+    return f"an {kind}" if kind[0] in "ae" else f"a {kind}"
 
 
 def _problem(path: Path, output: Output) -> str:

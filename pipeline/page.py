@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,22 +59,26 @@ class Code:
 
 Block = Heading | Paragraph | Table | Picture | Drawing | Code
 
-# Wide tables and pictures scroll in their own box, so that the page itself never scrolls sideways. On paper nothing can scroll:
-# there, tables break their long words and pictures shrink.
+# Cells break their lines where a table is wider than the window, never within a number and its unit. A table that is still wider,
+# and a picture, scroll in their own box, so that the page itself never scrolls sideways; a shadow at an edge says that there is more.
+# On paper nothing can scroll: there, long cells break anywhere and pictures shrink.
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a;
   background: #fff; overflow-wrap: anywhere; -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 h1 { line-height: 1.25; }
 h2 { margin-top: 2rem; }
 .box { overflow-x: auto; margin: 1rem 0; }
+.box:has(table) { background:
+  linear-gradient(to left, #fff 60%, #fff0) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, #0004, #0000) right / 1rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 th { border-bottom: 2px solid #888; }
-td { white-space: nowrap; }
+td.short { white-space: nowrap; }
 th.text, td.text { text-align: left; }
-td.text { white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
-tr.bold td { font-weight: 600; background: #f4f6f8; }
+td.text { min-width: 14rem; overflow-wrap: anywhere; }
+tr.bold td, tr.bold td:first-child { font-weight: 600; background: #f4f6f8; }
 img { max-width: 100%; height: auto; }
 svg { display: block; height: auto; max-width: 100%; }
 .narrow { display: none; }
@@ -84,9 +89,8 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h2 { font-size: 1.2rem; }
   table { font-size: 14px; }
   th, td { padding: .3rem .5rem; }
-  th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 6rem; max-width: 42vw;
-    white-space: normal; overflow-wrap: break-word; }
-  tr.bold td:first-child { background: #f4f6f8; }
+  th:first-child, td:first-child { min-width: 6rem; max-width: 42vw; white-space: normal; overflow-wrap: break-word; }
+  th:only-child, td:only-child { max-width: none; }
   td.text { min-width: 11rem; }
   .box img { max-width: none; width: max(100%, 46rem); }
   .wide.has-narrow { display: none; }
@@ -98,10 +102,13 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   h1, h2, p:has(+ .box) { break-after: avoid; }
   h2 { margin-top: 1.2rem; }
   p { orphans: 3; widows: 3; }
-  .box { overflow: visible; }
-  table { font-size: 8.5pt; width: 100%; overflow-wrap: break-word; }
+  .box, .box:has(table) { overflow: visible; background: none; }
+  table { font-size: 8.5pt; width: 100%; overflow-wrap: anywhere; }
+  table.many { font-size: 6.5pt; }
   th, td { padding: .15rem .35rem; }
-  td { white-space: normal; }
+  th.short, td.short { overflow-wrap: normal; }
+  table.many th, table.many td { padding: .1rem .15rem; white-space: normal; overflow-wrap: anywhere; }
+  table.many th:first-child, table.many td:first-child { min-width: 4.5rem; }
   td.text { min-width: 0; }
   thead { display: table-header-group; }
   tr, img, svg, pre { break-inside: avoid; }
@@ -111,8 +118,13 @@ pre { background: #f4f6f8; padding: .7rem 1rem; white-space: pre-wrap; font-size
   .narrow { display: none; }
 }
 """
-# Cells of more characters are prose.
+# Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on screens.
 _LONG_CELL = 40
+_SHORT_CELL = 14
+# Tables of more columns are printed in small type.
+_MANY_COLUMNS = 8
+# Parts of a cell in which lines are not broken: "66.13 % [65.84, 66.42]" has one place to break.
+_UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 
 
 def png(figure: Any) -> bytes:
@@ -166,17 +178,17 @@ def single_file(title: str, blocks: Sequence[Block]) -> str:
             case Code():
                 parts.append(f"<pre>{html.escape(block.text)}</pre>")
             case Table():
-                # Columns of prose are left-aligned and may break their lines.
-                wide = {i for row in block.rows for i, cell in enumerate(row) if len(cell) > _LONG_CELL}
-                header = "".join(_html_cell("th", cell, i in wide) for i, cell in enumerate(block.header))
+                looks = [_look(name, [row[i] for row in block.rows]) for i, name in enumerate(block.header)]
+                header = "".join(map(_html_cell, ["th"] * len(looks), block.header, looks))
                 rows = "".join(
                     f"<tr{' class=bold' if number in block.bold else ''}>"
-                    + "".join(_html_cell("td", cell, i in wide) for i, cell in enumerate(row))
+                    + "".join(map(_html_cell, ["td"] * len(looks), row, looks))
                     + "</tr>\n"
                     for number, row in enumerate(block.rows)
                 )
-                table = f"<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>"
-                parts.append(f'<div class="box">{table}</div>')
+                many = " class=many" if len(block.header) > _MANY_COLUMNS else ""
+                table = f"<table{many}><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>"
+                parts.append(f'<div class="box" tabindex="0">{table}</div>')  # Focused, it scrolls by the arrow keys.
     # The empty icon keeps browsers from asking for favicon.ico, whose absence is an error in their console.
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -189,5 +201,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _html_cell(tag: str, text: str, is_prose: bool) -> str:
-    return f"<{tag}{' class=text' if is_prose else ''}>{html.escape(text)}</{tag}>"
+def _look(header: str, cells: Sequence[str]) -> str:
+    """The class of a column in the style sheet; "" is none."""
+    longest = max(map(len, cells), default=0)
+    if longest > _LONG_CELL:
+        return "text"
+    return "short" if max(longest, *map(len, header.split()), 0) <= _SHORT_CELL else ""
+
+
+def _html_cell(tag: str, text: str, look: str) -> str:
+    """look: of the column, see `_look`."""
+    shown = _UNBROKEN.sub(lambda part: part[0].replace(" ", "\u00a0"), text)
+    return f"<{tag}{f' class={look}' if look else ''}>{html.escape(shown)}</{tag}>"

@@ -2,6 +2,7 @@
 
 `bits(seed, purpose, epoch, sample, draw)` hashes its integers with SplitMix64's finalizer (Steele et al. 2014). The order of
 samples and every augmentation can therefore be computed for any position, in any process, without replaying earlier draws.
+All functions take the seed first and a `Purpose` second: mypy finds the two exchanged.
 """
 
 from collections.abc import Callable
@@ -47,8 +48,13 @@ class Purpose(IntEnum):
     STUDY_BOOTSTRAP = 32
 
 
-def bits(*parts: Integer) -> np.ndarray:
+def bits(seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
     """64 random bits per element of the broadcast parts: uint64 of their broadcast shape."""
+    return splitmix(seed, purpose, *parts)
+
+
+def splitmix(*parts: Integer) -> np.ndarray:
+    """The hash of integers: uint64 of the broadcast shape of the parts. `splitmix(x)` is SplitMix64's first number of seed x."""
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -61,40 +67,40 @@ def bits(*parts: Integer) -> np.ndarray:
     return state
 
 
-def torch_seed(*parts: Integer) -> int:
+def torch_seed(seed: Integer, purpose: Purpose, *parts: Integer) -> int:
     """A seed of 63 bits for `torch.manual_seed`."""
-    return int(bits(*parts) >> 1)
+    return int(bits(seed, purpose, *parts) >> 1)
 
 
-def uniform(*parts: Integer) -> np.ndarray:
+def uniform(seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
     """float64 in [0, 1) per element of the broadcast parts."""
-    return (bits(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits(seed, purpose, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draws(*parts: int) -> Callable[[int], float]:
-    """Returns `uniform(*parts, draw)` as a function of `draw`.
+def draws(seed: int, purpose: Purpose, *parts: int) -> Callable[[int], float]:
+    """Returns `uniform(seed, purpose, *parts, draw)` as a function of `draw`.
 
     For few numbers per sample: plain integers take one microsecond per draw, numpy takes thirty.
     """
     state = 0
-    for part in parts:
+    for part in (seed, purpose, *parts):
         state = _mixed(state, part)
     return lambda draw: (_mixed(state, draw) >> 11) * 2.0**-53
 
 
 def _mixed(state: int, part: int) -> int:
-    """One round of `bits`."""
+    """One round of `splitmix`."""
     state = (state + _GOLDEN + part) & _64_BITS
     state = ((state ^ (state >> 30)) * _MIX_1) & _64_BITS
     state = ((state ^ (state >> 27)) * _MIX_2) & _64_BITS
     return state ^ (state >> 31)
 
 
-def permutation(length: int, *parts: Integer) -> np.ndarray:
+def permutation(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
     """A random permutation of range(length), int64: places sorted by their hash, equal hashes by place."""
     hashes = np.empty(length, np.uint64)
     for first in range(0, length, _BLOCK):
-        hashes[first : first + _BLOCK] = bits(*parts, np.arange(first, min(first + _BLOCK, length)))
+        hashes[first : first + _BLOCK] = bits(seed, purpose, *parts, np.arange(first, min(first + _BLOCK, length)))
     return _stable_argsort(hashes)
 
 

@@ -1,4 +1,4 @@
-"""A rank as a child process: what a launcher tells it, its output and exit code, and waiting for all ranks. Standard library only.
+"""A rank as a child process: whether it fits, what a launcher tells it, its output and exit code. Standard library only.
 
 Called by ray_tasks.py, where an actor on each node holds one rank.
 """
@@ -12,24 +12,59 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.errors import UserError
 from pipeline.launcher import free_port
-from pipeline.process import die_with_parent
+from pipeline.process import dying_with_parent
+from pipeline.words import counted
 
 # Seconds between two polls of the ranks.
 _POLL_SECONDS = 0.5
+# This many nodes are named in an error.
+_NAMED = 8
 # Lines of output that are kept of a rank, and printed if it fails.
 _KEPT_LINES = 50
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. address: of its node. gpu: index of its GPU on that node, or -1."""
+    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1."""
 
     address: str
     gpu: int
+
+
+def ranks_that_fit(
+    nodes: Sequence[tuple[str, Mapping[str, float]]], num_ranks: int, cpus: int
+) -> tuple[int, dict[str, float]]:
+    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node has a GPU.
+
+    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the arithmetic.
+    """
+    on_gpus = any(has.get("GPU") for _, has in nodes)
+    share: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpus else {"CPU": cpus}
+    fitting = [int(min(has.get(name, 0) // needed for name, needed in share.items())) for _, has in nodes]
+    most = sum(fitting)
+    if 0 < (num_ranks or most) <= most:
+        return num_ranks or most, share
+    arithmetic = ", ".join(
+        f"{count} on {address} ({', '.join(f'{int(has.get(name, 0))} {name}s' for name in share)})"
+        for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
+    )
+    more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
+    each = " and ".join(f"{needed:g} {name}{'s' * (needed > 1)}" for name, needed in share.items())
+    asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
+    raise UserError(f"{asked} on this cluster. A rank needs {each} of one node, so {most} fit: {arithmetic}{more}.")
+
+
+def local_gpu(identity: str, visible: str | None) -> int:
+    """The index by which CUDA knows a GPU: its place in CUDA_VISIBLE_DEVICES (`visible`), if that is set.
+
+    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another one.
+    """
+    return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
 
 
 def rank_environments(places: Sequence[Place], port: int, cpus: int) -> list[dict[str, str]]:
@@ -57,7 +92,7 @@ class RankProcess:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.process = subprocess.Popen(
             [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=dying_with_parent(),
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()

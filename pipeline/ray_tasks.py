@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
-from pipeline.errors import UserError
-from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
+from pipeline.errors import Stopped, UserError
+from pipeline.rank_process import Place, RankProcess, local_gpu, rank_environments, ranks_that_fit, wait_for_ranks
+from pipeline.settings.quantities import whole_number
+from pipeline.waits import waiting
+from pipeline.words import counted
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -33,10 +36,15 @@ _ENDING_SECONDS = 1.0
 _CANCEL_SECONDS = 30.0
 # Timeout of a connection to the head node, in seconds.
 _CONNECT_SECONDS = 5.0
+# Interval at which a wait for resources looks for a request to stop, in seconds.
+_POLL_SECONDS = 0.5
 
 
 def shared_path(name: str, value: str) -> AnyPath:
-    """The absolute path of the setting `name`. Raises UserError for a relative one under `ray job submit --working-dir`."""
+    """The absolute path of the setting `name`.
+
+    Raises UserError for a relative one under `ray job submit --working-dir`, and for one that is not UTF-8.
+    """
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
@@ -46,7 +54,12 @@ def shared_path(name: str, value: str) -> AnyPath:
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
         )
-    return path.resolve()
+    absolute = path.resolve()
+    if not is_utf8(str(absolute)):
+        raise UserError(
+            f"{name} = {value}: the path {absolute} is not UTF-8, as Ray and Parquet require. Rename its folders."
+        )
+    return absolute
 
 
 # -------------------------------------------------------------------- connecting
@@ -127,10 +140,11 @@ def _prepare_environment() -> None:
 def _check_reachable(address: str) -> None:
     """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdigit():
+    number = whole_number(port)
+    if not host or number is None:
         return  # "auto" or "local", which Ray resolves.
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
 
@@ -285,7 +299,7 @@ class _Task:
         if not is_lost:
             raise error
         raise UserError(
-            f"Ray gave up on a task after {self.num_retries} retries: {error} If memory ran out, use fewer tasks at a "
+            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} If memory ran out, use fewer tasks at a "
             "time (num_tasks=...); run the same command again to continue."
         )
 
@@ -345,34 +359,62 @@ class _RankActor(RankProcess):
         import ray
 
         gpus = ray.get_gpu_ids()
-        return Place(ray.util.get_node_ip_address(), int(gpus[0]) if gpus else -1)
+        gpu = local_gpu(str(gpus[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else -1
+        return Place(ray.util.get_node_ip_address(), gpu)
 
 
 def run_ranks(
-    command: Sequence[str], num_ranks: int, cpus: int, say: Callable[[str], None], stopping: Callable[[], bool]
-) -> int:
+    command: Sequence[str], num_ranks: int, cpus: int, say: Callable[[str], None], stopping: Callable[[], bool],
+    wait_minutes: float = 10.0,
+) -> int:  # fmt: skip
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
     command: Python's arguments (a script, or -m and a module, and its settings); it finds RANK, LOCAL_RANK, ... in its environment, as under any other launcher.
     num_ranks: 0 is as many as fit: one per GPU, or per `cpus` CPUs if the cluster has no GPU.
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
-    Raises UserError when the ranks do not fit, or one is lost.
+    wait_minutes: how long to wait for resources that other jobs hold.
+    Raises UserError when the ranks do not fit, their resources do not become free, or a rank is lost; Stopped if `stopping` before
+    they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
+
+    nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    num_ranks, share = ranks_that_fit(nodes, num_ranks, cpus)
+
+    def get(references: Any, what: str, limit: UserError) -> Any:
+        """The results; what, limit: what is waited for, and the error after wait_minutes."""
+        with waiting(what, 60 * wait_minutes, "--wait-minutes", say=say) as wait:
+            while ray.wait(references, num_returns=len(references), timeout=_POLL_SECONDS)[1]:
+                if stopping():
+                    raise Stopped
+                if wait.left <= 0:
+                    raise limit
+        return _get_from_rank(references)
+
+    group = placement_group([share] * num_ranks, strategy="PACK")
+    try:
+        needed = ", ".join(f"{num_ranks * amount:g} {name}s" for name, amount in share.items())
+        free = ray.available_resources()
+        left = ", ".join(f"{free.get(name, 0):g} {name}s" for name in share)
+        busy = UserError(
+            f"the resources of {num_ranks} ranks ({needed}) did not become free within {wait_minutes:g} minutes (--wait-minutes); when "
+            f"this began, {left} of the cluster were free. End other jobs, use fewer --ranks, or wait longer."
+        )
+        get([group.ready()], f"{needed} that other jobs hold ({left} are free)", busy)
+        return _run_in_group(group, list(command), num_ranks, share, cpus, get, say, stopping)
+    finally:
+        remove_placement_group(group)
+
+
+def _run_in_group(
+    group: Any, command: list[str], num_ranks: int, share: dict[str, float], cpus: int, get: Callable[..., Any],
+    say: Callable[[str], None], stopping: Callable[[], bool],
+) -> int:  # fmt: skip
+    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    resources = ray.cluster_resources()
-    num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    most = num_gpus or num_cpus // cpus
-    num_ranks = num_ranks or most
-    if not 0 < num_ranks <= most:
-        size = f"{num_gpus} GPUs" if num_gpus else f"{num_cpus} CPUs, for {most} ranks of {cpus}"
-        raise UserError(f"--ranks {num_ranks} do not fit on this cluster: it has {size}.")
-    share: dict[str, float] = {"CPU": 1, "GPU": 1} if num_gpus else {"CPU": cpus}
-    group = placement_group([share] * num_ranks, strategy="PACK")
-    ray.get(group.ready())
     # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs visible.
     visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     actors = [
@@ -396,16 +438,16 @@ def run_ranks(
             actor.terminate.remote()
 
     try:
-        places = _get_from_rank([actor.place.remote() for actor in actors])
+        late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
+        places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
         port = _get_from_rank(actors[0].free_port.remote())
         for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")
-            _get_from_rank(actor.start.remote(list(command), variables))
+            _get_from_rank(actor.start.remote(command, variables))
         return wait_for_ranks(num_ranks, poll, terminate, say, stopping)
     finally:
         for actor in actors:
             ray.kill(actor)
-        remove_placement_group(group)
 
 
 def _get_from_rank(references: Any) -> Any:

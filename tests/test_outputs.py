@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.command import main
 from pipeline.errors import UserError
-from pipeline.outputs import Output, try_output, try_outputs
-from pipeline.settings import data, operate, reports, run, schema, transfer, weights
+from pipeline.outputs import Holds, Output, kind_of, try_output, try_outputs
+from pipeline.settings import data, operate, reports, run, schema, study, transfer, weights
 
 ROOT = Path(__file__).parents[1]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
@@ -150,6 +150,59 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
         assert "is a file, not a folder" in problem(cls, *settings, f"out={file}/x"), cls
     assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
     assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
+
+
+# What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes such a folder.
+HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
+    "run": (["config.json", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
+    "grid": (["report.md", "results.json", "lr-0.1/config.json"], reports.GridConfig, ["run=r", "lr=1"]),
+    "study": (["study.json", "report.html", "results.json"], study.StudyConfig, [
+        "run=r", "question=ablation", "models=[{name: a},{name: b}]"]),
+    "VTAB-1k sweep": (["sweep.json", "results.json"], transfer.VtabConfig, SWEEP),
+    "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
+    "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
+    "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
+    "comparison": (["report.md", "report.html", "table.csv"], reports.CompareConfig, ["runs=[a,b]"]),
+    "report of sweeps": (["report.md", "report.html", "scores.csv"], reports.VtabReportConfig, ["sweeps=s"]),
+    "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
+    "verification": (["report.json"], data.VerifyConfig, ["data=d"]),
+    "statistics": (["stats.json", "classes.csv"], data.StatsConfig, ["data=d"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_folder_is_for_results_of_one_kind(kind: Holds, tmp_path: Path) -> None:
+    """Each wrote its own report.md or results.json over another's, without a word."""
+    folder = tmp_path / "taken"
+    for name in HELD[kind][0]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    assert kind_of(folder) == kind
+    for other, (_, cls, settings) in HELD.items():
+        is_named = cls in (run.RunConfig, reports.GridConfig, study.StudyConfig)
+        config = load(cls, *settings, *([f"out={tmp_path}", "name=taken"] if is_named else [f"out={folder}"]))
+        if other == kind:
+            try_outputs(config)
+            continue
+        with pytest.raises(UserError, match=rf"= {folder}: this folder holds an? .*{kind}, not |holds statistics, not"):
+            try_outputs(config)
+    for name in HELD[kind][0]:
+        assert (folder / name).read_text() == "x"
+
+
+def test_a_folder_of_other_files_may_be_written_into(place: Path) -> None:
+    (place / "folder" / "notes.txt").write_text("x")
+    for cls, settings in ((weights.ScoreConfig, ["data=d"]), (weights.ExplainConfig, [])):
+        try_outputs(load(cls, "weights=w", *settings, f"out={place}/folder"))
+
+
+def test_a_single_file_does_not_replace_one_of_a_run_or_a_study(place: Path) -> None:
+    for name in ("study.json", "results.csv", "mine.csv"):
+        (place / "folder" / name).write_text("x")
+    said = problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/results.csv")
+    assert "results.csv: this file belongs to a study. Choose another path" in said
+    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/mine.csv"))
+    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/pairs.csv"))  # It does not exist.
 
 
 def test_every_output_is_declared() -> None:

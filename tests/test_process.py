@@ -126,3 +126,29 @@ for attempt in range(40):
     usual, kept = pages("usual"), pages("keep")
     assert min(usual) > 30, "in pages of at most 2 MiB"
     assert sum(kept[20:]) < sum(usual[20:]) / 20, "aligned ones do not fit where the first ones were"
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    """A Ctrl-C in these imports shows a traceback: ctypes alone took 20 of 22 ms."""
+    script = "import sys; before = set(sys.modules); from pipeline import process; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"ctypes", "select", "shutil", "json", "argparse", "typing"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("end", [["--config"], ["--config=nowhere.yaml"]])
+def test_ray_run_reads_a_command_as_the_command_itself_does(end: list[str]) -> None:
+    command = [sys.executable, "launch/ray_run.py", "launch/pretrain.py", "name=x", *end]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--config: expected one argument" in done.stderr or "nowhere.yaml: no such config file" in done.stderr
+
+
+def test_any_text_can_be_printed() -> None:
+    script = "from pipeline.process import guard; guard('__main__'); print('caf\\udce9 \u00b1')"
+    for encoding, said in (("utf-8:strict", "caf\\udce9 \u00b1\n"), ("ascii:strict", "caf\\udce9 \\xb1\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True
+        )
+        assert done.stdout.decode() == said

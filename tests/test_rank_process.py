@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.rank_process import Place, RankProcess, rank_environments, wait_for_ranks
+from pipeline.errors import UserError
+from pipeline.rank_process import Place, RankProcess, local_gpu, rank_environments, ranks_that_fit, wait_for_ranks
 
 
 def test_each_rank_finds_its_place_in_the_environment() -> None:
@@ -19,6 +20,29 @@ def test_each_rank_finds_its_place_in_the_environment() -> None:
     # With GPUs the local rank is the GPU's number, in whatever order they were given out.
     on_gpus = rank_environments([Place("a", 3), Place("a", 1)], 29500, cpus=1)
     assert [one["LOCAL_RANK"] for one in on_gpus] == ["3", "1"]
+
+
+def test_the_local_rank_is_the_gpu_as_cuda_counts_it() -> None:
+    assert [local_gpu(identity, "2,3") for identity in ("2", "3")] == [0, 1]
+    assert local_gpu("GPU-b1", "GPU-a0, GPU-b1") == 1
+    assert [local_gpu("3", visible) for visible in (None, "")] == [3, 3]
+
+
+def test_ranks_fit_into_nodes_not_into_their_sum() -> None:
+    two = [("10.0.0.1", {"CPU": 3.0}), ("10.0.0.2", {"CPU": 3.0})]
+    assert ranks_that_fit(two, 0, 2) == (2, {"CPU": 2})
+    with pytest.raises(UserError) as error:
+        ranks_that_fit(two, 3, 2)
+    assert str(error.value) == (
+        "--ranks 3 do not fit on this cluster. A rank needs 2 CPUs of one node, so 2 fit: 1 on 10.0.0.1 (3 CPUs), 1 on "
+        "10.0.0.2 (3 CPUs)."
+    )
+    with pytest.raises(
+        UserError, match=r"^no rank fits on this cluster. A rank needs 4 CPUs of one node, so 0 fit: 0 on"
+    ):
+        ranks_that_fit(two, 0, 4)
+    # A GPU's rank needs a CPU of that node, too; nodes without GPUs have none.
+    assert ranks_that_fit([("a", {"CPU": 4.0, "GPU": 8.0}), ("b", {"CPU": 64.0})], 0, 9) == (4, {"CPU": 1, "GPU": 1})
 
 
 @pytest.mark.parametrize("stop", [False, True])

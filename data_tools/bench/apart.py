@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.process import die_with_parent
+from pipeline.process import dying_with_parent
 
 Row = dict[str, Any]
 # Yields rows as they are measured.
@@ -52,7 +52,7 @@ def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: s
 
 def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
     os.setsid()
-    die_with_parent()
+    dying_with_parent()()
     try:
         for row in work(*arguments):
             sender.send(row)

@@ -25,11 +25,11 @@ from data_tools.bench.gpu_step import ATTENTIONS, Case, Setup
 from data_tools.bench.record import Record
 from pipeline.errors import UserError
 from pipeline.estimate.memory import rank_memory
-from pipeline.monitor.profile import find_gpu
 from pipeline.settings.bench import GpuBenchConfig
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from pipeline.words import counted
 
 Row = dict[str, Any]
 _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
@@ -174,7 +174,7 @@ class GpuBench:
                 data=str(folder / "shards"), decoders=self.config.decoders, log_every=log_every, compile=bool(best.compile),
                 peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
             )  # fmt: skip
-            name = f"shards {case.name}, batch {case.batch}, a log line every {log_every or steps} steps"
+            name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
             self._apart(name, _train_from_shards, (config,), _PART_SECONDS)
 
     def _largest_batch(self, case: Case) -> None:
@@ -197,9 +197,7 @@ class GpuBench:
         """The largest micro-batch that `pipeline/estimate` expects to fit this GPU."""
         if self.device_memory is None:
             return None
-        gpu = find_gpu(str(self.record.facts["machine"]["gpu"]))
-        limit = min(self.device_memory, gpu.memory) if gpu else self.device_memory
-        config = _run_of(case.model)
+        limit, config = self.device_memory, _run_of(case.model)
 
         def is_too_large(size: int) -> bool:
             return rank_memory(case.config, config, size, 1, 1).total > limit

@@ -9,7 +9,8 @@ from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record, markdown
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
-from pipeline.monitor.profile import find_gpu
+from pipeline.monitor.gpus import find_gpu
+from pipeline.words import counted
 
 Row = dict[str, Any]
 
@@ -80,7 +81,7 @@ def write_report(record: Record, exactness: Exactness) -> None:
     gpu = find_gpu(device)
     peak = f"data sheet {gpu.tflops:,.0f} TFLOP/s" if gpu else "no data sheet"
     lines = [
-        f"{device}, {machine['cores']} cores, torch {machine['torch']}, {record.facts['date']}: `{record.facts['command']}`",
+        f"{device}, {counted(machine['cores'], 'core')}, torch {machine['torch']}, {record.facts['date']}: `{record.facts['command']}`",
         f"bf16; plain matrix product {product:,.1f} TFLOP/s, {peak}.",
         _bounds(rows, roofline.find_sheet(device), product),
         _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
@@ -258,6 +259,6 @@ def _settings(setup: Setup, batch: int) -> list[str]:
 
 
 def _without_settings(setup: Setup) -> Setup:
-    """What of it no setting of a run gives; `Setup()` for nothing."""
+    """The parts of a set-up that no setting of a run can give; `Setup()` if there are none."""
     mode = "" if setup.compile == "default" else setup.compile
     return replace(setup, engine=False, deterministic=False, fused_optimizer=False, compile=mode)

@@ -27,7 +27,7 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.distributed import from_environment, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.model.layers import kernel_names
-from pipeline.monitor.profile import peak_memory
+from pipeline.monitor.profile import device_memory, peak_memory
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train import optimizers
 
@@ -95,7 +95,7 @@ def matrix_product(device: str, side: int) -> Iterator[Row]:
     """Facts about the device, and TFLOP/s of a plain bf16 product of two (side, side) matrices."""
     is_gpu = device == "cuda"
     gpu = torch.cuda.get_device_name() if is_gpu else ""
-    memory = torch.cuda.get_device_properties(0).total_memory if is_gpu else None
+    memory = device_memory(torch.device(device, 0)) if is_gpu else None
     yield {"machine": machine(gpu), "device_memory": memory}
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)

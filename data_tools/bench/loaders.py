@@ -22,6 +22,7 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.data import BenchConfig, ShardConfig
 from pipeline.settings.run import AugmentConfig
+from pipeline.words import counted
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256
@@ -57,8 +58,8 @@ def run(config: BenchConfig, folder: Path, record: Record) -> None:
     record.add_all(rows(contestants, results))
     mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
     print(
-        f"\n{config.images:,} JPEGs of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, "
-        f"{cores} cores; medians of {config.rounds} rounds, alternating\n"
+        f"\n{counted(config.images, 'JPEG')} of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, "
+        f"{counted(cores, 'core')}; medians of {counted(config.rounds, 'round')}, alternating\n"
     )
     print(table(contestants, results, _COLUMNS))
 
@@ -81,7 +82,7 @@ def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator
         yield loader(f"our loader, from step {_LATE_STEP:,}", "linear", True, step=_LATE_STEP)
         threads = 2 * cores
         while threads <= config.max_threads:
-            yield loader(f"our loader, {threads} threads", "linear", True, threads=threads)
+            yield loader(f"our loader, {counted(threads, 'thread')}", "linear", True, threads=threads)
             threads *= 2
         yield loader(f"our loader, shards of {_SHORT} px", "linear", True, split=splits[f"{_SHORT} px"])
         yield alone("decode + resize alone, region, antialias", "antialias", True)

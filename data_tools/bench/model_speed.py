@@ -22,6 +22,7 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.errors import UserError
 from pipeline.process import keep_freed_memory
 from pipeline.settings.bench import ModelBenchConfig
+from pipeline.words import counted
 
 _OURS, _PRODUCT = "ours", "product"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -126,7 +127,7 @@ def _measure(
         )  # fmt: skip
         lines.append([name, gelu, f"{1e3 / speeds[name]:.1f}", f"{share:.0%}", f"{ours:.2f}", f"{same:.2f}"])
     flops = _flops(model, work)
-    print(f"\n{title}, batch {config.batch}, {config.threads} threads; the product does "
+    print(f"\n{title}, batch {config.batch}, {counted(config.threads, 'thread')}; the product does "
           f"{flops * speeds[_PRODUCT] / 1e9:,.0f} GFLOP per CPU second\n")  # fmt: skip
     print(markdown(_HEADS, lines), flush=True)
 

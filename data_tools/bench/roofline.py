@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from pipeline.model import ViTConfig, num_parameters
-from pipeline.monitor.profile import find_gpu
+from pipeline.monitor.gpus import find_gpu
 
 _BF16, _FP32 = 2, 4
 
@@ -30,7 +30,7 @@ class Sheet:
 
 # Exponentials in T/s: 16 per clock of each multiprocessor (CUDA programming guide, table of arithmetic throughput) x
 # multiprocessors x boost clock: 132 x 1.83 GHz (the 3.9 T/s of the FlashAttention-3 paper), 114 x 1.755, 108 x 1.41.
-_EXPONENTIALS = {"H200": 3.87, "H100 PCIe": 3.2, "H100": 3.87, "A100": 2.44}
+_EXPONENTIALS = {"H200": 3.87, "H100 PCIe": 3.2, "H100": 3.87, "A100": 2.44, "A100 PCIe": 2.44}
 # Time in which the host launches a kernel: an assumption (usually 4 to 10 us from PyTorch), not from a data sheet.
 LAUNCH_SECONDS = 5e-6
 # Kernels in a block, forward and backward, without compilation: 4 + 8 products with 4 sums for biases, attention 1 + 2, layer

@@ -21,6 +21,7 @@ from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
 from pipeline.settings.data import BenchConfig, ShardConfig
+from pipeline.words import counted
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
@@ -39,7 +40,9 @@ def run(config: BenchConfig, folder: Path, record: Record) -> None:
     contestants = [one for cores in numbers for one in _contestants(files, folder, cores)]
     results = race(contestants, config.rounds)
     record.add_all(rows(contestants, results))
-    print(f"\n{config.images:,} JPEGs in shards of {_PER_SHARD}; medians of {config.rounds} rounds, alternating\n")
+    print(
+        f"\n{counted(config.images, 'JPEG')} in shards of {_PER_SHARD}; medians of {counted(config.rounds, 'round')}, alternating\n"
+    )
     print(table(contestants, results, _COLUMNS))
 
 
@@ -49,7 +52,7 @@ def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]
     num_bytes = sum(path.stat().st_size for path, _ in files)
 
     def one(name: str, about: Sequence[str], module: str, work: Callable[[], Iterator[int]]) -> Contestant:
-        name = f"{name}, {cores} core{'s' if cores > 1 else ''}"
+        name = f"{name}, {counted(cores, 'core')}"
         return Contestant(name, about, cores, work, module, prepare=partial(_level_start, out, num_bytes))
 
     def ours(**settings: Any) -> Callable[[], Iterator[int]]:

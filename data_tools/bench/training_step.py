@@ -40,6 +40,7 @@ from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks
+from pipeline.words import counted
 
 _CLASSES = 1000
 _LR = 1e-3
@@ -95,7 +96,7 @@ def from_shards(config: TrainBenchConfig) -> dict[str, float]:
     found = {name: statistics.median(line[name] for line in lines if name in line) for name in _OF_A_RUN}
     print(
         f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, ZeRO stage {config.zero_stage}, "
-        f"{config.decoders} decoding threads, median of {config.rounds} rounds of {config.steps} steps: "
+        f"{counted(config.decoders, 'decoding thread')}, median of {counted(config.rounds, 'round')} of {counted(config.steps, 'step')}: "
         f"{found['images_per_second']:,.1f} images/s, MFU {found['mfu']:.1%}, data wait {found['data_wait']:.1%} of the time, "
         f"peak memory {found['peak_memory_gib']:.2f} GiB, "
         f"stalled {found['checkpoint_blocked_seconds']:.2f} s by a checkpoint"
@@ -113,7 +114,7 @@ def beside_a_bare_loop(config: TrainBenchConfig, record: Record) -> float:
     batch = noise_batch(config.batch, config.image_size)
     contestants = {"pipeline": _pipeline_step(config, ranks, batch), "bare PyTorch": _bare_step(config, ranks, batch)}
     print(f"{config.model} at {config.image_size} px, batch {config.batch}, {config.precision}, on {ranks.device}; "
-          f"ZeRO stage {config.zero_stage}, {torch.get_num_threads()} threads", flush=True)  # fmt: skip
+          f"ZeRO stage {config.zero_stage}, {counted(torch.get_num_threads(), 'thread')}", flush=True)  # fmt: skip
     first = {name: step(0) for name, step in contestants.items()}
     print("loss of the first step: " + ", ".join(f"{name} {loss:.5f}" for name, loss in first.items()), flush=True)
 
@@ -144,7 +145,7 @@ def beside_a_bare_loop(config: TrainBenchConfig, record: Record) -> float:
         print(f"{name:12}  {rate:10,.1f} images/s  MFU {per_image * rate / peak:.1%}")
     print(f"peak {peak / 1e12:.2f} TFLOP/s ({source}), {peak_memory(ranks.device) / 2**30:.2f} GiB with both in memory")
     in_cpu_seconds = "" if ranks.device.type == "cuda" else f", {cpu_overhead:+.1%} in CPU seconds"
-    print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {config.rounds} rounds)")
+    print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {counted(config.rounds, 'round')})")
     record.add("overhead", seconds=overhead, cpu_seconds=cpu_overhead)
     return overhead
 

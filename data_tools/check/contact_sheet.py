@@ -15,24 +15,27 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.random_numbers import Purpose
+from pipeline.words import counted
 
 _TILE, _GAP, _TEXT = 168, 12, 17
 _MARGIN, _TITLE = 24, 58
 _BATCH = 2**18
+_SEED = 0  # Every sheet of a data set shows the same samples.
 _PAPER, _INK, _GREY, _FRAME = (250, 250, 248), (25, 25, 25), (120, 120, 120), (225, 225, 222)
 
 
 def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> bytes:
     """A PNG of num_images samples, from the largest class to the smallest, with class names and sizes.
 
-    class_counts: (K,) int64, images of each class. An unreadable image is a grey tile with that word.
+    class_counts: (K,) int64, images of each class; without any, the samples are chosen from all. An unreadable image is a
+    grey tile with that word.
     """
     there = np.flatnonzero(class_counts)
     by_size = there[np.argsort(-class_counts[there], kind="stable")]
     # With few classes one row for each; with many, one image of each.
     columns = max(2, round((num_images * 1.2) ** 0.5))
     num_classes = min(len(by_size), num_images)
-    per_class = max(1, num_images // max(num_classes, 1))
+    per_class = num_images // max(num_classes, 1)
     classes = by_size[np.round(np.linspace(0, len(by_size) - 1, num_classes)).astype(int)] if num_classes else by_size
     samples = _choose(dataset, classes, per_class)
     columns = per_class if 4 <= per_class <= 16 else columns
@@ -43,17 +46,22 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     sheet = Image.new("RGB", (width, 2 * _MARGIN + _TITLE + rows * (tile_height + _GAP)), _PAPER)
     pen = ImageDraw.Draw(sheet)
     pen.text((_MARGIN, _MARGIN), printable(dataset.path.name), _INK, _font(24))
-    about = f"{len(samples)} of {sum(dataset.info['samples'].values()):,} images, {len(classes)} of {dataset.num_classes:,} classes; the largest classes first"  # fmt: skip
+    of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
+        len(classes)
+    )
+    about = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
     pen.text((_MARGIN, _MARGIN + 31), _cut(about, _font(14), width - 2 * _MARGIN), _GREY, _font(14))
     for number, sample in enumerate(samples):
         left = _MARGIN + number % columns * (_TILE + _GAP)
         top = _MARGIN + _TITLE + number // columns * (tile_height + _GAP)
         place = str(dataset.shard_path(shards[sample["shard"]].name)), sample["offset"], sample["size"]
         _draw_tile(sheet, pen, left, top, place)
-        number_of = int(class_counts[sample["class"]])
-        about = f"{number_of:,} image{'s' * (number_of > 1)} · {sample['width']}×{sample['height']}"
+        name, about = sample["key"], f"{sample['width']}×{sample['height']}"
+        if len(classes):
+            name, number_of = dataset.class_names[sample["class"]], int(class_counts[sample["class"]])
+            about = f"{number_of:,} image{'s' * (number_of > 1)} · {about}"
         below = top + _TILE + 3
-        pen.text((left, below), _cut(printable(dataset.classes[sample["class"]]), _font(15), _TILE), _INK, _font(15))
+        pen.text((left, below), _cut(printable(name), _font(15), _TILE), _INK, _font(15))
         pen.text((left, below + _TEXT + 2), _cut(about, _font(12), _TILE), _GREY, _font(12))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
@@ -61,22 +69,25 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:
-    """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number."""
-    place = np.full(dataset.num_classes, -1)
-    place[classes] = np.arange(len(classes))
+    """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number; without classes, of all."""
+    place = np.full(max(dataset.num_classes, 1), -1)
+    place[classes if len(classes) else [0]] = np.arange(max(len(classes), 1))
     best: pa.Table | None = None
     first = 0
     columns = ["offset", "size", "labels", "shard", "width", "height", "key"]
     for batch in open_parquet(dataset.path / SAMPLES_FILE).iter_batches(_BATCH, columns=columns):
         lists = batch.column("labels")
         starts = lists.offsets.to_numpy()
-        # For a sample with several labels, the first counts.
-        has_label = np.flatnonzero(np.diff(starts))
-        labels = lists.values.to_numpy()[starts[has_label]]
-        known = (labels >= 0) & (labels < dataset.num_classes)
-        rows, labels = has_label[known], labels[known]
+        if len(classes):
+            # For a sample with several labels, the first counts.
+            rows = np.flatnonzero(np.diff(starts))
+            labels = lists.values.to_numpy()[starts[rows]]
+        else:
+            rows, labels = np.arange(len(batch)), np.zeros(len(batch), np.int64)
+        known = (labels >= 0) & (labels < len(place))
+        rows, labels = rows[known], labels[known]
         rows, labels = rows[place[labels] >= 0], labels[place[labels] >= 0]
-        hashes = random_numbers.bits(Purpose.SHEET_SAMPLES, first + rows)
+        hashes = random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, first + rows)
         keep = _first_of_each(place[labels], hashes, per_class)
         chosen = pa.Table.from_batches([batch]).take(pa.array(rows[keep]))
         chosen = chosen.append_column("class", pa.array(labels[keep])).append_column("hash", pa.array(hashes[keep]))

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 _BATCH = 2**18
 # Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.
@@ -131,7 +132,7 @@ def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
     values = pc.list_flatten(rows.column("labels")).to_numpy()
     if len(values) and not 0 <= values.min() <= values.max() < num_classes:
         raise UserError(
-            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are {num_classes} classes (0 to "
+            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are {counted(num_classes, 'class')} (0 to "
             f"{num_classes - 1}). To see which: python launch/verify.py data=..."
         )
     return np.bincount(values, minlength=num_classes)

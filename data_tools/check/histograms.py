@@ -11,6 +11,7 @@ from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.page import png
+from pipeline.words import counted
 
 _MAX_NAMED = 20
 _MAX_NAME = 18
@@ -31,9 +32,9 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     panels = figure.subplots(2, 3).ravel()
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
     total = sum(of.samples for of in counts.values())
-    title = f"{printable(dataset.path.name)}: {total:,} images of {dataset.num_classes:,} classes"
+    title = f"{printable(dataset.path.name)}: {counted(total, 'image')} of {counted(dataset.num_classes, 'class')}"
     figure.suptitle(title, fontsize=15, parse_math=False)
-    _classes(panels[0], counts, dataset.classes, colours)
+    _classes(panels[0], counts, dataset.class_names, colours)
     _histogram(panels[1], {split: of.short for split, of in counts.items()}, SIDES, colours)
     panels[1].set(title="Short side", xlabel="pixels")
     _histogram(panels[2], {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)

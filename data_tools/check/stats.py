@@ -23,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.outputs import try_output
 from pipeline.progress import duration
 from pipeline.settings.data import StatsConfig
+from pipeline.words import counted
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -90,8 +91,10 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
             "median": float(np.median(there)) if len(there) else 0.0,
             "min": int(there.min()) if len(there) else 0,
             "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
-            "largest": names[int(classes.argmax())],
-            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())],
+            "largest": names[int(classes.argmax())] if len(there) else "",
+            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())]
+            if len(there)
+            else "",
             "with_one_image": int((classes == 1).sum()),
             "empty": len(empty),
             "first_empty": [names[number] for number in empty[:10]],
@@ -172,19 +175,21 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
-    print(f"{stats['data']}: {stats['num_classes']:,} classes, fingerprint {stats['fingerprint']}")
+    print(f"{stats['data']}: {counted(stats['num_classes'], 'class')}, fingerprint {stats['fingerprint']}")
     for name, of in stats["splits"].items():
         classes, shards = of["classes"], of["shards"]
         formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
-        print(f"  {name}: {of['samples']:,} images, {data_size(of['bytes'])} ({formats})")
+        print(f"  {name}: {counted(of['samples'], 'image')}, {data_size(of['bytes'])} ({formats})")
         empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
             classes["empty"]
         )
         print(
             f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
             f"imbalance {classes['imbalance']:,.1f}{empty}"
+            if classes["max"]
+            else "    no image has a label"
         )
-        if len(of["labels_per_sample"]) > 1 or "1" not in of["labels_per_sample"]:
+        if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
             print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
         for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip
             if of[key]:
@@ -194,7 +199,7 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
                 )
         if shards["count"]:
             print(
-                f"    {shards['count']:,} shards of {shards['samples_min']:,} to {shards['samples_max']:,} images; class mix "
+                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}; class mix "
                 f"{shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
                 f"({shards['mix_worst']})"
             )

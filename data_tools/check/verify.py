@@ -32,6 +32,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.progress import duration
 from pipeline.settings.data import VerifyConfig
+from pipeline.words import counted
 
 LIST = "damaged"
 REPORT, DETAILS = "report.json", "damage.csv"
@@ -283,7 +284,7 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     share = report["decoded"] / max(report["samples"], 1)
     read = (
-        f"read {report['shards']:,} shards, {report['samples']:,} images, {data_size(report['bytes'])} in "
+        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')}, {data_size(report['bytes'])} in "
         f"{duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
     )
     if report["is_whole"]:
@@ -299,7 +300,9 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
             print(f"{'':<31} {where}: {first['detail']}" if where else f"{'':<31} {first['detail']}")
     print(f"All of them: {out / DETAILS}")
     if listed:
-        print(f"{report['unfit_samples']:,} of {report['samples']:,} images are unfit, and listed in {listed}.")
+        print(
+            f"{report['unfit_samples']:,} of {counted(report['samples'], 'image')} are unfit, and listed in {listed}."
+        )
     print(_remedy(dataset))
 
 

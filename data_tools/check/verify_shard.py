@@ -21,6 +21,7 @@ from pipeline.data.loading.decode import DecodeError, inspect
 from pipeline.data.storage.bucket import fetched, locate, to_path
 from pipeline.data.storage.content import content_hash
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 # Kinds of findings and their meaning, as printed.
 SAMPLE_KINDS = {
@@ -115,7 +116,7 @@ def check_shard(job: Job) -> Checked:
         raise UserError(f"A worker cannot access {folder}: it must be on storage shared by all nodes.")
     findings = _Findings(job.shard)
     if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
-        findings.add("manifest", f"{len(job.rows['key'])} rows for {job.shard.samples} samples")
+        findings.add("manifest", f"{counted(len(job.rows['key']), 'row')} for {counted(job.shard.samples, 'sample')}")
     try:
         with fetched(locate(folder, job.shard.name)) as file:
             size = os.fstat(file.fileno()).st_size
@@ -133,7 +134,7 @@ def check_shard(job: Job) -> Checked:
 def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
     """Whether size and sha256 of the tar are those of the manifest."""
     if size != shard.bytes:
-        findings.add("size", f"{size:,} bytes, not {shard.bytes:,}")
+        findings.add("size", f"{counted(size, 'byte')}, not {shard.bytes:,}")
         return False
     try:
         is_same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256  # type: ignore[arg-type]
@@ -214,7 +215,7 @@ def _check_rows(
     ):
         row = job.first_row + number
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
-            findings.add("label range", f"label {wrong[0]} of {job.num_classes} classes", row, key)
+            findings.add("label range", f"label {wrong[0]} of {counted(job.num_classes, 'class')}", row, key)
         if (sample := in_tar.get(offset)) and (sample.fault or sample.labels != sorted(set(of_row))):
             # In a damaged tar, the tar's label is wrong; training uses the manifest's.
             found = sample.fault or sample.labels
@@ -232,8 +233,8 @@ def _check_rows(
             continue
         name, _, _, num_bytes, _ = members.get(offset, Member("", False, offset, -1))
         if split_name(name)[0] != key or num_bytes != length:
-            there = f"{name} of {num_bytes:,} bytes" if name else "no member"
-            findings.add("member", f"{there} at byte {offset:,}, where {length:,} bytes should be", row, key)
+            there = f"{name} of {counted(num_bytes, 'byte')}" if name else "no member"
+            findings.add("member", f"{there} at byte {offset:,}, where {counted(length, 'byte')} should be", row, key)
         if job.decode is None or key in job.decode:
             decoded += 1
             try:

@@ -31,6 +31,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.progress import duration
 from pipeline.settings.data import DedupConfig
+from pipeline.words import counted
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
 THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"
@@ -81,10 +82,16 @@ def _run(searched: Part, tests: list[Part], config: DedupConfig) -> dict[str, An
             file.write(draw_pairs(pictures))
     _print(report)
     if config.dry_run:
-        print(f"dry_run: none of the {len(marks):,} copies was marked; report and sheet of pairs are in {folder}")
+        print(
+            f"dry_run: none of the {counted(len(marks), 'copy')} was marked; report and sheet of pairs are in {folder}"
+        )
     else:
         path = write_list(searched.dataset, LIST, marks)
-        print(f"marked {len(marks):,} copies in {path}; look at {folder / SHEET}" if len(marks) else f"wrote {path}")
+        print(
+            f"marked {counted(len(marks), 'copy')} in {path}; look at {folder / SHEET}"
+            if len(marks)
+            else f"wrote {path}"
+        )
     return report
 
 
@@ -131,7 +138,7 @@ def _read_images(parts: Sequence[Part], config: DedupConfig) -> None:
     there = {str(path) for path in folder.iterdir()}
     missing = [job for job in every.values() if job.out not in there]
     print(
-        f"{sum(map(len, parts)):,} images in {len(every):,} shards; {len(every) - len(missing):,} were read before",
+        f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; {len(every) - len(missing):,} were read before",
         flush=True,
     )
     _run_tasks(make_thumbnails, missing, missing, "read", parts[0], config)
@@ -166,7 +173,7 @@ def _check_readable(parts: Sequence[Part], states: Sequence[np.ndarray], max_bad
         if len(bad) > max_bad_share * len(part):
             keys = ", ".join(_manifest_rows(part, bad[:3]).column("key").to_pylist())
             raise UserError(
-                f"{len(bad):,} of the {len(part):,} images of {part.name} cannot be decoded, more than max_bad_share = "
+                f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than max_bad_share = "
                 f"{max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
             )
 
@@ -184,7 +191,7 @@ def _search(searched: Part, tests: Sequence[Part], config: DedupConfig) -> Pairs
     if missing and str(folder / TESTS) not in there:
         write_tests(test_jobs, folder / TESTS)
     print(
-        f"{len(every) - len(missing):,} of {len(every):,} shards were searched earlier for these test images",
+        f"{len(every) - len(missing):,} of {counted(len(every), 'shard')} were searched earlier for these test images",
         flush=True,
     )
     _run_tasks(search_shard.search_shard, missing, [job.shard for job in missing], "searched", searched, config)
@@ -310,7 +317,7 @@ def _print(report: dict[str, Any]) -> None:
     everything = [data, *report["against"]]
     plain, bad = sum(part["plain"] for part in everything), sum(part["unreadable"] for part in everything)
     print(
-        f"{data['copies']:,} of the {data['images']:,} images of {data['name']} are copies of test images; they are "
-        f"counted by distance to the nearest test image. {plain:,} images have too little detail to compare (only equal "
-        f"files are found), {bad:,} cannot be decoded; {duration(report['seconds'])}"
+        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of test images; they are "
+        f"counted by distance to the nearest test image. With too little detail to compare (only equal "
+        f"files are found): {counted(plain, 'image')}; not decodable: {bad:,}; {duration(report['seconds'])}"
     )

@@ -25,6 +25,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.data import DedupConfig
+from pipeline.words import counted
 
 Plant = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
@@ -120,7 +121,7 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
     made = time.monotonic()
     tests = TestImages(pictures)
     print(
-        f"{num_tests:,} test images: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
+        f"{counted(num_tests, 'test image')}: made in {made - start:.0f} s, indexed in {time.monotonic() - made:.0f} s",
         flush=True,
     )
     seconds, cpu_seconds, verified, found, others, done = 0.0, 0.0, 0, 0, 0, 0
@@ -147,7 +148,7 @@ def measure_speed(num_images: int, num_tests: int, max_distance: float, num_plan
         done += len(thumbs)
         if done // 4096 % 25 == 0 or done == num_images:
             print(
-                f"{done:,} images: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), pairs verified {verified:,}, found {found:,} of "
+                f"{counted(done, 'image')}: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), pairs verified {verified:,}, found {found:,} of "
                 f"{-(-done // 4096) * planted:,} planted, {others} others; "
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
                 flush=True,

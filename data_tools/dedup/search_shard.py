@@ -1,6 +1,5 @@
 """Ray task that searches the images of one shard for copies of test images, and writes the pairs."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,12 +97,11 @@ class _Tests:
     """Test images in a worker's memory. fine: the indexed rows."""
 
     def __init__(self, path: str) -> None:
-        with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
-            self.fine = np.flatnonzero(arrays["states"] == FINE)
-            self.index = TestImages(arrays["thumbs"][self.fine])
-            self.equal_files = _EqualFiles(arrays["hashes"])
-            self._tars, self._tar = arrays["tars"].tolist(), arrays["tar"]
-            self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
+        names = ("states", "thumbs", "hashes", "tars", "tar", "offsets", "sizes")
+        states, thumbs, hashes, tars, self._tar, self._offsets, self._sizes = read_arrays(path, *names)
+        self.fine = np.flatnonzero(states == FINE)
+        self.index = TestImages(thumbs[self.fine])
+        self.equal_files, self._tars = _EqualFiles(hashes), tars.tolist()
 
     def read_reduced(self, row: int) -> np.ndarray:
         return _read_reduced(self._tars[self._tar[row]], int(self._offsets[row]), int(self._sizes[row]))

@@ -1,7 +1,5 @@
 """Ray task that reads the images of a shard once and writes a thumbnail of each (1 KB), for all later comparisons."""
 
-import io
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -11,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
+from pipeline import npz
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, Shard
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
@@ -131,11 +130,10 @@ def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
 def read_arrays(path: str, *names: str) -> list[np.ndarray]:
     """Read arrays of an .npz file that a task wrote. Raises UserError for a damaged file."""
     try:
-        with np.load(io.BytesIO(to_path(path).read_bytes())) as arrays:
-            return [arrays[name] for name in names]
+        return list(npz.read_arrays(to_path(path).read_bytes(), path, names).values())
     except StorageError:
         raise
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+    except (UserError, OSError):
         raise UserError(f"{path} is damaged. Remove it, and run the same command again.") from None
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.class_numbers import read_lines, read_names
+from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
 from data_tools.sources.listing import TABLE, label_lists, printable
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
@@ -32,7 +33,7 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
             raise UserError(
                 f"min_images = {config.min_images:,} leaves no class: the largest has {counts.max(initial=0):,} images."
             )
-        listing = _choose(listing, kept, f"of at most min_images = {config.min_images:,} images")
+        listing = _choose(listing, kept, f"of at most min_images = {counted(config.min_images, 'image')}")
     return listing
 
 
@@ -51,21 +52,24 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
         if unknown:
             tiny = " (Tiny-ImageNet: layout=tiny_imagenet.)" if unknown == ["images"] else ""
             raise UserError(
-                f"{listing.source}: 'train' has no image of {len(unknown):,} of the {int(there.sum()):,} classes of {split!r}, such "
+                f"{listing.source}: 'train' has no image of {len(unknown):,} of the {counted(int(there.sum()), 'class')} of {split!r}, such "
                 f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes?{tiny} If they are, name the "
                 "classes to keep: class_list=FILE."
             )
 
 
-def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
-    """The readable name of each class (the class itself where the file has none); None without synset_names."""
+def readable_names(classes: list[str], synset_names: str, of_source: dict[str, str]) -> list[str] | None:
+    """The readable name of each class (the class itself where it has none): of the file synset_names, else of the source.
+
+    None without either. Raises UserError for a file that names no class, or one class twice.
+    """
     if not synset_names:
-        return None
+        return [of_source.get(name, name) for name in classes] if of_source.keys() & set(classes) else None
     lines = read_lines(synset_names, "synset_names")
-    names = {parts[0]: parts[1] for parts in (line.split(None, 1) for line in lines) if len(parts) == 2}
+    names = names_of_synsets(lines, f"synset_names = {synset_names}")
     if not names.keys() & set(classes):
         raise UserError(
-            f"synset_names = {synset_names} names none of the {len(classes):,} classes, such as {classes[0]}. Its lines "
+            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}. Its lines "
             f"are 'wnid name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
@@ -119,7 +123,7 @@ def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str)
     if lost.any():
         table = table.filter(pa.array(~lost)).combine_chunks()
         num_classes = int((new < 0).sum())
-        notes.append(f"left out {int(lost.sum()):,} images with {num_classes:,} classes {reason}")
+        notes.append(f"left out {counted(int(lost.sum()), 'image')} with {counted(num_classes, 'class')} {reason}")
     if not len(table):
         raise UserError(f"{listing.source}: no image is left, all are of classes {reason}.")
     return replace(listing, classes=classes, table=table, notes=notes)

@@ -10,6 +10,7 @@ from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 _BATCH = 2**18
 
@@ -42,7 +43,7 @@ def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
     num_val, num_train = int(chosen.sum()), int((train & ~chosen).sum())
     if not num_val or not num_train:
         raise UserError(
-            f"val_share = {share} of {num_val + num_train} images leaves {num_train} for 'train' and "
+            f"val_share = {share} of {counted(num_val + num_train, 'image')} leaves {num_train} for 'train' and "
             f"{num_val} for 'val'. Use another val_share."
         )
     return chosen
@@ -62,7 +63,7 @@ def _per_class(listing: Listing, train: np.ndarray, config: ShardConfig) -> np.n
     small = np.flatnonzero((counts <= config.holdout_per_class) & (counts > 0))
     if len(small):
         raise UserError(
-            f"holdout_per_class = {config.holdout_per_class} leaves nothing to train on of {len(small):,} classes, such as "
+            f"holdout_per_class = {config.holdout_per_class} leaves nothing to train on of {counted(len(small), 'class')}, such as "
             f"{listing.classes[small[0]]!r} with {counts[small[0]]}. Set min_images={config.holdout_per_class} to leave "
             "them out, or hold out fewer."
         )

@@ -26,7 +26,7 @@ from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import known_class_names, whole_samples
-from data_tools.sources.listing import printable
+from data_tools.sources.listing import printable, reasons
 from data_tools.sources.split_files import split_files
 from pipeline import ray_tasks
 from pipeline.data.dataset.manifest import (
@@ -56,6 +56,7 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.progress import duration
 from pipeline.settings.data import IndexConfig
+from pipeline.words import counted
 
 _READ_BYTES = 2**22
 
@@ -226,7 +227,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
     if len(skipped) > max(1, config.max_bad_share * num_samples) * bool(config.max_bad_share):
         raise UserError(
-            f"{len(skipped):,} of {num_samples:,} samples are bad, more than max_bad_share = {config.max_bad_share} "
+            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
             "allows: " + "; ".join(f"{where} ({reason})" for _, where, reason in skipped[:3])
         )
     return ordered
@@ -234,17 +235,21 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
 
 def _finish(out: AnyPath, jobs: list[IndexJob], results: list[Done], names: list[str], source: AnyPath) -> Dataset:
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
-    if not kept:
-        raise UserError(f"{source}: no tar has an image with labels (<key>.jpg and <key>.cls or <key>.json).")
+    skipped = sorted(row for done in results for row in done.skipped)
+    if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
+        raise UserError(
+            f"{source}: no tar of split {empty[0]!r} has an image that can be used, with labels (<key>.jpg and <key>.cls or "
+            f"<key>.json)" + (f": {reasons(skipped)}." if skipped else ".")
+        )
     highest = max(_highest_label(part) for part, _ in kept)
     classes = names or [str(number) for number in range(highest + 1)]
-    write_table(out / SKIPPED, ("key", "where", "reason"), sorted(row for done in results for row in done.skipped))
+    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     tables = (open_parquet(part).read().replace_schema_metadata(None).cast(ROWS) for part, _ in kept)
     about = {"path": str(source), "indexed": True}
     dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, {})
     if repeated := _num_repeated(kept):
         print(
-            f"note: {repeated:,} samples have the key of an earlier sample: all are used, but a key alone does not "
+            f"note: {counted(repeated, 'sample')} with the key of an earlier sample: all are used, but a key alone does not "
             "identify them (samples.py sample=...)"
         )
     return dataset
@@ -300,14 +305,14 @@ def _remove_leftovers(out: AnyPath) -> None:
 
 def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
     if verified:
-        print(f"checked {len(results)} tars: nothing to do")
+        print(f"checked {counted(len(results), 'tar')}: nothing to do")
     empty = sum(not done.shard.samples for done in results)
     if empty:
-        print(f"left out {empty:,} tars without samples")
+        print(f"left out {counted(empty, 'tar')} without samples")
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_skipped = sum(len(done.skipped) for done in results)
-    skipped = f"skipped {num_skipped:,} bad samples (see {SKIPPED})" if num_skipped else "skipped none"
+    skipped = f"skipped {counted(num_skipped, 'bad sample')} (see {SKIPPED})" if num_skipped else "skipped none"
     print(
-        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {len(results) - empty:,} tars, {skipped}; "
+        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(len(results) - empty, 'tar')}, {skipped}; "
         f"{duration(seconds)}; fingerprint {dataset.fingerprint}"
     )

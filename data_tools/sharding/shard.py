@@ -27,16 +27,17 @@ from data_tools.sharding.source_table import SOURCE_TABLE, difference, save
 from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_part, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
-from data_tools.sources.listing import Skipped, printable
+from data_tools.sources.listing import Skipped, printable, reasons
 from pipeline import json_record, ray_tasks
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.errors import UserError
 from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
@@ -93,10 +94,10 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _remove_leftovers(out)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         refuse_untrained(listing, config)
-        names = readable_names(listing.classes, config.synset_names)
+        names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         _refuse_other_source(out, identity, existing, listing)
-        _refuse_other_names(out, names)
+        _refuse_other_names(out, names, bool(config.synset_names))
         _print_listing(listing, time.monotonic() - started)
         split = hold_out(listing, config)
         for note in small_classes(split):
@@ -198,7 +199,11 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     """Raises UserError when too many images are bad. num_read: images read so far."""
     budget = max(1, math.floor(config.max_bad_share * len(listing))) if config.max_bad_share else 0
     if len(skipped) > budget:
-        of = f"of the {num_read:,} images read so far are bad" if num_read else "items of the source cannot be used"
+        of = (
+            f"of the {counted(num_read, 'image')} read so far are bad"
+            if num_read
+            else "items of the source cannot be used"
+        )
         raise UserError(
             f"{len(skipped):,} {of}, more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of "
             f"{len(listing):,}: "
@@ -225,6 +230,8 @@ def _finish(
             # could not be read then turned out to be copies.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
+    if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
+        raise UserError(f"no image of split {empty[0]!r} can be used: {reasons(skipped)}.")
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     source = identity["source"]
     if copies is not None:
@@ -293,7 +300,7 @@ def _existing_record(out: AnyPath) -> _Record | None:
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
         return json_record.convert(info, _Record, str(out / INFO))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        plan = (out / PARTS / PLAN).read_bytes()
+        plan = read_bytes(out / PARTS / PLAN)
         try:
             return json_record.parse(plan, _Record, str(out / PARTS / PLAN))
         except UserError as error:
@@ -339,14 +346,20 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Reco
         old, new = existing.source, identity["source"]
         what = difference(out / SOURCE_TABLE, listing)
         raise UserError(
-            f"{out} was made of {old.samples:,} images ({old.bytes:,} bytes) of {old.path}; {new['path']} has "
-            f"{new['samples']:,} ({new['bytes']:,} bytes): {what}. Choose another out=..., or remove the folder."
+            f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']} has "
+            f"{new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the folder."
         )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
+def _refuse_other_names(out: AnyPath, names: list[str] | None, are_given: bool) -> None:
+    """Compare class_names in dataset.json: they are not part of the listing's digest.
+
+    are_given: by synset_names. Earlier versions ignored the names that a source has itself.
+    """
+    if not (out / INFO).exists():
+        return
+    known = open_dataset(out).info.get("class_names")
+    if (known is not None or are_given) and (other := renamed(known, names)):
         raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
 
 
@@ -363,7 +376,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
     for note in listing.notes:
         print(note)
     print(
-        f"{listing.source}: {len(listing):,} images of {len(listing.classes):,} classes, "
+        f"{listing.source}: {counted(len(listing), 'image')} of {counted(len(listing.classes), 'class')}, "
         f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
         flush=True,
     )
@@ -372,7 +385,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
 def _print_copies(copies: Copies) -> None:
     within = len(copies.rows) - copies.of_test
     print(
-        f"merged {within:,} exact copies into others of their split; left out {copies.of_test:,} train images that are "
+        f"merged {counted(within, 'exact copy')} into others of their split; left out {counted(copies.of_test, 'train image')} that are "
         f"copies of images in other splits{f' (see {COPIES})' if copies.rows else ''}",
         flush=True,
     )
@@ -384,17 +397,17 @@ def _print_done(
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
     whole = len(results) - len(made)
     if verified:
-        print(f"checked {len(results)} shards: {f'made {len(made)} again' if made else 'nothing to do'}")
+        print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
     elif whole:
-        print(f"{whole} of {len(results)} shards were whole already")
+        print(f"{whole} of {counted(len(results), 'shard')} were whole already")
     num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
     num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
-    skipped = f", skipped {num_skipped:,} bad images (see {SKIPPED})" if num_skipped else ", skipped none"
+    skipped = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
-        f"{dataset.path}: {samples} images of {dataset.num_classes:,} classes in {num_shards:,} shards, "
+        f"{dataset.path}: {samples} images of {counted(dataset.num_classes, 'class')} in {counted(num_shards, 'shard')}, "
         f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
         f"fingerprint {dataset.fingerprint}"
     )

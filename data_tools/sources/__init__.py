@@ -2,7 +2,7 @@
 
 A source in any layout becomes the same `Listing`, so the same images give the same shards whether they come as a folder
 or as a tar. layouts/ holds one file for each layout; detect.py chooses one for layout=auto. Imports pipeline.data and
-progress.py; used by sharding/, check/ and vtab/.
+progress.py; used by the other folders of data_tools.
 """
 
 import shlex
@@ -48,6 +48,11 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             form = "a folder" if source.is_dir() else "a file"
             if layout.form not in ("", form):
                 raise UserError(f"layout = {name} reads {layout.form}, but source = {source} is {form}.")
+            if config.label_names and layout.by_folders:
+                raise UserError(
+                    f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders name "
+                    "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
+                )
             splits = layout.splits if layout.splits and config.splits == _ONE_SPLIT else config.splits
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.advice = _list_advice(source, config)

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files import read_bytes
 from pipeline.json_record import quoted
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
@@ -22,7 +23,9 @@ class ClassNumbers:
         limit = len(self._names) or _MOST_CLASSES
         if not 0 <= label < limit:
             known = (
-                f"there are {limit:,} class names" if self._names else "class names are not known (label_names=FILE)"
+                f"the number of class names is {limit:,}"
+                if self._names
+                else "class names are not known (label_names=FILE)"
             )
             hint = " Images without a label (-1) belong in no split: leave them out." if label == -1 else ""
             raise UserError(f"{where}: label {quoted(label)} is out of range, {known}; labels begin at 0.{hint}")
@@ -37,7 +40,7 @@ class ClassNumbers:
 def read_lines(path: str, setting: str) -> list[str]:
     """The stripped, non-empty lines of a text file. setting: its name, for errors. Raises UserError if unreadable or empty."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(Path(path)).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None
@@ -45,6 +48,17 @@ def read_lines(path: str, setting: str) -> list[str]:
     if not lines:
         raise UserError(f"{setting} = {path} is empty.")
     return lines
+
+
+def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:
+    """WordNet's ID -> name, from lines 'wnid name'. where: their file, for errors. Raises UserError for an ID with two names."""
+    names: dict[str, str] = {}
+    for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
+        if names.setdefault(wnid, name) != name:
+            raise UserError(
+                f"{where} names {quoted(wnid)} twice, {quoted(names[wnid])} and {quoted(name)}. Remove one."
+            )
+    return names
 
 
 def read_names(path: str, setting: str) -> list[str]:

@@ -1,5 +1,6 @@
 """A table column of labels: names, numbers, or lists of either."""
 
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -7,6 +8,7 @@ import pyarrow.types as types
 
 from data_tools.sources.class_numbers import ClassNumbers
 from pipeline.errors import UserError
+from pipeline.json_record import quoted, shortened
 
 
 class LabelColumn:
@@ -17,29 +19,34 @@ class LabelColumn:
     """
 
     def __init__(self, field: pa.Field, where: str, names: list[str], separator: str = "") -> None:
-        kind = field.type
-        if types.is_list(kind) or types.is_large_list(kind):
-            kind = kind.value_type
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
-            raise UserError(
-                f"{where}: column {field.name!r} holds {field.type}, but labels are text, whole numbers or lists of them."
-            )
-        self._numbers = ClassNumbers(names) if names or types.is_integer(kind) else None
+        self._are_numbers, self._first = _are_numbers(field, where), where
+        self._numbers = ClassNumbers(names) if names or self._are_numbers else None
         self._separator = separator
+
+    def check(self, field: pa.Field, where: str) -> None:
+        """Raise UserError if the column of another file holds numbers where that of the first holds text, or the reverse."""
+        if _are_numbers(field, where) != self._are_numbers:
+            kinds = ("text", "numbers")
+            raise UserError(
+                f"{where}: column {field.name!r} holds {kinds[not self._are_numbers]}, but {kinds[self._are_numbers]} in "
+                f"{self._first}. Give all files the same type."
+            )
 
     def names(self, value: Any, where: str) -> list[str]:
         """The class names of one row; empty for a missing value. where: place of the row, for errors."""
+        if isinstance(value, list) and any(label is None for label in value):
+            raise UserError(
+                f"{where}: {quoted(value)} has a missing label (null). An image without a label has [] or null."
+            )
         if isinstance(value, str) and self._separator:
             value = value.split(self._separator)
-        labels = value if isinstance(value, list) else [value]
-        labels = [label.strip() if isinstance(label, str) else label for label in labels if label is not None]
+        labels = [value] if isinstance(value, str | int) else value or []
+        labels = [label.strip() if isinstance(label, str) else label for label in labels]
         labels = [label for label in labels if label != ""]
         if self._numbers is None:
             return [str(label) for label in labels]
-        if not all(isinstance(label, int) or label.lstrip("-").isdecimal() for label in labels):
-            raise UserError(f"{where}: label {value!r} is no number, as those before it or label_names ask for.")
+        if not all(isinstance(label, int) or re.fullmatch(r"-?[0-9]{1,18}", label) for label in labels):
+            raise UserError(f"{where}: label {quoted(value)} is no number, as those before it or label_names ask for.")
         return [self._numbers.name(int(label), where) for label in labels]
 
     def classes(self) -> list[str]:
@@ -48,7 +55,24 @@ class LabelColumn:
 
 
 def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
-    """Raises UserError for a missing column. wanted: setting -> name of the column."""
+    """Raises UserError for a column that is missing or there twice. wanted: setting -> name of the column."""
     for setting, column in wanted.items():
         if column not in there:
-            raise UserError(f"{where} has no column {column!r} ({setting}). It has: {', '.join(there)}.")
+            raise UserError(f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}.")
+        if (count := there.count(column)) > 1:
+            raise UserError(f"{where} has {count} columns {column!r} ({setting}). Rename all but one.")
+
+
+def _are_numbers(field: pa.Field, where: str) -> bool:
+    """Whether a column holds numbers, not text. Raises UserError for other types."""
+    kind = field.type
+    if types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        raise UserError(
+            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers or lists "
+            "of them."
+        )
+    return types.is_integer(kind)

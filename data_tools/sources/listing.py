@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 
 from data_tools.progress import Progress
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, locate
+from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
 # source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
@@ -48,7 +49,8 @@ class Listing:
     skipped: items that belong to the data set but cannot be used; they count as bad images.
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
-    `source` in dataset.json. beside: further tables for the data set's folder, by file name.
+    `source` in dataset.json. beside: further tables for the data set's folder, by file name. class_names: readable names of
+    classes, if the source has them.
     """
 
     source: AnyPath
@@ -62,6 +64,7 @@ class Listing:
     about: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, pa.Table] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
+    class_names: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -133,6 +136,7 @@ class Collector:
     ValueError for a file without a class.
     prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets its
     container's prefix.
+    class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     advice: what to do about a source without class folders, for errors. progress: closed by `finish`.
     """
 
@@ -146,6 +150,8 @@ class Collector:
     prefixes: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(None, done=LISTED))
     rename: Callable[[str], str] | None = None
+    class_names: dict[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
     advice: str = ""
     skipped: list[Skipped] = field(default_factory=list)
     _parts: list[pa.RecordBatch] = field(default_factory=list)
@@ -197,7 +203,8 @@ class Collector:
             self._hidden.add(name)
             return
         if f".{ext.lower()}" not in EXTENSIONS or not dot:
-            self._no_images.add(name)
+            if name not in self.read:
+                self._no_images.add(name)
             return
         self._tops.setdefault(name.split("/")[0])
         if self.rename is not None:
@@ -269,7 +276,7 @@ class Collector:
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         listing = Listing(
             self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [],
-            skipped=sorted(self.skipped),
+            skipped=sorted(self.skipped), class_names=self.class_names,
         )  # fmt: skip
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
@@ -293,7 +300,7 @@ class Collector:
         if self._absolute.count:
             notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
         if self.skipped:
-            notes.append(f"cannot use {len(self.skipped):,} of the items listed: {_reasons(self.skipped)}")
+            notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare:
             notes.append(f"{num_bare:,} image{'s' * (num_bare > 1)} without any label")
@@ -352,7 +359,7 @@ class Collector:
                 )
 
     def _but_skipped(self) -> str:
-        return f"; {len(self.skipped):,} cannot be used: {_reasons(self.skipped)}" if self.skipped else ""
+        return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
 
     def _with_prefixes(self, table: pa.Table) -> pa.Table:
         prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
@@ -365,7 +372,7 @@ class Collector:
         keys, twice = table["key"], _repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
-            more = f" ({len(twice):,} such keys)" if len(twice) > 1 else ""
+            more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
             what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
             raise UserError(
                 f"{self.source}: {what}, {keys[int(twice[0])].as_py()!r}{more}. Keys are "
@@ -387,19 +394,10 @@ class _Few:
             self.first.append(printable(name))
 
     def counted(self, noun: str) -> str:
-        return f"{self.count:,} {noun}{'s' * (self.count > 1)}"
+        return counted(self.count, noun)
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
-def is_utf8(name: str) -> bool:
-    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def printable(name: str) -> str:
@@ -409,7 +407,8 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
-def _reasons(skipped: list[Skipped]) -> str:
+def reasons(skipped: list[Skipped]) -> str:
+    """The first few items that cannot be used, each with its reason."""
     few = "; ".join(f"{where} ({reason})" for _, where, reason in sorted(skipped)[:_NAMED])
     return few + "; ..." * (len(skipped) > _NAMED)
 

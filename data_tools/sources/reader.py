@@ -10,6 +10,7 @@ from typing import BinaryIO
 from data_tools.sources.images import to_png
 from pipeline.data.storage.bucket import to_path
 from pipeline.ray_tasks import LostError
+from pipeline.words import counted
 
 # Value of the column `packed` for raw pixels of a square image: all red, then all green, then all blue.
 PIXELS = -1
@@ -41,7 +42,7 @@ class Reader:
         Raises OSError when the file cannot be read, ValueError when it is too large or differs from what was listed.
         """
         if max(size, packed) > _MAX_BYTES:
-            raise ValueError(f"{max(size, packed):,} bytes is too large for an image")
+            raise ValueError(f"{counted(max(size, packed), 'byte')} is too large for an image")
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
@@ -50,7 +51,7 @@ class Reader:
         assert self._file is not None
         data = _zip_member(self._file, offset, packed, size) if packed > 0 else _exactly(self._file, offset, size)
         if len(data) != size:
-            raise ValueError(f"{len(data)} bytes, but {size} when it was listed")
+            raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data
 
 
@@ -100,5 +101,5 @@ def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int
     except zlib.error as error:
         raise ValueError(f"damaged zip member ({error})") from None
     if not unpacking.eof:
-        raise ValueError(f"damaged zip member (it does not end after {size:,} bytes)")
+        raise ValueError(f"damaged zip member (it does not end after {counted(size, 'byte')})")
     return unpacked

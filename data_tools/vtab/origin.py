@@ -14,6 +14,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.errors import UserError
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "caltech101": image_files.caltech101,
@@ -124,8 +125,10 @@ def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:
         keys = original.pools[pool].keys
         if len(keys) - (UNREADABLE in keys) != expected:
             raise UserError(
-                f"{folder} has {len(keys):,} images of {pool!r}, but {expected:,} were published. Is a file missing? "
+                f"{folder} has {counted(len(keys), 'image')} of {pool!r}, but {expected:,} were published. Is a file missing? "
                 "(published=false uses the files as they are; the scores are then not those of VTAB.)"
             )
     if len(original.classes) != task.num_classes:
-        raise UserError(f"{folder} has {len(original.classes)} classes, but {task.title} has {task.num_classes}.")
+        raise UserError(
+            f"{folder} has {counted(len(original.classes), 'class')}, but {task.title} has {task.num_classes}."
+        )

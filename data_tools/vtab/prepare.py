@@ -26,6 +26,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig, VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.words import counted
 
 
 def run(config: VtabPrepareConfig) -> None:
@@ -61,7 +62,7 @@ def run(config: VtabPrepareConfig) -> None:
     wrong = failed | (missing if config.tasks else {})
     if wrong:
         few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
-        raise UserError(f"{len(wrong)} of {len(tasks)} tasks were not made: {few}")
+        raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {few}")
     if not ready:
         where = " or ".join(f"{name} = {value}" for name, value in places.items())
         raise UserError(
@@ -138,4 +139,6 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
 def _report(ready: list[str], missing: dict[str, str]) -> None:
     for name, where in missing.items():
         print(f"missing: {name}: {where}")
-    print(f"{len(ready)} of {len(TASKS)} tasks are ready{': ' if ready else ''}{', '.join(ready)}", flush=True)
+    print(
+        f"{len(ready)} of {counted(len(TASKS), 'task')} are ready{': ' if ready else ''}{', '.join(ready)}", flush=True
+    )

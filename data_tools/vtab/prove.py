@@ -21,6 +21,7 @@ from pipeline.data.storage.bucket import remove_tree
 from pipeline.errors import UserError
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 _STAGING = ".prove"
 _NAMED = 3
@@ -52,7 +53,7 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
     if absent:
         print(f"not there: {', '.join(absent)}")
     if unproved:
-        raise UserError(f"{len(unproved)} of {len(there)} tasks are not proved: {', '.join(unproved)}.")
+        raise UserError(f"{len(unproved)} of {counted(len(there), 'task')} are not proved: {', '.join(unproved)}.")
 
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
@@ -111,7 +112,7 @@ def _wrong_counts(task: Task, pools: Mapping[str, tuple[list[str], Any]]) -> Ite
     for pool, count in DATASETS[task.dataset].counts.items():
         keys, _ = pools.get(pool, ([], None))
         if len(keys) - (UNREADABLE in keys) != count:
-            yield f"{KEYS_FILE} has {len(keys):,} samples of {pool!r}, but {count:,} were published"
+            yield f"{KEYS_FILE} has {counted(len(keys), 'sample')} of {pool!r}, but {count:,} were published"
 
 
 def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes]]:

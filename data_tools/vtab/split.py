@@ -13,6 +13,7 @@ import numpy as np
 from data_tools.vtab.datasets import DataSet
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 NUM_TRAIN, NUM_VAL = 800, 200
 SPLITS = ("train800", "val200", "train800val200", "test")
@@ -56,16 +57,18 @@ def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mappin
     """Check that the parts lie inside their pools without overlap, and that keys are unique."""
     for pool, keys in pools.items():
         if len(set(keys)) != len(keys):
-            raise UserError(f"{name}: of the {len(keys):,} keys of {pool!r} only {len(set(keys)):,} are different.")
+            raise UserError(
+                f"{name}: of the {counted(len(keys), 'key')} of {pool!r} only {len(set(keys)):,} are different."
+            )
         inside = sorted((start, end, split) for split, (other, start, end) in parts.items() if other == pool)
         for (_, end, split), (start, _, following) in zip(inside, [*inside[1:], (len(keys), 0, "end")], strict=True):
             if end > start:
                 raise UserError(
-                    f"{name}: {len(keys):,} samples of {pool!r} are too few, {split} would end at {end:,} and "
+                    f"{name}: {counted(len(keys), 'sample')} of {pool!r} are too few, {split} would end at {end:,} and "
                     f"{following} begin at {start:,}."
                 )
         if any(start >= end for start, end, _ in inside):
-            raise UserError(f"{name}: {len(keys):,} samples of {pool!r} leave none for a split.")
+            raise UserError(f"{name}: {counted(len(keys), 'sample')} of {pool!r} leave none for a split.")
 
 
 def shard_key(pool: str, key: str) -> str:

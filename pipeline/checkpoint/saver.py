@@ -29,6 +29,8 @@ from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
 from pipeline.distributed import Ranks
 from pipeline.errors import CrashError, UserError
+from pipeline.waits import waiting
+from pipeline.words import counted
 
 _ROOT = Path(__file__).resolve().parents[2]
 # The writer ignores signals and leaves the rank's process tree before its slow imports.
@@ -62,12 +64,14 @@ class Saver:
 
     folder: of all checkpoints, local or a URL. retry: seconds for which object store requests are retried.
     committed_step: step of the checkpoint that the run starts from. say: receives a line on rank 0 when a writer died.
+    wait_seconds: how long a commit may be waited for; the watchdog ends a run that waits longer.
     """
 
     def __init__(
-        self, folder: str, ranks: Ranks, retry: float, committed_step: int = 0, say: Callable[[str], None] = print
-    ) -> None:
-        self.folder, self.ranks, self.retry, self.say = folder, ranks, retry, say
+        self, folder: str, ranks: Ranks, retry: float, committed_step: int = 0, say: Callable[[str], None] = print,
+        wait_seconds: float = 1800.0,
+    ) -> None:  # fmt: skip
+        self.folder, self.ranks, self.retry, self.say, self.wait_seconds = folder, ranks, retry, say, wait_seconds
         # Seconds since the last `read`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
         # Step of the last committed checkpoint, and the longest time that writing one took (0 before the first).
@@ -177,8 +181,13 @@ class Saver:
             self._to.flush()
 
     def _hear_all(self) -> None:
-        while self._in_flight and self._error is None:
-            self._hear(None)
+        """Wait for the writer's replies to all requests."""
+        if not self._in_flight:
+            return
+        saving = next((f"of step {given.step:,} " for given in self._in_flight if given.step is not None), "")
+        with waiting(f"the checkpoint {saving}to be committed", self.wait_seconds, "checkpoint.wait_minutes"):
+            while self._in_flight and self._error is None:
+                self._hear(None)
 
     def _hear(self, seconds: float | None) -> None:
         """Process the writer's replies, waiting up to `seconds` (None: no timeout) for the first."""
@@ -208,7 +217,7 @@ class Saver:
         if saving is None:
             note = f"{what} between two saves: a new one is started"
         else:
-            before = f"{saving - self.committed_step:,} steps before" if self.committed_step else "none before"
+            before = f"{counted(saving - self.committed_step, 'step')} before" if self.committed_step else "none before"
             note = f"{what} while it saved step {saving:,} (the last checkpoint: {before}): a new one does it again"
         if any(given.again for given in unanswered):
             self._error = CrashError(

@@ -19,7 +19,9 @@ import numpy as np
 
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
@@ -72,7 +74,7 @@ class Index:
                 there[name] += length
         for name, shape in self.shapes.items():
             if there[name] < prod(shape):
-                raise UserError(f"{where}: {name} has {prod(shape)} elements, and the files {there[name]} of them: the file "
+                raise UserError(f"{where}: {name} has {counted(prod(shape), 'element')}, and the files {there[name]} of them: the file "
                                 "is damaged.")  # fmt: skip
 
 
@@ -101,7 +103,7 @@ class ShardedTensors:
         """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
-            index = json_record.parse(file.read_bytes(), Index, str(file))
+            index = json_record.parse(read_bytes(file), Index, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         index.check(str(file))

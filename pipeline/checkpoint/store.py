@@ -19,8 +19,9 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.files import sync_folder, write_text
 
@@ -43,6 +45,8 @@ BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * BEAT_SECONDS
 _WRITING, _REMOVING = ".writing-", ".removing-"
 _KEPT = "kept.json"
+# Larger numbers of steps come from damage alone, and are no exact floats, as metrics are.
+_MAX_STEPS = 2**53
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,21 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a run has counted since its first start, over all ranks. unreadable: (row of the training split, reason), by row."""
+
+    loss_spikes: int = 0
+    storage_retries: int = 0
+    unreadable: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class State:
-    """Content of state.json that a resumed run needs. losses: recent ones. left_out: skipped batches, as (first, number)."""
+    """Content of state.json that a resumed run needs.
+
+    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. counts: 0 in checkpoints of
+    earlier versions.
+    """
 
     step: int
     identity: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +92,7 @@ class State:
     engine: Counters = Counters(None, 0, 0)
     losses: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,36 @@ class WriterStatus:
     beat: int | None = None
     part: WrittenPart | None = None
     error: str | None = None
+
+
+class Reach:
+    """Whether this process reaches the storage: what another process writes there cannot be seen, nor written, during an outage.
+
+    A request that takes longer than SILENCE_SECONDS counts as an outage, of a bucket whose requests are retried as of a file
+    system that blocks.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, float] = {}  # By thread.
+        self._since = time.monotonic()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """A small request of this thread."""
+        begin = self._begun[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[threading.get_ident()]
+            if time.monotonic() - begin > SILENCE_SECONDS:
+                self._since = time.monotonic()
+
+    def seconds_since(self, moment: float) -> float:
+        """Seconds since `moment` (time.monotonic()) or since the last outage; 0 during one."""
+        now = time.monotonic()
+        if any(now - begin > SILENCE_SECONDS for begin in self._begun.copy().values()):
+            return 0.0
+        return now - max(moment, self._since)
 
 
 class Checkpoints:
@@ -139,7 +187,7 @@ class Checkpoints:
     def mend_pointer(self, newest: AnyPath) -> bool:
         """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
         try:
-            named = (self.folder / LATEST).read_bytes()
+            named = read_bytes(self.folder / LATEST)
         except FileNotFoundError:
             named = b""
         if named.strip() == newest.name.encode():
@@ -170,7 +218,7 @@ class Checkpoints:
         """Read kept.json. Raises UserError if it is damaged, because the checkpoints it names would be removed."""
         file = self.folder / _KEPT
         try:
-            return json_record.parse(file.read_bytes(), Kept, str(file))
+            return json_record.parse(read_bytes(file), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
         except UserError as error:
@@ -236,11 +284,13 @@ class Checkpoints:
 
     def settle(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
         """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
+        reach = Reach()
         seen, since = self._progress(), time.monotonic()
         said = False
-        while seen and time.monotonic() - since < silence:
+        while seen and reach.seconds_since(since) < silence:
             time.sleep(min(0.2, silence / 4))
-            now = self._progress()
+            with reach.request():
+                now = self._progress()
             if now != seen:
                 if now and not said:
                     say(f"{self.folder}: a checkpoint is still being written by the previous run: waiting for it")
@@ -266,8 +316,14 @@ def checkpoint_folder(config: "RunConfig") -> AnyPath:
             to_path(config.checkpoint.folder, Retry(60 * config.data.retry_minutes, "data.retry_minutes")) / config.name
         )
     else:
-        folder = Path(config.out).expanduser() / config.name / "checkpoints"
+        folder = Path(config.out) / config.name / "checkpoints"
     return folder.absolute() if isinstance(folder, Path) else folder
+
+
+def commit_minutes(config: "RunConfig") -> float:
+    """How long training may wait for a checkpoint. In a bucket, each of its requests may be retried."""
+    in_bucket = "://" in config.checkpoint.folder
+    return config.checkpoint.wait_minutes + (config.data.retry_minutes if in_bucket else 0)
 
 
 def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
@@ -279,7 +335,7 @@ def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
     """Read a writer's progress; an empty status if the file is missing or unreadable."""
     file = path / _status_name(rank, token)
     try:
-        return json_record.parse(file.read_bytes(), WriterStatus, str(file))
+        return json_record.parse(read_bytes(file), WriterStatus, str(file))
     except (FileNotFoundError, UserError):
         return WriterStatus()
 
@@ -320,10 +376,10 @@ def _listed_files(path: AnyPath) -> set[str]:
 
 
 def read_state(path: AnyPath) -> State:
-    """Read state.json. Raises UserError if it is missing, damaged, or has another format."""
+    """Read state.json. Raises UserError if it is missing, damaged, of another step than its folder, or has another format."""
     file = path / "state.json"
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _Format, str(file)).format
@@ -333,7 +389,22 @@ def read_state(path: AnyPath) -> State:
     if found < FORMAT:
         raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
                         f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
-    return json_record.parse(content, State, str(file))
+    state = json_record.parse(content, State, str(file))
+    engine = state.engine
+    counts = {
+        "step": state.step, "engine.optimizer_steps": engine.optimizer_steps, "engine.global_steps": engine.global_steps,
+        "engine.skipped_steps": engine.skipped_steps,
+        **{f"left_out[{i}]": min(batches) for i, batches in enumerate(state.left_out)},
+    }  # fmt: skip
+    impossible = {name: value for name, value in counts.items() if value is not None and not 0 <= value < _MAX_STEPS}
+    if NAME.fullmatch(path.name) and state.step != step_of(path):
+        impossible["step"] = state.step
+    if impossible:
+        name, value = next(iter(impossible.items()))
+        raise UserError(
+            f"{file}: {name} = {json_record.quoted(value)} is impossible: the file is damaged. Use another checkpoint."
+        )
+    return state
 
 
 @dataclass(frozen=True)

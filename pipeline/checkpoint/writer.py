@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import json_record
+from pipeline import json_record, waits
 from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, Index, ShardedTensors
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
     FORMAT,
     MODEL,
     Checkpoints,
+    Reach,
     WriterStatus,
     WrittenPart,
     checksum,
@@ -144,10 +145,10 @@ def save(job: Job, memory: int, give_up: float = GIVE_UP_SECONDS) -> None:
         path = checkpoints.begin(job.step, job.token)
         if job.again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
             return  # Rank 0's writer may be reading it.
-        with _beating(path, job):
+        with _beating(path, job) as reach:
             part = _write_part(path, job, memory)
             if job.commit is not None:
-                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part, give_up))
+                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part, give_up, reach))
         if job.commit is not None:
             final = checkpoints.commit(path, checksums)
             committed = True
@@ -193,14 +194,18 @@ def _write_part(path: AnyPath, job: Job, memory: int) -> WrittenPart:
     return WrittenPart(name, job.ranges, size, digest.hexdigest())
 
 
-def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float) -> list[WrittenPart]:
-    """Wait for every rank's part. Raises WriterError if one failed, LostWriterError after `give_up` seconds of silence."""
+def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
+    """Wait for every rank's part. Raises WriterError if one failed, LostWriterError after `give_up` seconds of silence.
+
+    reach: silence counts only while this writer reaches the storage.
+    """
     parts = {job.rank: own}
     heard: dict[int, tuple[WriterStatus, float]] = {}
     pause = 0.01
     while missing := set(range(job.world_size)) - parts.keys():
         for rank in missing:
-            status = read_status(path, rank, job.token)
+            with reach.request():
+                status = read_status(path, rank, job.token)
             if status.error is not None:
                 raise WriterError(f"{status.error} (rank {rank})")
             if status.part is not None:
@@ -208,7 +213,7 @@ def _await_parts(path: AnyPath, job: Job, own: WrittenPart, give_up: float) -> l
             last, since = heard.get(rank, (WriterStatus(), 0.0))
             if rank not in heard or status != last:
                 heard[rank] = status, time.monotonic()
-            elif time.monotonic() - since > give_up:
+            elif reach.seconds_since(since) > give_up:
                 raise LostWriterError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
                     f"nothing for {give_up:.0f} s"
@@ -258,23 +263,23 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
 
 
 @contextlib.contextmanager
-def _beating(path: AnyPath, job: Job) -> Iterator[None]:
-    """Write heartbeats to the status file from a thread."""
-    over = threading.Event()
+def _beating(path: AnyPath, job: Job) -> Iterator[Reach]:
+    """Write heartbeats to the status file from a thread. Yields whether they get through."""
+    over, reach = threading.Event(), Reach()
 
     def beat() -> None:
         count = 0
         while not over.wait(BEAT_SECONDS):
             count += 1
             # Writing the part fails for the same reason and reports it.
-            with contextlib.suppress(OSError, StorageError):
+            with contextlib.suppress(OSError, StorageError), reach.request():
                 write_status(path, job.rank, job.token, WriterStatus(beat=count))
 
     write_status(path, job.rank, job.token, WriterStatus(beat=0))
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
-        yield
+        yield reach
     finally:
         over.set()
         thread.join()
@@ -315,6 +320,7 @@ def answer(line: str, memory: int) -> Reply:
 def main() -> None:
     """Serve one rank's requests until it exits. sys.argv[1]: file descriptor of the shared memory."""
     memory = int(sys.argv[1])
+    waits.say_with(lambda line: None)  # The rank says that it waits; the last line here is why this process died.
     os.nice(10)  # Training has priority.
     for line in sys.stdin:
         reply = answer(line, memory)

@@ -8,8 +8,9 @@ from typing import TypeVar
 from pipeline.errors import UserError
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
 from pipeline.model import Config, ViTConfig
-from pipeline.monitor.profile import Gpu, find_gpu, known_gpus
+from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9
@@ -124,7 +125,7 @@ def _explain(
         why_checkpointing = f"activations take {activations:.1f} GiB, which fits without recomputation"
     part = "all of" if accumulation == 1 else "the largest that fits and divides"
     why_micro_batch = (
-        f"{part} a rank's {share} samples; the peak memory of a rank is "
+        f"{part} a rank's {counted(share, 'sample')}; the peak memory of a rank is "
         f"{memory.total / _GIB:.1f} of {limit:.1f} GiB ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB); "
         f"accumulation {accumulation} follows"
     )

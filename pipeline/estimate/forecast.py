@@ -26,11 +26,13 @@ from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
+from pipeline.files import as_bytes
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 _GIB = 2**30
 _MAX_IMAGES = 10**6
@@ -119,16 +121,14 @@ class Forecast:
     @property
     def stall_seconds(self) -> float:
         """Time that training waits per checkpoint: for the copy to host memory, and for an unfinished previous checkpoint."""
-        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / (self.config.copy_rate * 1e9)
-        interval = self.plan.checkpoint_every * (self.step_seconds or math.inf)
-        return copying + max(0.0, self.write_seconds - interval)
+        return self._stall(self.planned, self.plan.world_size, self.step_seconds or math.inf)
 
     @property
     def hours(self) -> float | None:
         """Hours of training, including waiting for checkpoints, without evaluation."""
         if self.time is None:
             return None
-        return (self.plan.steps * self.time.total + self.num_checkpoints * self.stall_seconds) / 3600
+        return self.hours_of(self.planned, self.plan.world_size, self.time.total)
 
     @property
     def cost(self) -> float | None:
@@ -137,6 +137,15 @@ class Forecast:
         if hours is None or self.cluster is None or not self.config.price:
             return None
         return hours * self.cluster.num_gpus * self.config.price
+
+    def hours_of(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
+        """As `hours`, of the run in another layout on another number of ranks."""
+        stall = self._stall(planned, ranks, step_seconds)
+        return (self.plan.steps * step_seconds + self.num_checkpoints * stall) / 3600
+
+    def _stall(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
+        copying = copied_bytes(self.model, planned, ranks) / (self.config.copy_rate * 1e9)
+        return copying + max(0.0, self.write_seconds - self.plan.checkpoint_every * step_seconds)
 
 
 def run(config: PlanConfig) -> Forecast:
@@ -148,7 +157,7 @@ def run(config: PlanConfig) -> Forecast:
             print(text)
         else:
             with replacing(Path(config.json)) as file:
-                file.write(text.encode())
+                file.write(as_bytes(text))
     if config.json != "-":
         print("\n".join(describe(forecast)))
         sys.stdout.flush()
@@ -253,15 +262,15 @@ def describe(forecast: Forecast) -> list[str]:
 def _describe_run(forecast: Forecast) -> list[str]:
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
-    tokens = f"{model.num_tokens} tokens, " if isinstance(model, ViTConfig) else ""
+    tokens = f"{counted(model.num_tokens, 'token')}, " if isinstance(model, ViTConfig) else ""
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
         "",
-        f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",
-        f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
+        f"  data         {counted(data.samples, 'sample')} of {counted(data.classes, 'class')} ({data.source})",
+        f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
         f"evaluation every {plan.eval_every:,}",
-        f"  batch        {plan.global_batch:,} = {plan.world_size} ranks x {plan.accumulation} x {plan.micro_batch} as configured",
+        f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
         f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
         f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
         "",
@@ -300,7 +309,7 @@ def _describe_memory(forecast: Forecast) -> list[str]:
 def _describe_time(forecast: Forecast) -> list[str]:
     config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
     time, hours = forecast.time, forecast.hours
-    every = f"every {plan.checkpoint_every:,} steps"
+    every = f"every {counted(plan.checkpoint_every, 'step')}"
     lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
     if cluster is None or network is None:
         return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
@@ -362,7 +371,8 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             cells = [f"{mark} {row.nodes}", f"{row.num_gpus:,}", "-", row.why]
             rows.append(cells + ["-"] * (len(titles) - len(cells)))
             continue
-        hours = forecast.plan.steps * row.time.total / 3600
+        chosen = lay_out(config, row.zero_stage, row.activation_checkpointing)
+        hours = forecast.hours_of(chosen, row.num_gpus, row.time.total)
         rows.append([
             f"{mark} {row.nodes}",
             f"{row.num_gpus:,}",
@@ -376,7 +386,7 @@ def _describe_scaling(forecast: Forecast) -> list[str]:
             *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
         ])  # fmt: skip
     return [
-        f"The same run, {forecast.plan.global_batch:,} images a step, on other numbers of nodes (* as given)",
+        f"The same run, {counted(forecast.plan.global_batch, 'image')} a step, on other numbers of nodes (* as given)",
         *_table(titles, rows),
         f"  {advice(forecast.scaling)}",
         "",
@@ -393,26 +403,30 @@ def readers(forecast: Forecast) -> list[str]:
     streams, ranks = config.data.streams, plan.world_size
     lines = []
     if streams >= ranks:
-        lines.append(f"{streams} streams for {ranks} ranks: each reads {math.ceil(streams / ranks)} at a time")
+        lines.append(
+            f"{counted(streams, 'stream')} for {counted(ranks, 'rank')}: each reads {math.ceil(streams / ranks)} at a time"
+        )
     else:
         better = math.gcd(plan.global_batch, ranks)
         lines.append(
-            f"LOW: {streams} streams for {ranks} ranks: {math.ceil(ranks / streams)} ranks read the same shards at a time. "
+            f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}: {counted(math.ceil(ranks / streams), 'rank')} read the same shards at a time. "
             f"Use data.streams={better}."
         )
     if not data.shards:
-        lines.append(f"shards: not known yet; use at least {streams}, of at most {data.samples // streams:,} samples")
+        lines.append(
+            f"shards: not known yet; use at least {streams}, of at most {counted(data.samples // streams, 'sample')}"
+        )
     elif data.shards < streams:
         lines.append(
-            f"LOW: {data.shards} shards for {streams} streams: several read the same shard, which shuffles less. Shard again with "
+            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}: several read the same shard, which shuffles less. Shard again with "
             f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
         )
     else:
-        lines.append(f"{data.shards:,} shards: {data.shards / streams:.1f} per stream")
+        lines.append(f"{counted(data.shards, 'shard')}: {data.shards / streams:.1f} per stream")
     if forecast.step_seconds:
         rate = plan.global_batch / forecast.step_seconds
         per_thread = rate / ranks / config.data.threads
-        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {config.data.threads} decoding threads"
+        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {counted(config.data.threads, 'decoding thread')}"
         if data.bytes:
             text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
         lines.append(text)

@@ -8,7 +8,7 @@ from pipeline.errors import UserError
 from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.step_time import optimizer_bytes, passes
 from pipeline.model import Config, training_flops_per_image
-from pipeline.monitor.profile import find_gpu
+from pipeline.monitor.gpus import find_gpu
 from pipeline.settings.operate import PlanConfig
 
 # Models whose arithmetic for an image differs by less are the same but for their heads.
@@ -68,6 +68,8 @@ def read_measured(config: PlanConfig, model: Config, cluster: Cluster) -> Measur
         raise UserError(
             f"bench = {config.bench}: no such file. Make it on the GPU: launch/bench.py gpu json=FILE."
         ) from None
+    except OSError as error:
+        raise UserError(f"bench = {config.bench} cannot be read ({error.strerror}).") from None
     gpu = bench.machine.gpu
     kind = sheet.kind if (sheet := find_gpu(gpu)) else gpu
     if kind != cluster.gpu.kind:

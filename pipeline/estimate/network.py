@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.monitor.profile import Gpu
+from pipeline.monitor.gpus import Gpu
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather"]
 
 # Gb/s of all network cards of a node together, one direction, as far as the GPUs can use them; and where that number is from.
 _NETWORKS = {
+    "dgx-b300": (6400, "data sheet of DGX B300: 8 x 800 Gb/s"),
     "dgx-b200": (3200, "data sheet of DGX B200: 8 x 400 Gb/s"),
     "dgx-h100": (3200, "data sheet of DGX H100 and H200: 8 x NDR, 400 Gb/s"),
     "dgx-a100": (1600, "data sheet of DGX A100: 8 x HDR, 200 Gb/s"),
@@ -29,7 +30,10 @@ _NETWORKS = {
     "25gbe": (25, "one Ethernet card"),
 }
 # The usual server of a GPU; the others of the table get 100 Gb/s Ethernet.
-_USUAL = {"B200": "dgx-b200", "H200": "dgx-h100", "H100": "dgx-h100", "A100": "dgx-a100"}
+_USUAL = {
+    "B300": "dgx-b300", "B200": "dgx-b200", "H200": "dgx-h100", "H100": "dgx-h100", "H800": "dgx-h100", "H20": "dgx-h100",
+    "H20 3e": "dgx-h100", "A100": "dgx-a100", "A800": "dgx-a100",
+}  # fmt: skip
 
 # Share of the line rate that large collectives reach. Published (nccl-tests' bus bandwidth of line rate, in GB/s): NVLink 370 of
 # 450 on H100 (NVIDIA/nccl-tests#212), 231 of 300 on A100 (NVIDIA/nccl#527); network cards 192 of 200 (NVIDIA/nccl#812),

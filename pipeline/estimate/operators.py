@@ -31,7 +31,7 @@ _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of the forward or the backward pass of one micro-batch: bytes by class of operator, and number of kernels."""
+    """Memory traffic of the forward or the backward pass of one micro-batch: bytes by class of operator, number of kernels."""
 
     bytes: dict[str, int]
     kernels: int

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import UserError
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,15 @@ class Plan:
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
             return []
-        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
-                f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
+        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
+                f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
         """The plan in one line for the log."""
         return (
-            f"{self.steps:,} steps of {self.global_batch} = {self.world_size} ranks x {self.accumulation} x "
-            f"{self.micro_batch} samples ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
-            f"evaluation every {self.eval_every:,}, checkpoint every {self.checkpoint_every:,} steps"
+            f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x {self.accumulation} x "
+            f"{counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
+            f"evaluation every {self.eval_every:,}, checkpoint every {counted(self.checkpoint_every, 'step')}"
         )
 
 
@@ -79,20 +80,20 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     steps = train.length.steps(num_samples, train.global_batch)
     if steps < 1:
         raise UserError(
-            f"train.length = {train.length} is {steps} steps of train.global_batch = {train.global_batch} on "
+            f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on "
             f"{num_samples:,} samples. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
     if warmup >= steps:
         raise UserError(
-            f"schedule.warmup = {config.schedule.warmup} is {warmup:,} steps, but the whole run has {steps:,} "
+            f"schedule.warmup = {config.schedule.warmup} is {counted(warmup, 'step')}, but the whole run has {steps:,} "
             f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
         )
     cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
     if warmup + cooldown > steps:
         raise UserError(
-            f"schedule.warmup = {config.schedule.warmup} ({warmup:,} steps) and schedule.cooldown = {config.schedule.cooldown} "
-            f"({cooldown:,} steps) are longer than the run of {steps:,} steps. Shorten one of them."
+            f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
+            f"({counted(cooldown, 'step')}) are longer than the run of {steps:,} steps. Shorten one of them."
         )
     probe_every = max(1, config.probe.every.steps(num_samples, train.global_batch, steps))
     return Plan(
@@ -122,7 +123,7 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     if paired and micro_batch % 2:
         raise UserError(
             f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
-            f"{train.global_batch} / ({world_size} ranks x {accumulation}) is odd. Use an even train.micro_batch, and a "
+            f"{train.global_batch} / ({counted(world_size, 'rank')} x {accumulation}) is odd. Use an even train.micro_batch, and a "
             "train.global_batch that gives each rank an even number of samples."
         )
     return accumulation, micro_batch

@@ -9,6 +9,7 @@ from pipeline.estimate.plan import cut_batch
 from pipeline.estimate.step_time import StepTime, step_time
 from pipeline.model import Config
 from pipeline.settings.operate import PlanConfig
+from pipeline.words import counted
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Share of the smallest cluster's speed per GPU above which adding nodes is advised. A choice, not a finding.
@@ -72,12 +73,12 @@ def advice(rows: list[Row]) -> str:
         last = row
     assert last is not None, "the first row has an efficiency of 1"
     if last == possible[-1]:
-        return f"On up to {last.nodes} nodes, a GPU keeps at least {_WORTH:.0%} of the speed that it has on {possible[0].nodes}."
+        return f"On up to {counted(last.nodes, 'node')}, a GPU keeps at least {_WORTH:.0%} of the speed that it has on {possible[0].nodes}."
     too_many = possible[possible.index(last) + 1]
     assert too_many.time
     communicates = too_many.time.exposed / too_many.time.total
     return (
-        f"Use {'1 node' if last.nodes == 1 else f'at most {last.nodes} nodes'}: on {too_many.nodes}, a GPU has {too_many.efficiency:.0%} of the speed that it has on "
-        f"{possible[0].nodes} ({too_many.micro_batch * too_many.accumulation} images a GPU and step; it waits "
+        f"Use {'' if last.nodes == 1 else 'at most '}{counted(last.nodes, 'node')}: on {too_many.nodes}, a GPU has {too_many.efficiency:.0%} of the speed that it has on "
+        f"{possible[0].nodes} ({counted(too_many.micro_batch * too_many.accumulation, 'image')} a GPU and step; it waits "
         f"{communicates:.0%} of the time for communication)."
     )

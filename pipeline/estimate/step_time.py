@@ -1,7 +1,7 @@
 """Predicts how long a step takes: arithmetic and memory traffic, collectives, and the optimizer.
 
 Collectives are those of DeepSpeed 0.19.8 with the settings of train/zero/engine.py, counted in real steps
-(tests/multiprocess/test_rank_communication.py). Below stage 3 `overlap_comm` is off: nothing is hidden behind the backward pass.
+(tests/multiprocess/test_rank_communication.py). Below stage 3 overlap of communication is off: nothing is hidden behind the backward pass.
 
 Letters: P parameters, p = P / ranks, e bytes of a parameter (fp32 4, 16 bits 2).
 """
@@ -14,7 +14,7 @@ from pipeline.estimate.network import Kind, Network, find_network
 from pipeline.estimate.operators import MATRICES, traffic
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters, training_flops_per_image
-from pipeline.monitor.profile import Gpu, find_gpu
+from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.run import OptimizerConfig, RunConfig
 

@@ -1,5 +1,4 @@
-"""Scores and reports: accuracy, probes, confusion matrix, comparison of runs, predictions, and verified export.
+"""Scores and reports: accuracy, probes, confusion matrix, predictions, and verified export.
 
-Takes a loaded model and a split; does not depend on training. May import all rooms up to objectives/. Called by train/ (during
-a run), explain/, transfer/ and launch/.
+Takes a loaded model and a split; does not depend on training. Imports objectives/ and rooms below it. Used by explain/, train/, transfer/, review/, study/ and launch/.
 """

@@ -26,7 +26,7 @@ def as_settings(config: models.Config) -> dict[str, Any]:
 
 
 def name_of(config: models.Config) -> str:
-    """The name for `models.configure`, or a description if it has none, such as "ViT/8, width 32, depth 2"."""
+    """The name for `pipeline.model.configure`, or a description if it has none, such as "ViT/8, width 32, depth 2"."""
     if isinstance(config, models.ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == tuple(config.units)), None)
         if layers is None or config.width % 64:

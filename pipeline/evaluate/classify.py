@@ -14,6 +14,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
+from pipeline.words import counted
 
 _TOP = 5
 
@@ -47,8 +48,11 @@ class Scores:
         return asdict(self)
 
     def __str__(self) -> str:
-        bad = f", {self.num_unreadable} unreadable (counted as wrong)" if self.num_unreadable else ""
-        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {self.num_samples:,} images{bad}"
+        bad = ""
+        if self.num_unreadable:
+            readable = self.num_samples - self.num_unreadable
+            bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
+        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(
@@ -75,21 +79,23 @@ def each_sample(
 ) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
     """Compute `columns`, tensors (B, ...) of a batch, for all samples of the split.
 
-    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Any number of
-    unreadable images is allowed. Raises Stopped on all ranks when they agree to stop.
+    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Raises UserError
+    when more images are unreadable than the reader's budget allows, and Stopped on all ranks when they agree to stop.
     """
     parts, ranks, num_samples = [], reader.ranks, len(reader.split)
-    with reader.open(eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)) as (batches, problems):
+    requests = eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)
+    with reader.open(requests, num_samples) as (batches, problems):
         for loaded in batches:
             parts.append([loaded.rows, loaded.valid.numpy(), *(column.cpu().numpy() for column in columns(loaded))])
     gathered = ranks.gather((parts, problems))
+    problems = reader.problems_of_all((bad for _, bad in gathered), num_samples)
     of_all_ranks = [part for rank_parts, _ in gathered for part in rank_parts]
     rows, *found = (np.concatenate(column) for column in zip(*of_all_ranks, strict=True))
     # The last ranks repeat samples to have as many batches as the others; keep one of each row.
     unique, first = np.unique(rows, return_index=True)
     assert np.array_equal(unique, np.arange(num_samples)), "every sample is predicted"
     readable, *values = (column[first] for column in found)
-    return values, readable, {row: why for _, bad in gathered for row, why in bad.items()}
+    return values, readable, problems
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:

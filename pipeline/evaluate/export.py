@@ -24,6 +24,7 @@ from pipeline.model import Config, Model, ResNet, ViTConfig, files
 from pipeline.model.convert.preprocessing import from_huggingface, from_timm
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import ExportConfig
+from pipeline.words import counted
 
 NUM_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
@@ -58,9 +59,8 @@ def run(config: ExportConfig) -> Difference:
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
         kernel=config.kernel,
     ).eval()
-    if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig) and model.config.grid != trained.grid:
-        old, new = (f"{rows} x {columns}" for rows, columns in (trained.grid, model.config.grid))
-        print(f"positions: {old} resampled to {new} by the kernel {config.kernel}")
+    if note := models.resampling_note(trained, model.config):
+        print(note)
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
@@ -238,9 +238,9 @@ def _images(config: Config) -> Tensor:
 
 def _describe(config: Config) -> str:
     """One line about the model, with the two choices that affect logits: GELU and the epsilon of LayerNorm."""
-    size = f"{config.image_size[0]} x {config.image_size[1]} px, {config.num_classes:,} classes"
+    size = f"{config.image_size[0]} x {config.image_size[1]} px, {counted(config.num_classes, 'class')}"
     if not isinstance(config, ViTConfig):
-        return f"read: BiT ResNet of {sum(config.units)} units, width {config.width}, {size}"
+        return f"read: BiT ResNet of {counted(sum(config.units), 'unit')}, width {config.width}, {size}"
     rows, columns = config.grid
     return (
         f"read: ViT of width {config.width}, depth {config.depth}, {size}; GELU {config.gelu}; LayerNorm eps "

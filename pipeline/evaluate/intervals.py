@@ -24,11 +24,6 @@ def sample_deviation(accuracies: Sequence[float]) -> float | None:
     return float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None
 
 
-def in_seeds(count: int) -> str:
-    """Returns "1 seed", "3 seeds"."""
-    return f"{count} seed{'' if count == 1 else 's'}"
-
-
 def of_seeds(accuracies: Sequence[float]) -> Interval:
     """Interval of the mean of at least two runs: Student's t on their sample standard deviation."""
     from scipy.stats import t  # Imported here because it takes a second.

@@ -5,7 +5,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,20 @@ from tqdm import tqdm
 
 from pipeline import model as models
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import normalise
+from pipeline.data.loading.loader import BadBudget, normalise
 from pipeline.distributed import Ranks, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
-from pipeline.outputs import try_output
+from pipeline.outputs import Holds, try_output
 from pipeline.process import keep_freed_memory
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.weights import WeightsConfig
+from pipeline.words import counted
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class LoadedModel:
         """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
         with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
             alone = Ranks(0, 0, 1, self.device)
-            yield SplitReader(split, self.image_size, self.view, config.batch, config.threads, alone, bar.update)
+            budget = BadBudget(config.max_bad_share, "max_bad_share", "Check the images, or raise max_bad_share.")
+            yield SplitReader(
+                split, self.image_size, self.view, config.batch, config.threads, alone, bar.update, budget=budget
+            )
 
     def images(self, pixels: Tensor) -> Tensor:
         """uint8 (B, H, W, 3) -> (B, 3, H, W), the model's input."""
@@ -85,9 +89,11 @@ def load_model(config: WeightsConfig) -> LoadedModel:
     image_size = ImageSize.parse(config.image_size or trained.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if config.loss == "auto" else config.loss
-    model = models.build(replace(trained, image_size=image_size))
+    model = models.build(models.resized(trained, image_size, config.kernel))
     if isinstance(trained, ViTConfig) and isinstance(model.config, ViTConfig):
         state = models.resample_state(state, trained, model.config)
+    if note := models.resampling_note(trained, model.config):
+        print(note)
     model.load_state_dict(state)
     return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
@@ -117,21 +123,21 @@ def check_outputs(weights: str, where: str, seen: Predictions | Features, split:
     if not seen.readable.any():
         row = min(seen.problems)
         raise UserError(
-            f"none of the {len(split):,} images of {where} can be read; the first is {split.keys([row])[0]}: "
+            f"none of the {counted(len(split), 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
             f"{seen.problems[row]}. Check the files."
         )
     broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
     if len(broken):
         raise UserError(
-            f"{weights} gives NaN or infinity for {len(broken):,} of {len(split):,} images, the first "
+            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(len(split), 'image')}, the first "
             f"{split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
         )
 
 
-def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
+def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>, or runs/<kind>/<weights>-<name> for weights of no run.
 
-    Raises UserError when it cannot be written.
+    holds: what the folder is for. Raises UserError when it cannot be written, or holds results of another kind.
     """
     path = Path(weights)
     if out:
@@ -140,5 +146,5 @@ def output_folder(out: str, weights: str, kind: str, name: str = "") -> Path:
         folder = path / kind / name
     else:
         folder = Path("runs") / kind / "-".join([path.resolve().stem, *([name] if name else [])])
-    try_output("out", folder)
+    try_output("out", folder, holds=holds)
     return folder

@@ -8,6 +8,7 @@ from torch import Tensor
 from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import each_sample
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.words import counted
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Means:
         return {**self.values, "num_samples": self.num_samples, "num_unreadable": self.num_unreadable}
 
     def __str__(self) -> str:
-        bad = f", {self.num_unreadable} unreadable" if self.num_unreadable else ""
+        bad = f", {self.num_unreadable:,} unreadable (not scored)" if self.num_unreadable else ""
         values = ", ".join(f"{name} {value:.4f}" for name, value in self.values.items())
-        return f"{values} on {self.num_samples:,} images{bad}"
+        return f"{values} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def means(measure: Callable[[Batch], dict[str, Tensor]], reader: SplitReader) -> Means:

@@ -1,6 +1,7 @@
 """Predicts the most likely classes of images and writes them as a table; entry point: `run`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.files import read_bytes
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
+from pipeline.words import counted
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
 TABLE = pa.schema(
@@ -41,7 +44,10 @@ def run(config: PredictConfig) -> pa.Table:
     out = Path(config.out) if config.out else None
     loaded = load_model(config)
     if not loaded.model.config.num_classes:
-        raise UserError(f"{config.weights} has no head, so it cannot predict classes.")
+        raise UserError(
+            f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled images; "
+            "launch/features.py writes the features, and finds similar images."
+        )
     images, names = open_images(config, loaded)
     for line in images.split.notes():
         print(line)
@@ -55,12 +61,14 @@ def run(config: PredictConfig) -> pa.Table:
         print(line)
     unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
     more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
-    print(f"{len(keys):,} images{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv"))
+    print(
+        f"{counted(len(keys), 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
+    )
     return table
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
-    """Open `config.images`; returns them and the class names of the weights.
+    """Open `config.images`; returns them and the class names of the weights, readable ones where they are known.
 
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
     UserError if the number of names differs from the number of classes.
@@ -69,12 +77,15 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     own = read_class_names(config) or loaded.extra.get("classes")
     if own is not None and len(own) != num_classes:
         raise UserError(
-            f"class_names = {config.class_names} has {len(own):,} lines, {config.weights} {num_classes:,} classes."
+            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {num_classes:,} classes."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers)
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
-    return images, named
+    of_weights = zip(loaded.extra.get("classes") or (), loaded.extra.get("class_names") or (), strict=False)
+    readable = {**images.readable, **dict(of_weights)}
+    shown = [readable.get(name, name) for name in images.label_names]
+    return replace(images, label_names=shown), [readable.get(name, name) for name in named]
 
 
 def read_class_names(config: LookConfig) -> list[str] | None:
@@ -82,7 +93,7 @@ def read_class_names(config: LookConfig) -> list[str] | None:
     if not config.class_names:
         return None
     try:
-        return Path(config.class_names).expanduser().read_text().splitlines()
+        return read_bytes(Path(config.class_names)).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {config.class_names} cannot be read: {reason}.") from None
@@ -102,11 +113,10 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
     rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     unread = ~predictions.readable[rows]
     number = pa.array(predictions.top[rows, rank], pa.int32(), mask=unread)
-    labels = [";".join(images.label_names[i] for i in images.split.labels_of(row)) or None for row in range(len(keys))]
     problems = [predictions.problems.get(row) for row in range(len(keys))]
     columns = {
         "image": pa.array(keys, pa.string()).take(rows),
-        "label": pa.array(labels, pa.string()).take(rows),
+        "label": pa.array(images.labels(range(len(keys))), pa.string()).take(rows),
         "rank": pa.array(rank + 1, pa.int32(), mask=unread),
         "class": pa.array(names, pa.string()).take(number),
         "class_number": number,

@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
+from pipeline.files import as_bytes
 from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, png
+from pipeline.words import counted
 
 SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
           "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
@@ -27,13 +29,18 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "top1" in scores:
         rows += [(text, f"{scores[name]:.2%}") for name, text in SCORES.items()]
-        rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
+        over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
+            scores["num_unreadable"]
+        )
+        rows.append((f"loss ({scores['loss_kind']}{over})", f"{scores['loss']:.4f}"))
     several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
     for row in scores.get("fewshot", []):
         strength = f", λ = {row['l2']:g}" if several else ""
         rows.append((f"{row['shots']}-shot linear accuracy{strength}, mean", f"{row['top1']:.2%}"))
         if row["std"] is not None:
-            rows.append((f"  its standard deviation over {len(row['top1_of_seeds'])} seeds", f"{row['std']:.2%}"))
+            rows.append(
+                (f"  its standard deviation over {counted(len(row['top1_of_seeds']), 'seed')}", f"{row['std']:.2%}")
+            )
     if "knn" in scores:
         rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
     rows.append(("images", f"{scores['num_samples']:,}"))
@@ -103,7 +110,7 @@ def _probes(scores: dict[str, Any]) -> Iterator[Block]:
     if "knn" in scores:
         knn = scores["knn"]
         yield Paragraph(
-            f"Nearest neighbours: of {knn['images']:,} images, the {knn['neighbours']} with the largest cosine vote, each with "
+            f"Nearest neighbours: of {counted(knn['images'], 'image')}, the {knn['neighbours']} with the largest cosine vote, each with "
             f"exp(cosine / {knn['temperature']:g})."
         )
 
@@ -113,7 +120,7 @@ def _classes(scores: dict[str, Any]) -> Iterator[Block]:
     untested = len(scores["per_class"]) - len(tested)
     if untested:
         yield Paragraph(
-            f"{untested:,} classes have no image in this split; the means are over the other {len(tested):,}."
+            f"Without an image in this split: {counted(untested, 'class')}; the means are over the other {len(tested):,}."
         )
     header = ("class", "precision", "recall", "F1", "images")
     if len(tested) <= _MAX_LISTED:
@@ -138,7 +145,7 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return buffer.getvalue().encode()
+    return as_bytes(buffer.getvalue())
 
 
 # ---------------------------------------------------------------------- the confusion matrix
@@ -150,10 +157,10 @@ def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]
     """
     seen = (true >= 0) & (predicted >= 0)
     true, predicted = true[seen], predicted[seen]
-    drawn, title = np.arange(len(names)), f"{len(true):,} images; colour: share of the true class"
+    drawn, title = np.arange(len(names)), f"{counted(len(true), 'image')}; colour: share of the true class"
     if len(names) > _MAX_DRAWN:
         drawn = most_confused_classes(true, predicted, len(names))
-        title = f"The {len(drawn)} most confused of {len(names):,} classes; rows do not sum to 100 %"
+        title = f"The {len(drawn)} most confused of {counted(len(names), 'class')}; rows do not sum to 100 %"
     counts = confusion(true, predicted, drawn)
     totals = np.bincount(true, minlength=len(names))[drawn]
     return _draw(counts, counts / np.maximum(totals, 1)[:, None], [names[c] for c in drawn.tolist()], title)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_c
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
-from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.weights import ScoreConfig
+from pipeline.words import counted
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.
@@ -43,7 +45,9 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if not len(split):
         raise UserError(f"{config.data}: split {config.split!r} has no images.")
     train = _train_split(config, dataset) if config.probes else None
-    loaded = load_model(config)
+    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
+    origin = find_origin(file) if config.mlflow else None
+    loaded = load_model(replace(config, weights=str(file)))
     if config.classify:
         _check_classes(config, loaded.model.config.num_classes, loaded.extra.get("classes"), dataset)
     folder = _folder(config)
@@ -68,10 +72,10 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         true, predicted = outcomes(predictions, split)
         classes = per_class(true, predicted, dataset.num_classes)
         scores |= {**asdict(score(predictions, split)), **classes.macro()}
-        scores["confused"] = _most_confused(true, predicted, dataset.classes)
-        columns = zip(dataset.classes, *(column.tolist() for column in asdict(classes).values()), strict=True)
+        scores["confused"] = _most_confused(true, predicted, dataset.class_names)
+        columns = zip(dataset.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
-        picture = render.draw_confusion(true, predicted, dataset.classes)
+        picture = render.draw_confusion(true, predicted, dataset.class_names)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
 
@@ -79,46 +83,50 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     files = {
         "per_class.csv": render.table_csv(scores["per_class"]) if predictions else None,
         "confusion.png": picture,
-        "report.md": render.page(scores, picture).encode(),
-        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False).encode(),
+        "report.md": render.page(scores, picture),
+        "scores.json": json.dumps(scores, indent=1, ensure_ascii=False),
     }
     write_files(folder, files)
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>12}")
     print(f"report: {folder / 'report.md'}")
-    if config.mlflow:
-        _send(config, dataset, split, loaded, scores, [folder / name for name, content in files.items() if content])
+    if origin is not None:
+        written = [folder / name for name, content in files.items() if content]
+        _send(config, dataset, split, loaded, origin, scores, written)
     return scores
 
 
 def _send(
-    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, scores: dict[str, Any], files: list[Path]
-) -> None:
+    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, origin: Origin, scores: dict[str, Any],
+    files: list[Path],
+) -> None:  # fmt: skip
     """Send the scores to MLflow, as a run that names the run of the weights."""
     data = dataset.path.name
     known = ("top1", "top5", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1")
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
-    if "fewshot" in scores:
-        metrics |= probe_metrics(scores, data)
+    probed = probe_metrics(scores, data) if "fewshot" in scores else {}
+    score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
+    if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".
+        score = next(iter(probed))
+        scored_on = f"{score.removeprefix(f'{data}_')} {scored_on}"
     name = f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split.name}"
     step = loaded.extra.get("step")
     description = (
         f"**Scores** of `{config.weights}`" + (f", step {step:,}," if step else "") + f" on {data}, {split.name}."
     )
-    parent = run_of_weights(config.weights)
     facts = RunFacts(
         name, "evaluation", {key: value for key, value in scores.items() if key in _PARAMETERS},
         {"model": architecture.as_settings(loaded.model.config)["model.name"], "data": dataset.fingerprint, "dataset": data},
         (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation"),),
-        description, {"parent": parent} if parent else {},
+        description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
     )  # fmt: skip
-    send_report(config.mlflow, files[0].parent, facts, metrics, files, config.experiment)
+    send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)
 
 
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
-        head = f"{num_classes:,} classes" if num_classes else "no head"
+        head = f"{counted(num_classes, 'class')}" if num_classes else "no head"
         raise UserError(f"{config.weights} has {head}, {config.data} has {dataset.num_classes:,} classes. {remedy}")
     if names is None or not config.match_classes:
         return
@@ -145,7 +153,7 @@ def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
 def _folder(config: ScoreConfig) -> Path:
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
-    return output_folder(config.out, config.weights, "evaluate", name)
+    return output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:

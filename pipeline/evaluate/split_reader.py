@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import Batch, Loader, eval_view
+from pipeline.data.loading.loader import BadBudget, Batch, Loader, eval_view
 from pipeline.distributed import Ranks, StopRequest
+from pipeline.errors import OneRankError, UserError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -18,6 +19,7 @@ class SplitReader:
     """A split, and how to read it. view: the preprocessing. batch: images per forward pass. ranks: share the split.
 
     progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
+    budget: how many of the images that are read may be unreadable: a score on the rest says nothing about the weights.
     """
 
     split: Split
@@ -28,14 +30,16 @@ class SplitReader:
     ranks: Ranks
     progress: Callable[[int], object] | None = None
     stop: StopRequest | None = None
+    budget: BadBudget = BadBudget(share=0.001)
 
     @contextmanager
     def open(
-        self, requests: Iterable[tuple[np.ndarray, np.ndarray]]
+        self, requests: Iterable[tuple[np.ndarray, np.ndarray]], num_samples: int
     ) -> Iterator[tuple[Iterator[Batch], dict[int, str]]]:
         """Yields (this rank's batches, problems: row -> reason, filled while reading). Collective.
 
-        Any number of unreadable images is allowed. Iterating raises Stopped on all ranks when they agree to stop.
+        num_samples: number of samples that all ranks read together. Iterating raises Stopped on all ranks when they agree to
+        stop, and OneRankError when this rank alone exceeds the budget; `problems_of_all` checks that of all ranks.
         """
         is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
         with Loader(
@@ -43,10 +47,23 @@ class SplitReader:
             is_stop_wanted=is_stop_wanted,
         ) as loader:  # fmt: skip
             batches = loader.batches(requests)
-            yield self._counted(self.stop.together(batches) if self.stop else batches), loader.bad
+            yield (
+                self._counted(self.stop.together(batches) if self.stop else batches, loader.bad, num_samples),
+                loader.bad,
+            )
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def problems_of_all(self, of_ranks: Iterable[dict[int, str]], num_samples: int) -> dict[int, str]:
+        """The problems of all ranks together. Raises UserError, on every rank, if they exceed the budget."""
+        problems = {row: why for of_rank in of_ranks for row, why in of_rank.items()}
+        if excess := self.budget.excess(problems, self.split, num_samples):
+            raise UserError(excess)
+        return problems
+
+    def _counted(self, batches: Iterator[Batch], problems: dict[int, str], num_samples: int) -> Iterator[Batch]:
+        allowed = self.budget.allowed(num_samples)
         for batch in batches:
+            if len(problems) > allowed:
+                raise OneRankError(self.budget.excess(dict(problems), self.split, num_samples))
             yield batch
             if self.progress is not None:
                 self.progress(len(batch.rows))

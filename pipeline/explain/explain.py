@@ -29,9 +29,10 @@ from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.outputs import try_output
 from pipeline.random_numbers import Purpose
-from pipeline.settings.weights import DRAWINGS, ExplainConfig
+from pipeline.settings.quantities import whole_number
+from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
+from pipeline.words import counted
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
@@ -57,17 +58,16 @@ def run(config: ExplainConfig) -> tuple[dict[str, Any], list[Path]]:
     config = with_local_weights(config)
     loaded = load_model(config)
     drawings = _choose_drawings(config, loaded)
-    folder = output_folder(config.out, config.weights, "explain")
-    try_output("out", folder)
+    folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     origin = {name: loaded.extra.get(name) for name in ("run", "step")}
     results = Results({"weights": config.weights, **origin, "model": loaded.model.config.to_dict()})
     _draw_weights(loaded, drawings, results)
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, drawings, results)
 
-    contents = {f"{name}.png": figures.png(figure) for name, figure in results.drawings.items()}
+    contents: dict[str, bytes | str] = {f"{name}.png": figures.png(figure) for name, figure in results.drawings.items()}
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
-    contents["explain.json"] = (json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n").encode()
+    contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
     if "attention" in drawings:
         for old in folder.glob("attention*.png"):
             old.unlink()  # Another choice of layers and heads has other names.
@@ -101,7 +101,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel) -> set[str]:
             why_not["positions"] = f"positions = {model.config.positions} adds nothing to the tokens"
         limits = {"layer": (config.layer, model.config.num_blocks), "head": (config.head, model.config.num_heads)}
         for name, (value, number) in limits.items():
-            if value.isdigit() and int(value) > number:
+            if value not in ("all", "mean") and whole_number(value, number) is None:
                 raise UserError(f"{name} = {value}, but {config.weights} has {number}.")
     for name in config.draw:
         if name in why_not:
@@ -130,7 +130,7 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: Results) -> 
         results.tables["cost"] = [_cost_row(each) for each in others]
         results.numbers["cost"] = _cost_row(own)
         print(
-            f"{own.image} px in patches of {own.patch}: {own.tokens:,} tokens, {own.macs / 1e9:.4g} GMACs an image, "
+            f"{own.image} px in patches of {own.patch}: {counted(own.tokens, 'token')}, {own.macs / 1e9:.4g} GMACs an image, "
             f"{own.attention_macs / own.macs:.1%} of them attention"
         )
 
@@ -144,11 +144,11 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
     pictures, names = open_images(config, loaded)
     for line in pictures.split.notes():
         print(line)
-    order = random_numbers.permutation(len(pictures.split), Purpose.EXPLAINED_IMAGES, config.seed)
+    order = random_numbers.permutation(len(pictures.split), config.seed, Purpose.EXPLAINED_IMAGES)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = _read_images(config, loaded, pictures.split, order[:num_read])
+    rows, pixels = read_images(config, loaded, pictures.split, order[:num_read])
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     captions = [_caption(pictures, row) for row in rows.tolist()]
     results.numbers["images"] = pictures.split.keys(rows)
@@ -166,9 +166,7 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
 
 
-def _read_images(
-    config: ExplainConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
-) -> tuple[np.ndarray, Tensor]:
+def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """The rows that can be read, and their pixels as the model reads them, uint8 (n, S, S, 3). Raises UserError for none."""
     size, view = loaded.image_size, eval_view(loaded.view)
     kept, pixels = [], []
@@ -179,7 +177,7 @@ def _read_images(
     for row, reason in loader.bad.items():
         print(f"left out: {split.keys([row])[0]} cannot be read ({reason})")
     if len(loader.bad) == len(rows):
-        raise UserError(f"none of the {len(rows):,} images chosen of {', '.join(config.images)} can be read.")
+        raise UserError(f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read.")
     return np.concatenate(kept), torch.cat(pixels)
 
 
@@ -204,7 +202,7 @@ def _draw_attention(
     if "distance" in drawings:
         averaged = attention.distances[: config.num_averaged]
         mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
-        title = f"Mean attention distance (over {len(averaged)} images)"
+        title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
         results.drawings["distance"] = figures.draw_distances(mean, uniform, title)
         results.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
 
@@ -241,7 +239,7 @@ def _draw_predictions(
         readable = np.flatnonzero(predictions.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
         note = "The true classes are not known. The most confident first."
-    _, pixels = _read_images(config, loaded, split, rows)
+    _, pixels = read_images(config, loaded, split, rows)
     true_names = [None if true[row] < 0 else names[true[row]] for row in rows]
     predicted_names = [names[number] for number in predicted[rows]]
     results.drawings["predictions"] = galleries.draw_predictions(

@@ -23,6 +23,7 @@ from torch import Tensor
 from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
+from pipeline.words import counted
 
 _DPI = 150
 _SMALL, _TEXT, _TITLE = 7, 8, 10  # points
@@ -189,7 +190,7 @@ def draw_filters(filters: Filters, title: str) -> Figure:
     for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
         pixels = 0.5 + component / (2 * component.abs().max())
         tiles.append(Tile(pixels.permute(1, 2, 0).numpy(), [f"{number}: {share:.1%}"]))
-    count, of = len(tiles), f"{filters.num_filters:,} filters"
+    count, of = len(tiles), f"{counted(filters.num_filters, 'filter')}"
     height, width = filters.components.shape[2:]
     note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
     return gallery([tiles[i : i + 7] for i in range(0, count, 7)], title, note)
@@ -214,13 +215,15 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig, title: str) -> Figure:
     if step < patch:
         overlap = f", one each {step} px"
         whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=_MAP(1.0), linewidth=2))
-    whole.set_title(f"{h} × {w} patches of {patch} × {patch} px{overlap}", fontsize=_TEXT)
+    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px{overlap}", fontsize=_TEXT)
     patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
     sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
     token = " and the class token" if config.pool == "token" else ""
-    token += f" and {config.registers} registers" if config.registers else ""
-    cut.set_title(f"read row by row: {h * w} patches{token} = {config.num_tokens} tokens", fontsize=_TEXT)
+    token += f" and {counted(config.registers, 'register')}" if config.registers else ""
+    cut.set_title(
+        f"read row by row: {counted(h * w, 'patch')}{token} = {counted(config.num_tokens, 'token')}", fontsize=_TEXT
+    )
     for axes in (whole, cut):
         axes.set_axis_off()
     figure.suptitle(title, fontsize=_TITLE, weight="bold", parse_math=False)

@@ -1,4 +1,4 @@
-"""Figures of many images: attention maps, Grad-CAM maps, and predictions.
+"""Figures of many images: attention maps, Grad-CAM maps, predictions, and similar images.
 
 Pixels are uint8 (n, S, S, 3), as the model reads them; maps are float32 (n, h, w).
 """
@@ -118,6 +118,14 @@ def draw_predictions(
         lines = [name, f"{'✓' if is_right else '✗'} {prediction}: {share:.0%}"]
         tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
     return gallery([tiles[i : i + _MAX_IMAGES] for i in range(0, len(tiles), _MAX_IMAGES)], "Predictions", note)
+
+
+def draw_neighbours(image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> Figure:
+    """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`."""
+    tiles = [Tile(picture, lines) for picture, lines in zip(pixels, captions, strict=True)]
+    rows = [[Tile(image, [caption])], *(tiles[i : i + _MAX_IMAGES] for i in range(0, len(tiles), _MAX_IMAGES))]
+    note = "The first image, and those whose features have the largest cosine similarity to its own."
+    return gallery(rows, "Similar images", note)
 
 
 def _inputs(pixels: np.ndarray, captions: Sequence[str]) -> list[Tile]:

@@ -39,7 +39,10 @@ class Filters:
 
 
 def principal_filters(model: Model, most: int = 28) -> Filters:
-    """Of the patch embedding; of a ResNet or hybrid, of the root. most: number of components, by default the paper's."""
+    """Principal components of the patch embedding's filters, or of the root's in a ResNet or hybrid.
+
+    most: largest number of components; the default is the paper's.
+    """
     stem = model if isinstance(model, ResNet) else model.stem
     first = cast(nn.Conv2d, model.patch_embedding if stem is None else stem.root)
     kernel = first.weight.detach().double().cpu()

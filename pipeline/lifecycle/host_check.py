@@ -26,10 +26,11 @@ from typing import Any
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.files import replacing
-from pipeline.lifecycle.hosts import read_hostfile
+from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
 from pipeline.settings.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
+from pipeline.words import counted
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
@@ -78,8 +79,10 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     for line in found:
         print(f"unfit: {line}", file=sys.stderr)
     if found:
-        raise UserError(f"{len(found)} problems on {len(slots)} hosts, above: fix them before starting the run.")
-    print(f"{len(slots)} hosts, {sum(slots.values())} slots: alike and fit")
+        raise UserError(
+            f"{counted(len(found), 'problem')} on {counted(len(slots), 'host')}, above: fix them before starting the run."
+        )
+    print(f"{counted(len(slots), 'host')}, {counted(sum(slots.values()), 'slot')}: alike and fit")
     return answers
 
 
@@ -135,7 +138,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
-    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    options = ssh_options()
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -197,7 +200,7 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
         if abs(a["clock_offset"]) > config.max_clock_offset:
             lines.append(f"{host}: its clock is {a['clock_offset']:+.1f} s from this host's")
         if a["gpus"] and slots[host] > a["gpus"]:
-            lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {a['gpus']} GPUs")
+            lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
         if a["gbit_per_second"] < _SLOW * usual:
             lines.append(f"{host}: {a['gbit_per_second']:.2f} Gbit/s to it, less than half of the usual {usual:.2f}")
     return lines

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files import read_bytes
 from pipeline.lifecycle.run_folder import Failure
 
 Hosts = dict[str, int]  # name -> slots (ranks), in the order of the ranks
@@ -18,9 +19,11 @@ _CONNECT_SECONDS = 10
 def read_hostfile(path: Path) -> Hosts:
     """Parse lines `name slots=N`; empty lines and comments are ignored. Raises UserError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bytes(path).decode().splitlines()
     except OSError as error:
         raise UserError(f"{path}: the hostfile cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the hostfile cannot be read (it is no text in UTF-8).") from None
     hosts: Hosts = {}
     for line in lines:
         text = line.split("#")[0].strip()
@@ -54,9 +57,18 @@ def to_blame(hosts: Hosts, failures: dict[int, Failure]) -> list[str]:
     return []
 
 
+def ssh_options() -> list[str]:
+    """The options of ssh that pdsh takes from the environment. Raises UserError."""
+    text = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise UserError(f"PDSH_SSH_ARGS_APPEND = {text!r} in the environment has a quote that is not closed.") from None
+
+
 def unreachable(hosts: Hosts, ssh_port: str | None) -> list[str]:
     """Return the hosts that ssh cannot reach, with the options that DeepSpeed's pdsh uses; tried in parallel."""
-    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")) + (["-p", ssh_port] if ssh_port else [])
+    options = ssh_options() + (["-p", ssh_port] if ssh_port else [])
 
     def answers(host: str) -> bool:
         command = ["ssh", *options, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", host, "true"]

@@ -26,6 +26,8 @@ from pipeline.locks import FileLock
 RESUME = 75
 _UNKNOWN_HOLDER = "an unidentified run"
 _PREVIOUS = "previous_status.json"
+# Begins a rank's failure record when its watchdog ended it (pipeline/monitor/watchdog.py).
+HANG = "hang: "
 
 Ending = Literal["running", "finished", "stopped", "failed", "refused", "diverged"]
 
@@ -132,9 +134,20 @@ def read_status(path: Path, name: str = "status.json") -> Status | None:
         return None
 
 
+def read_end(path: Path) -> Status | None:
+    """How the last start ended: its status, or what the other ranks recorded if rank 0, which writes it, could not."""
+    status = read_status(path)
+    if status is None or status.status != "running":
+        return status
+    failures = sorted(read_failures(path).values(), key=lambda failure: (failure.lost_others, failure.rank))
+    # What a rank met because it lost another one tells no cause, unless its watchdog found it.
+    error = next((f.error for f in failures if not f.lost_others or f.error.startswith(HANG)), "")
+    return Status("failed", status.step, 1, error) if error else status
+
+
 def last_end_in_words(path: Path) -> str:
     """How the last start of a run ended; empty if there was none. Only true while no start holds the folder's lock."""
-    status = read_status(path) or read_status(path, _PREVIOUS)
+    status = read_end(path) or read_status(path, _PREVIOUS)
     if status is None:
         return ""
     if status.status == "running":
@@ -155,8 +168,9 @@ def read_failures(path: Path) -> dict[int, Failure]:
 
 def forget_last_start(path: Path) -> None:
     """Set the status aside and remove the failure records, so that they are not mistaken for the next start's."""
-    with contextlib.suppress(FileNotFoundError):
-        (path / "status.json").replace(path / _PREVIOUS)
+    if end := read_end(path):
+        write_text(path / _PREVIOUS, json.dumps(asdict(end)))
+    (path / "status.json").unlink(missing_ok=True)
     shutil.rmtree(path / "failures", ignore_errors=True)
 
 

@@ -18,9 +18,11 @@ from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batc
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.files import as_bytes
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 _TILE = 96
 
@@ -43,7 +45,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     steps = of_run.train.length.steps(len(split), batch)
     if config.step > steps:
         raise UserError(
-            f"step = {config.step}, but {config.run} has {steps:,} steps (from 1, as log lines count them)."
+            f"step = {config.step}, but {config.run} has {counted(steps, 'step')} (from 1, as log lines count them)."
         )
 
     if config.step:
@@ -53,11 +55,11 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
             _draw(of_run, split, rows, epochs, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
-        said = f"step {config.step:,} of {steps:,}{share}: {len(rows):,} samples, {when}"
+        said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
     else:
         table = _of_sample(order, split.row_of(config.sample), steps, trained, config.ranks, left_out)
         seen = sum(row["trained"] == "yes" for row in table)
-        said = f"{config.sample}: seen {seen} times in the {trained:,} steps trained, {len(table)} in all {steps:,}"
+        said = f"{config.sample}: seen {seen} times in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
     _show(table, config.csv)
     for line in [*split.notes(), said]:
         print(line, file=sys.stderr)
@@ -155,7 +157,7 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
         writer.writeheader()
         writer.writerows(table)
         with replacing(Path(file)) as out:
-            out.write(text.getvalue().encode())
+            out.write(as_bytes(text.getvalue()))
         return
     lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -151,6 +151,12 @@ class Stop:
         self.commit_seconds = max(self.commit_seconds, seconds)
         self.folder.say_status(Status("running", step, -1, ""))
 
+    def record_failure(self, line: str, lost_others: bool) -> None:
+        """Write why this rank is about to end, because its main thread will not. lost_others: other ranks are the cause."""
+        with contextlib.suppress(OSError):
+            self.folder.say_failure(line, lost_others)
+            self.folder.say_status(Status("failed", self.step, 1, line))
+
     def is_wanted(self) -> bool:
         """Whether this rank knows of a stop request. Others may not yet: the ranks agree in `together`."""
         return self._agreed or bool(self.reason)
@@ -300,10 +306,7 @@ class Stop:
             self._answer_roll_call()
             if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
                 self._terminated = float("inf")
-                late = f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM"
-                with contextlib.suppress(OSError):
-                    self.folder.say_failure(late, lost_others=True)
-                    self.folder.say_status(Status("failed", self.step, 1, late))
+                self.record_failure(f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM", lost_others=True)
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()

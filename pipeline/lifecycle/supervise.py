@@ -26,13 +26,16 @@ from pipeline.lifecycle.run_folder import (
     Status,
     forget_last_start,
     holder,
+    read_end,
     read_failures,
-    read_status,
     stop_file,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
+from pipeline.outputs import try_outputs
+from pipeline.process import check_program
 from pipeline.settings.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 
@@ -71,6 +74,8 @@ class Supervisor:
         self.signals: list[int] = []
         if who := holder(self.folder):
             raise UserError(f"{self.folder} is in use by {who}. Stop that one first.")
+        check_program(command[0])
+        try_outputs(self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
@@ -86,7 +91,7 @@ class Supervisor:
             forget_last_start(self.folder)
             launch = Launch(self.command, self.folder, self.signals, self.say)
             launch.wait()
-            status = read_status(self.folder)
+            status = read_end(self.folder)
             outcome, why = self._judge(status, launch)
             step = status.step if status else 0
             self.say(
@@ -101,7 +106,10 @@ class Supervisor:
             idle = 0 if step > max(committed, 0) else idle + 1
             committed = max(committed, step)
             if idle > self.config.restarts:
-                self.say("gave up", f"gave up: {idle} starts in a row have committed nothing new (restarts={idle - 1})")
+                self.say(
+                    "gave up",
+                    f"gave up: {counted(idle, 'start')} in a row have committed nothing new (restarts={idle - 1})",
+                )
                 return 1
             if outcome == "failed":
                 self._count_failures(to_blame(self.hosts, read_failures(self.folder)), "a rank failed or fell silent")
@@ -155,7 +163,7 @@ class Supervisor:
         first = next(iter(self.hosts))
         self.hosts = largest_fitting(left, self._fits)
         idle = sum(left.values()) - sum(self.hosts.values())
-        unused = f"; {idle} slots stay idle, for the batch of {self.run.train.global_batch}" if idle else ""
+        unused = f"; {counted(idle, 'slot')} idle, for the batch of {self.run.train.global_batch}" if idle else ""
         kept = ", ".join(f"{name} ({slots})" for name, slots in self.hosts.items())
         self.say(
             "hosts", f"going on without {', '.join(dropped)}, on {kept}{unused}", dropped=dropped, hosts=self.hosts
@@ -184,7 +192,7 @@ class Supervisor:
         """Print a line and append it to supervise.log, and with `facts` to supervise.jsonl."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S")
         print(f"supervise: {line}", flush=True)
-        with open(self.folder / "supervise.log", "a") as file:
+        with open(self.folder / "supervise.log", "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{moment} {line}\n")
         with open(self.folder / "supervise.jsonl", "a") as file:
             file.write(json.dumps({"time": moment, "event": event, "line": line, **facts}) + "\n")

@@ -2,7 +2,7 @@
 """The models and their weights files. `vit.py` is the ViT, and the file to read first.
 
 Needs only torch and numpy, so that it can be used alone; safetensors is imported when such a file is read or written
-(`files.optional`). May import `errors`, `files`, `committed` and `json_record`; everything that handles a model calls it.
+(`files.optional`). Imports `errors`, `files`, `words`, `committed` and `json_record`. Used by most rooms.
 
     from pipeline.model import create, load
     model = create("ViT-B/16", num_classes=21843)
@@ -16,7 +16,7 @@ from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.state_dicts import to_huggingface, to_timm
 from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
-from pipeline.model.position import resample_positions, resample_state
+from pipeline.model.position import resample_positions, resample_state, resampling_note, resized
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
 from pipeline.model.vit import VisionTransformer

@@ -1,12 +1,12 @@
 """Weights files: finding them, opening them without executing code from them, and writing them atomically."""
 
+import contextlib
 import hashlib
 import importlib
 import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +17,20 @@ from torch import Tensor
 from pipeline import json_record
 from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
 from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.files import read_bytes, replacing
 from pipeline.model.convert.state_dicts import ConfigFiles
+from pipeline.npz import check_sizes
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # Names that Hugging Face and timm use.
 _FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
 _WRAPPERS = ("state_dict", "model")  # Keys under which training scripts save the state dict.
+# Suffix -> what such a file is. Said when it cannot be read as weights.
+_OTHER_FORMATS = {
+    ".onnx": "an ONNX graph", ".pt2": "a program of torch.export", ".tflite": "a TensorFlow Lite graph", ".gguf": "a GGUF file",
+    ".h5": "a Keras file", ".keras": "a Keras file", ".msgpack": "a Flax file", ".engine": "a TensorRT engine",
+}  # fmt: skip
 _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
 _MAX_JSON = 1 << 26  # Bytes of a configuration file; with 21,843 class names it has 2 MB.
 
@@ -50,7 +56,7 @@ def find_file(path: Path) -> Path:
             f"{path}: contains neither checkpoints/latest nor {', '.join(_FILES)}. Name a checkpoint, a run, or a file; "
             "sharded files (*.index.json) are not supported."
         )
-    name = pointer.read_text(errors="replace").strip()
+    name = read_bytes(pointer).decode(errors="replace").strip()
     if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
         return file
     raise UserError(f'{pointer}: names "{name[:200]}", which contains no weights. Name another checkpoint folder.')
@@ -76,7 +82,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def open_torch(path: Path) -> Any:
-    """The content of a torch.save file. Raises UserError if it is damaged, or holds more than plain data and tensors."""
+    """The content of a torch.save file. Raises UserError if it is damaged, of another format, or holds more than plain data and
+    tensors.
+    """
     try:
         # torch.load does not verify the zip's checksums, so a flipped bit would become a wrong weight. Files of old torch
         # versions are not zips.
@@ -84,30 +92,43 @@ def open_torch(path: Path) -> Any:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 check_sizes(archive)
+                if _is_script(archive):
+                    raise ValueError("TorchScript")  # which torch.load would warn about, too
                 damaged = archive.testzip()
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # PyTorch's own message suggests weights_only=False, which would execute code from the file.
-        raise UserError(
-            f"{path}: not a readable weights file (it is damaged, or holds more than tensors and plain data, which is never "
-            "loaded because that can run code). Download it again; or, in the environment that it comes from and only if "
-            "you trust its source, save the state dict as .safetensors."
-        ) from error
     except Exception as error:  # A damaged file can raise nearly anything.
-        raise UserError(f"{path}: not a readable weights file ({one_line(error)}). {ADVICE}") from error
+        raise _unreadable(path, error) from error
     if damaged:
         raise UserError(f'{path}: damaged, the checksum of "{one_line(damaged)}" is wrong. {ADVICE}')
     return content
 
 
-def check_sizes(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError if an entry's uncompressed size is impossible (deflate compresses at most 1,032 times)."""
-    for entry in archive.infolist():
-        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f'"{entry.filename}" is compressed in a way that no weights file is')
-        factor = 1 if entry.compress_type == zipfile.ZIP_STORED else 1032
-        if entry.file_size > factor * entry.compress_size + 64:
-            raise ValueError(f'"{entry.filename}" claims {entry.file_size:,} bytes, packed in {entry.compress_size:,}')
+def _unreadable(path: Path, error: Exception) -> UserError:
+    if other := _other_format(path):
+        return UserError(
+            f"{path} is {other}, which this does not read. Use the weights that it was made from, as a file or folder of "
+            "Hugging Face, timm or torch, an official .npz, or ours (docs/weights.md)."
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        # PyTorch's own message suggests weights_only=False, which would execute code from the file.
+        return UserError(
+            f"{path}: not a readable weights file (it is damaged, or holds more than tensors and plain data, which is never "
+            "loaded because that can run code). Download it again; or, in the environment that it comes from and only if "
+            "you trust its source, save the state dict as .safetensors."
+        )
+    return UserError(f"{path}: not a readable weights file ({one_line(error)}). {ADVICE}")
+
+
+def _other_format(path: Path) -> str:
+    """What a file is that holds no weights as torch.save writes them; empty if that is not known."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # A damaged zip can raise nearly anything.
+        if _is_script(archive):
+            return "a TorchScript program"
+    return _OTHER_FORMATS.get(path.suffix.lower(), "")
+
+
+def _is_script(archive: zipfile.ZipFile) -> bool:
+    return any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
 
 
 def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
@@ -155,7 +176,7 @@ def optional(name: str, purpose: str) -> ModuleType:
         raise UserError(f"{package} is needed {purpose}: pip install {package}.") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(path: StrPath) -> Iterator[None]:
     """Put the path before the message of a UserError of the block."""
     try:

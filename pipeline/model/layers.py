@@ -37,7 +37,7 @@ def run_block(block: nn.Module, x: Tensor, recompute: bool) -> Tensor:
 def kernel_names(model: nn.Module) -> set[str]:
     """Names of the kernels of dense layers and convolutions, the only parameters with weight decay.
 
-    Biases, norms, class token and positions have none (big_vision, optax.py: wd_mults = `.*/kernel$`).
+    Biases, norms, class token and positions have none (big_vision/optax.py: wd_mults = `.*/kernel$`).
     """
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 

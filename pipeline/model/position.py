@@ -10,16 +10,17 @@ each block has a table of its own. Other letters as in vit.py; h x w patches.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.variants import ViTConfig
+from pipeline.model.variants import Config, ImageSize, Kernel, ViTConfig, as_pair
+from pipeline.words import counted
 
-Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "zoom": {"mode": "bilinear", "align_corners": True},
     "bicubic": {"mode": "bicubic"},
@@ -84,10 +85,20 @@ class RelativePositions(nn.Module):
         return torch.einsum("bhqd,qkd->bhqk", q, keys) / math.sqrt(q.shape[3])
 
 
-def resample_state(
-    state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, kernel: Kernel = "zoom"
-) -> dict[str, Tensor]:
-    """A model's state dict with its positions resampled to the patch grid of another image size (resample_positions).
+def resized(config: Config, image_size: ImageSize, kernel: Kernel | None = None) -> Config:
+    """The configuration at another image size. kernel: None keeps the configuration's own.
+
+    Raises UserError for a kernel of a ResNet, which has no positions.
+    """
+    if kernel is None:
+        return replace(config, image_size=as_pair(image_size))
+    if not isinstance(config, ViTConfig):
+        raise UserError(f"kernel = {kernel} resamples positions, and a ResNet has none. Leave it out.")
+    return replace(config, image_size=as_pair(image_size), kernel=kernel)
+
+
+def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) -> dict[str, Tensor]:
+    """A model's state dict with its positions resampled by `new.kernel` to the patch grid of another image size.
 
     Raises UserError for relative positions, which cannot be resampled: an offset means another distance on another grid.
     """
@@ -100,12 +111,22 @@ def resample_state(
             f"{new.grid[1]}. Keep image_size = {old.image_size[0]} x {old.image_size[1]}."
         )
     if old.positions == "learned":
-        state["positions"] = resample_positions(state["positions"], new.grid, kernel, old.grid)
+        state["positions"] = resample_positions(state["positions"], new.grid, new.kernel, old.grid)
     elif old.positions == "learned2d":
         parts = zip(state["positions"].split(old.grid, dim=1), old.grid, new.grid, strict=True)
-        resampled = [resample_positions(part, (size, 1), kernel, (old_size, 1)) for part, old_size, size in parts]
+        resampled = [resample_positions(part, (size, 1), new.kernel, (old_size, 1)) for part, old_size, size in parts]
         state["positions"] = torch.cat(resampled, dim=1)
     return state
+
+
+def resampling_note(old: Config, new: Config) -> str:
+    """A line about what `resample_state` does; empty if no learned position changes."""
+    if not isinstance(old, ViTConfig) or not isinstance(new, ViTConfig):
+        return ""
+    if old.grid == new.grid or old.positions not in ("learned", "learned2d"):
+        return ""
+    before, after = (f"{rows} x {columns}" for rows, columns in (old.grid, new.grid))
+    return f"positions: {before} resampled to {after} by the kernel {new.kernel}"
 
 
 def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_grid: Grid | None = None) -> Tensor:
@@ -114,7 +135,8 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     table: (T, 1 + h*w, D) or (T, h*w, D), floats; the row of the class token, if any, is kept as it is.
     grid: (rows, columns) of the new grid; need not be square.
     kernel: "zoom" is the official code's (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic" is that of
-        Hugging Face and DINOv2 at run time, "bicubic_antialias" timm's (corners not aligned).
+        Hugging Face's ViT and of DINOv2 at run time, "bicubic_antialias" that of timm and of DINOv2 with registers (corners not
+        aligned).
     old_grid: (rows, columns) of the table; by default the table must be square.
     Returns (T, [1 +] rows*columns, D) in the table's dtype; the table itself if the grid does not change.
     Raises ValueError if the table does not fit the old grid, or is not square and no old grid is given.
@@ -129,7 +151,7 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel = "zoom", old_g
     num_class_rows = num_rows - old_grid[0] * old_grid[1]
     if num_class_rows not in (0, 1):
         raise ValueError(
-            f"a position table of {num_rows} rows does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
+            f"a position table of {counted(num_rows, 'row')} does not fit a {old_grid[0]} x {old_grid[1]} grid, with or without a "
             f"class token. Give old_grid=(rows, columns)."
         )
     if grid == old_grid:

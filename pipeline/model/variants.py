@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
+from pipeline.words import counted
 
 Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]
@@ -16,6 +17,8 @@ PositionsAt = Literal["stem", "blocks", "shared"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 ImageSize = int | tuple[int, int]
+# How learned positions are resampled to another patch grid (position.py).
+Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 
 
 class Variant(NamedTuple):
@@ -68,8 +71,9 @@ class _Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
         values = asdict(self)  # type: ignore[call-overload]
-        # registers = 0 is omitted, so that files of models without registers are the same bytes as before the field existed.
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n != "registers" or v}
+        # Fields that were added later are omitted at their defaults, so that files without them are the same bytes as before.
+        added = {"registers": 0, "kernel": "zoom"}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if n not in added or v != added[n]}
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class ViTConfig(_Config):
     layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
     registers: int = 0  # extra tokens without a position, not read by the head (arXiv 2309.16588)
+    kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -126,7 +131,7 @@ class ViTConfig(_Config):
         if self.num_tokens > _MAX_TOKENS:
             raise UserError(
                 f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
-                f"{self.num_tokens:,} tokens, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
+                f"{counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
             )
         if self.masked:
             self._check_masked()
@@ -208,7 +213,7 @@ class ViTConfig(_Config):
             return ""
         return (
             f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the last "
-            f"{self.unseen[0]} rows and {self.unseen[1]} columns unseen"
+            f"{counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
         )
 
     @property

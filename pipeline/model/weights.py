@@ -25,8 +25,9 @@ from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
-from pipeline.model.position import Kernel, resample_state
-from pipeline.model.variants import Config, Gelu, ImageSize, ViTConfig, as_pair, config_from_dict
+from pipeline.model.position import resample_state, resampling_note
+from pipeline.model.variants import Config, Gelu, ImageSize, Kernel, ViTConfig, as_pair, config_from_dict
+from pipeline.words import counted
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
@@ -39,6 +40,7 @@ class _Extra:
     """The fields of `extra` that commands read, and that are checked; a writer may add others."""
 
     classes: list[str] | None = None
+    class_names: list[str] | None = None  # readable ones
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     fingerprint: str | None = None
@@ -138,7 +140,7 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
     return Weights(
         replace(config, masked=None),
         {n: tensor for n, tensor in weights.state.items() if n != "mask_token" and not n.startswith("head.")},
-        {name: value for name, value in weights.extra.items() if name not in ("classes", "loss")},
+        {name: value for name, value in weights.extra.items() if name not in ("classes", "class_names", "loss")},
         [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"],
     )
 
@@ -148,19 +150,21 @@ def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
     found = json_record.convert(_as_json(extra), _Extra, "extra")
     if found.preprocessing is not None:
         found.preprocessing.check()
+    if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
+        raise UserError(f"extra has {len(found.class_names):,} class_names for {len(found.classes or ()):,} classes.")
     # Without a head, class names may remain from the head that was removed.
     if found.classes is None or not config.num_classes:
         return []
     if len(found.classes) != config.num_classes:
         raise UserError(
-            f"its class names do not fit its head: {len(found.classes):,} names, {config.num_classes:,} classes. "
+            f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {config.num_classes:,} classes. "
             "Correct the names where the file was written."
         )
     # Not an error: the published names of ImageNet-1k contain "crane" twice.
     if repeated := len(found.classes) - len(set(found.classes)):
         first = next(name for name in found.classes if found.classes.count(name) > 1)
         return [
-            f"{repeated} of {len(found.classes):,} class names stand for more than one class, the first {first[:100]!r}"
+            f"{repeated} of {counted(len(found.classes), 'class name')} stand for more than one class, the first {first[:100]!r}"
         ]
     return []
 
@@ -176,7 +180,7 @@ def load(
     drop_path: float | None = None,
     representation: bool | None = None,
     seed: int = 0,
-    kernel: Kernel = "zoom",
+    kernel: Kernel | None = None,
     say: Say = _silent,
 ) -> Model:
     """Build a model from weights, for the same or for another task or resolution.
@@ -192,7 +196,7 @@ def load(
         project computes. A ResNet has none of them.
     representation: whether the model has the layer; with a new head it may be new too.
     seed: for the values that are new.
-    kernel: see resample_positions; "zoom" is the official code's.
+    kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
     say: called with one line for each assumption, conversion and omission.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
@@ -208,7 +212,7 @@ def load(
         num_classes=num_classes,
         head_bias=old.head_bias if keep_head else 0.0,
     )
-    given = {"gelu": gelu, "dropout": dropout, "drop_path": drop_path}
+    given = {"gelu": gelu, "dropout": dropout, "drop_path": drop_path, "kernel": kernel}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         if representation is None:
             representation = old.representation and (keep_head or num_classes == 0)
@@ -219,13 +223,13 @@ def load(
             )
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         config = replace(config, representation=representation, **changes)
-        if config.unseen_note:
-            say(config.unseen_note)
-        state = resample_state(state, old, config, kernel)
+        for note in filter(None, [config.unseen_note, resampling_note(old, config)]):
+            say(note)
+        state = resample_state(state, old, config)
     elif representation or any(given.values()):
         raise UserError(
-            f"{path}: is a ResNet, which has no gelu, dropout, drop_path or representation. Leave them out; model.dropout=0 "
-            "overrides the dropout of a config file."
+            f"{path}: is a ResNet, which has no gelu, dropout, drop_path, kernel or representation. Leave them out; "
+            "model.dropout=0 overrides the dropout of a config file."
         )
 
     model = build(config, seed)

@@ -1,18 +1,11 @@
-"""Health of a run: loss spikes, hanging ranks, ranks that are slower than the others."""
+"""Health of a run: loss spikes, and ranks that are slower than the others. Hangs: watchdog.py."""
 
-import faulthandler
 import math
-import os
-import socket
 import statistics
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -22,9 +15,6 @@ from pipeline.settings.run import HealthConfig
 # Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every
 # small change would be a spike.
 _MIN_DEVIATION = 0.01
-_EXIT_CODE = 1
-# How long a rank waits for the reports of the others, in seconds.
-_REPORT_SECONDS = 5.0
 
 
 class SpikeScore:
@@ -74,12 +64,14 @@ class SpikePolicy:
 
     say: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
     a checkpoint before the first spike. All methods but `add` and `forget` are collective.
+
+    num_spikes: since the run's first start, also those that were rolled back; the same on every rank.
     """
 
-    def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = ()) -> None:
+    def __init__(self, config: HealthConfig, ranks: Ranks, recent: Iterable[float] = (), num_spikes: int = 0) -> None:
         self.config, self.ranks = config, ranks
         self.scores = SpikeScore(config.spike_window, recent)
-        self.num_spikes = 0
+        self.num_spikes = num_spikes
         self._waiting: list[tuple[int, Tensor]] = []
         self._found: list[Spike] = []
 
@@ -152,75 +144,3 @@ class SlowRanks:
             ),
             *(f"rank {rank} on {self.hosts[rank]} is no longer slow" for rank in over),
         ]
-
-
-class Watchdog:
-    """Ends a run that makes no progress, and names the rank that the others wait for, with host, step, phase and stack.
-
-    Each rank calls `at` before each phase. After `minutes` without a call it writes `<folder>/rank-00003.txt`; the lowest
-    rank that wrote one reads them all. Ranks in a collective phase wait for the others, so the cause is a rank in another
-    phase, or one that wrote nothing (stopped, swapped out, or its host is down). minutes: 0 is no watchdog.
-    """
-
-    def __init__(self, folder: Path, rank: int, hosts: Sequence[str], minutes: float) -> None:
-        self.folder, self.rank, self.hosts, self.seconds = folder, rank, hosts, minutes * 60
-        self._at = (time.monotonic(), 0, "start")
-        self._over = threading.Event()
-        if self.seconds:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def at(self, step: int, phase: str) -> None:
-        """This rank begins a phase of a step: "data", "step" (collective), "checkpoint" or "evaluation"."""
-        self._at = (time.monotonic(), step, phase)
-
-    def close(self) -> None:
-        self._over.set()
-
-    def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.seconds / 4)):
-            since, step, phase = self._at
-            if time.monotonic() - since > self.seconds:
-                self._write(step, phase, time.monotonic() - since)
-                # Ranks notice a hang within about a second of each other.
-                if self._over.wait(_REPORT_SECONDS):
-                    return
-                reports = self._read()
-                if min(reports, default=self.rank) == self.rank:
-                    for line in diagnosis(reports, self.hosts, self.folder):
-                        print(line, file=sys.stderr, flush=True)
-                # The main thread waits in a collective or a read, and cannot be interrupted.
-                os._exit(_EXIT_CODE)
-
-    def _write(self, step: int, phase: str, seconds: float) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"rank-{self.rank:05d}.txt", "w") as file:
-            file.write(f"{phase} of step {step} for {seconds:.0f} s, {socket.gethostname()}, process {os.getpid()}\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-
-    def _read(self) -> dict[int, str]:
-        """Returns rank -> first line of its report. Reports of an earlier hang are older, and left out."""
-        newest = time.time() - self.seconds - 2 * _REPORT_SECONDS
-        found = {}
-        for rank in range(len(self.hosts)):
-            file = self.folder / f"rank-{rank:05d}.txt"
-            if file.exists() and file.stat().st_mtime > newest:
-                found[rank] = file.read_text().partition("\n")[0]
-        return found
-
-
-def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> list[str]:
-    """Lines that name the rank that the others wait for. reports: rank -> "<phase> of step <n> for ..."."""
-    lines = []
-    for rank, host in enumerate(hosts):
-        if rank not in reports:
-            lines.append(f"hang: rank {rank} on {host} does not respond: stopped, out of memory, or its host is down")
-    waiting = [rank for rank, report in reports.items() if report.startswith("step ")]
-    for rank, report in reports.items():
-        if rank not in waiting or (len(waiting) == len(hosts)):
-            lines.append(
-                f"hang: rank {rank} on {hosts[rank]} has been in {report}; stack in {folder / f'rank-{rank:05d}.txt'}"
-            )
-    if waiting and len(waiting) < len(hosts):
-        lines.append(f"hang: {len(waiting)} ranks wait for them in a step; their stacks are in {folder}")
-    return lines

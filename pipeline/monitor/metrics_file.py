@@ -13,16 +13,21 @@ from typing import Any, BinaryIO
 
 from pipeline import json_record
 from pipeline.errors import UserError
+from pipeline.files import open_regular
+from pipeline.json_record import MAX_SECONDS
 
 METRICS_FILE = "metrics.jsonl"
 # Steps, times and byte counts above this mean a damaged file; MLflow stores 64 bits.
 MAX_INTEGER = 1 << 53
+# Metrics are numbers of float32: a larger one means a damaged file, and its square or its share in per cent would be infinite.
+_MAX_VALUE = 1e39
+_MAX_MILLISECONDS = 1000 * MAX_SECONDS
 _METRIC_NAME = re.compile(r"[/\w.\- :]{1,250}")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line of metrics.jsonl. time: milliseconds since 1970. metrics: values may be nan or inf."""
+    """One line of metrics.jsonl. time: milliseconds since 1970. metrics: values may be nan or inf; above 1e39 they are inf."""
 
     step: int
     time: int
@@ -30,7 +35,9 @@ class Record:
 
     def to_line(self) -> bytes:
         # JSON has no nan and no inf: they are written as text that float() reads.
-        readable = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
+        readable = {
+            name: value if abs(value) <= _MAX_VALUE else str(value * math.inf) for name, value in self.metrics.items()
+        }
         return json.dumps({"step": self.step, "time": self.time, "metrics": readable}).encode() + b"\n"
 
 
@@ -114,11 +121,8 @@ def open_to_append(path: Path) -> BinaryIO:
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
     """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError and UserError."""
-    if not path.exists():
-        raise FileNotFoundError(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not a regular file.")
-    lines = [line for line in read_lines(path) if line.strip()]
+    with _open(path) as file:
+        lines = [line for line in file if line.strip()]
     records = [record for line in lines if (record := parse_line(line))]
     return records, len(lines) - len(records)
 
@@ -133,14 +137,12 @@ def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """All lines; none if the file is missing. Raises UserError for a folder."""
+    """All lines; none if the file is missing. Raises UserError for what is no regular file."""
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             return file.readlines()
     except FileNotFoundError:
         return []
-    except IsADirectoryError:
-        raise _is_folder(path) from None
 
 
 def parse_line(line: bytes) -> Record | None:
@@ -150,8 +152,15 @@ def parse_line(line: bytes) -> Record | None:
         metrics = {name: _number(value) for name, value in parsed.metrics.items()}
     except (ValueError, OverflowError):
         return None
-    in_range = 0 <= parsed.step < MAX_INTEGER and 0 <= parsed.time < MAX_INTEGER
+    in_range = 0 <= parsed.step < MAX_INTEGER and 0 <= parsed.time <= _MAX_MILLISECONDS
     return Record(parsed.step, parsed.time, metrics) if in_range and all(map(_is_metric_name, metrics)) else None
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except IsADirectoryError:
+        raise _is_folder(path) from None
 
 
 def _is_folder(path: Path) -> UserError:
@@ -160,7 +169,9 @@ def _is_folder(path: Path) -> UserError:
 
 def _number(value: Any) -> float:
     """A value as `Record.to_line` writes it. Raises ValueError for any other."""
-    if type(value) is float or type(value) is int or value in ("nan", "inf", "-inf"):
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    if type(value) in (float, int) and abs(value) <= _MAX_VALUE:
         return float(value)
     raise ValueError
 

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import path_inside, read_bytes, write_text
+from pipeline.json_record import Count, Time
 from pipeline.monitor.run_page import RunFacts
 
 PAGE = "page"
@@ -38,8 +39,8 @@ _NOT_UPLOADED = {_END, LOG}
 class Start:
     """One start of a run. time: seconds since 1970. step: from which it continued. before: how the start before ended."""
 
-    time: float
-    step: int
+    time: Time
+    step: Count
     hosts: list[str]
     before: str = ""
 
@@ -87,7 +88,7 @@ class PageFolder:
     def read_facts(self) -> SavedFacts:
         """Raises UserError for a run folder without facts.json: of a run that never started, or of an earlier version."""
         try:
-            return json_record.read(self.path / _FACTS, SavedFacts)
+            return json_record.read(path_inside(self.run_folder, f"{PAGE}/{_FACTS}"), SavedFacts)
         except FileNotFoundError:
             raise UserError(
                 f"{self.path / _FACTS} is missing: {self.run_folder} is not the folder of a run, or an earlier version wrote it. "
@@ -97,28 +98,62 @@ class PageFolder:
     def read_end(self) -> End | None:
         """None while the run goes on, and after a kill."""
         with contextlib.suppress(FileNotFoundError, UserError):
-            return json_record.read(self.path / _END, End)
+            return json_record.read(path_inside(self.run_folder, f"{PAGE}/{_END}"), End)
         return None
 
     def starts(self) -> list[Start]:
-        """All starts, the first one first; lines that a kill cut short are left out."""
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.path / _STARTS).read_text(errors="replace").splitlines():
-                with contextlib.suppress(UserError):
-                    found.append(json_record.parse(line, Start, _STARTS))
-        return found
+        """All starts, the first one first; damaged lines, as of a kill, are left out."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, UserError):
+            return parse_starts(read_bytes(path_inside(self.run_folder, f"{PAGE}/{_STARTS}")))[0]
+        return []
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-        """Yield (file, folder among the artifacts) of each file to upload that exists. names: of files beside `page/`."""
-        for name in names:
-            if (path := self.run_folder / name).is_file():  # An absolute name stays as it is.
-                yield path, ""
-        for folder, _, files in sorted(os.walk(self.path)):
-            inside = Path(folder).relative_to(self.path)
-            for file in sorted(files):
+        """Yield (file, folder among the artifacts) of each file to upload that exists. names: of files beside `page/`.
+
+        Only regular files inside of the folder: see `refused`.
+        """
+        for name in self._names(names):
+            with contextlib.suppress(FileNotFoundError, UserError):
+                folder = Path(name).parent
+                in_page = folder.relative_to(PAGE).as_posix() if folder.is_relative_to(PAGE) else "."
+                yield path_inside(self.run_folder, name), "" if in_page == "." else in_page
+
+    def refused(self, names: tuple[str, ...] = ()) -> list[str]:
+        """Why files of the page, and `names` beside it, are neither sent nor shown: one line each.
+
+        A folder that somebody else made may name any file of this machine, by its path or by a link.
+        """
+        lines = []
+        for name in dict.fromkeys(self._names(names)):
+            try:
+                path_inside(self.run_folder, name)
+            except FileNotFoundError:
+                continue
+            except UserError as error:
+                lines.append(str(error))
+        return lines
+
+    def _names(self, names: tuple[str, ...]) -> Iterator[str]:
+        """`names`, then those of the files in `page/` that are uploaded, relative to the run folder."""
+        yield from names
+        for folder, folders, files in sorted(os.walk(self.path)):
+            inside = Path(folder).relative_to(self.run_folder)
+            # A folder with the name of a file is no file of ours, either.
+            links = [name for name in folders if "." in name or os.path.islink(os.path.join(folder, name))]
+            for file in sorted([*files, *links]):
                 if file not in _NOT_UPLOADED and not file.startswith("."):
-                    yield Path(folder) / file, "" if inside == Path() else inside.as_posix()
+                    yield (inside / file).as_posix()
+
+
+def parse_starts(content: bytes) -> tuple[list[Start], int]:
+    """Returns (starts in the content of starts.jsonl, the first one first; number of damaged lines)."""
+    starts, num_damaged = list[Start](), 0
+    for line in content.splitlines():
+        try:
+            starts.append(json_record.parse(line, Start, _STARTS))
+        except UserError:
+            num_damaged += bool(line.strip())
+    return starts, num_damaged
 
 
 def describe(description: str, starts: list[Start]) -> str:

@@ -1,13 +1,11 @@
-"""Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory; data sheets of GPUs; a trace."""
+"""Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory; a trace."""
 
 import contextlib
-import re
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +14,22 @@ import torch
 
 from pipeline.distributed import Ranks
 from pipeline.launcher import ranks_on_host
+from pipeline.monitor.gpus import find_gpu
 
-# By CUDA's name, from NVIDIA's data sheets: dense 16-bit peak in TFLOP/s (figures without sparsity), memory in gigabytes, its
-# bandwidth in GB/s, and the bandwidth of the links to the other GPUs of a server in GB/s and direction: NVLink, else PCIe x16.
-_GPUS = {
-    "B200": (2250.0, 180, 8000.0, 900.0),
-    "H200": (989.0, 141, 4800.0, 450.0),
-    "H100 PCIe": (756.0, 80, 2000.0, 64.0),
-    "H100": (989.0, 80, 3350.0, 450.0),
-    "A100": (312.0, 40, 1555.0, 300.0),
-    "L40S": (362.0, 48, 864.0, 32.0),
-    "L40": (181.0, 48, 864.0, 32.0),
-    "L4": (121.0, 24, 300.0, 32.0),
-    "V100": (125.0, 16, 900.0, 150.0),
-}
-_A100_80GB_BANDWIDTH = 2039.0  # GB/s; the same chip with faster memory
-_MEASURE_SIDE = 512
-_MEASURE_SECONDS = 0.3
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU model.
-
-    kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9). bandwidth: of its memory,
-    bytes/s. link: to the other GPUs of its server, bytes/s in each direction.
-    """
-
-    kind: str
-    tflops: float
-    memory: int
-    bandwidth: float
-    link: float
-
-
-def find_gpu(name: str) -> Gpu | None:
-    """The data sheet of a GPU by CUDA's name or a short one: "NVIDIA A100-SXM4-80GB", "A100-80GB". None if unknown."""
-    name = name.replace("-", " ")
-    gigabytes = re.search(r"(\d+) ?GB\b", name)
-    for kind, (tflops, memory, bandwidth, link) in _GPUS.items():
-        if kind in name:
-            size = int(gigabytes[1] if gigabytes else memory)
-            if (kind, size) == ("A100", 80):
-                bandwidth = _A100_80GB_BANDWIDTH
-            return Gpu(kind, tflops, size * 10**9, bandwidth * 1e9, link * 1e9)
-    return None
-
-
-def known_gpus() -> str:
-    """Names that `find_gpu` knows, for a message."""
-    return ", ".join(kind.replace(" ", "-") for kind in _GPUS)
+# Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA context, and the
+# buffers of cuBLAS and NCCL, take the rest.
+_USABLE = 0.94
+# Matrix products are timed with doubled sides until one takes so long: a smaller one measures the time of its launch.
+_LONG_ENOUGH = 1e-3
+_SIDES = (512, 1024, 2048, 4096, 8192, 16384)
+_MEASURE_SECONDS = 0.1
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that training may use: at most the nominal size, which leaves room for the CUDA context. None on a CPU."""
+    """Bytes of a GPU, or of its MIG slice, that training may use: what CUDA reports without `_USABLE`'s rest. None on a CPU."""
     if device.type != "cuda":
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    gpu = find_gpu(torch.cuda.get_device_name(device))
-    return min(total, gpu.memory) if gpu else total
+    return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def host_memory() -> int:
@@ -97,7 +52,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: floa
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    a = torch.ones(_MEASURE_SIDE, _MEASURE_SIDE, dtype=dtype, device=device)
+    """FLOP/s of a matrix product that is large enough to fill the device."""
+    for side in _SIDES:
+        seconds = _product_seconds(side, device, dtype)
+        if seconds >= _LONG_ENOUGH:
+            break
+    return 2 * side**3 / seconds
+
+
+def _product_seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
+    """The fastest product of two (side, side) matrices, in seconds."""
+    a = torch.ones(side, side, dtype=dtype, device=device)
     fastest = float("inf")
     begin = time.perf_counter()
     while time.perf_counter() - begin < _MEASURE_SECONDS:
@@ -106,7 +71,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         fastest = min(fastest, time.perf_counter() - start)
-    return 2 * _MEASURE_SIDE**3 / fastest
+    return fastest
 
 
 def peak_memory(device: torch.device) -> float:
@@ -177,9 +142,10 @@ class Meter:
         self.total_images, self.total_seconds = 0, 0.0
         # Seconds of each rank's own work in the last reading: data and forward passes, before it waits for others.
         self.own_seconds: list[float] = [0.0] * ranks.world_size
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Leave out what came before: the next reading begins here."""
         self.images, self.paused_seconds = 0, 0.0
         self.begin = time.perf_counter()
 
@@ -221,7 +187,7 @@ class Meter:
         }
         for part, values in list(zip(PARTS, zip(*rank_parts, strict=True), strict=True))[1:]:
             reading[f"time_{part}"] = sum(values) / len(values) / total
-        self._restart()
+        self.restart()
         return reading
 
 

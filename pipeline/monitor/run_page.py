@@ -1,21 +1,26 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
 import getpass
-import json
 import math
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.json_record import Between, Count
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
+# Metric that MLflow alone has: a run's score in per cent. The tag of the same name says it in words, with the data.
+SCORE = "score"
 # Parameter of a training run on GPUs: the speed of the whole run that pipeline/estimate predicted at its start.
 PREDICTED_SPEED = "images_per_second_predicted"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
@@ -67,6 +72,11 @@ def is_score(name: str) -> bool:
     return name.startswith(("eval/", "probe/"))
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric is better the lower it is."""
+    return name.endswith("loss")
+
+
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
     return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
@@ -84,8 +94,8 @@ class DatasetFacts:
     source: str
     digest: str
     split: str
-    num_samples: int
-    num_classes: int
+    num_samples: Count
+    num_classes: Count
     context: str
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -110,6 +120,52 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Weights that a run began with, as they were at that moment (`monitor/origin.py`).
+
+    path: of the file. run: name of the run that made them; "" if it is not known. run_id: of its MLflow run, or "". step: of that
+    run; None if it is not known. score: what the run scored at that step, as "4.55 % flowers:val"; "" if it was not scored.
+    """
+
+    path: str
+    sha256: str = ""
+    run: str = ""
+    run_id: str = ""
+    step: int | None = None
+    score: str = ""
+
+    @property
+    def title(self) -> str:
+        """As "photos-b16, step 200"; without a run, the name of the file."""
+        step = "" if self.step is None else f", step {self.step:,}"
+        return (self.run or Path(self.path).name) + step
+
+    @property
+    def details(self) -> str:
+        """As "step 200, SHA-256 0123456789abcdef..., which scored 4.55 % flowers:val"."""
+        step = "" if self.step is None else f"step {self.step:,}, "
+        score = f", which scored {self.score}" if self.score else ""
+        return f"{step}SHA-256 {self.sha256[:16]}...{score}"
+
+    def tags(self) -> dict[str, str]:
+        """As an MLflow run has them; `origin_in` is the inverse."""
+        step = "" if self.step is None else str(self.step)
+        found = {"": self.title, "_checkpoint": self.path, "_sha256": self.sha256, "_run": self.run, "_step": step,
+                 "_score": self.score}  # fmt: skip
+        return {f"parent{name}": text for name, text in found.items() if text}
+
+
+def origin_in(tags: Mapping[str, str]) -> Origin | None:
+    """The origin that a run's tags name; None for a run that began with new weights, and for one of an earlier version."""
+    if "parent_checkpoint" not in tags:
+        return None
+    path, sha256, run, run_id, step, score = (
+        tags.get(f"parent_{name}", "") for name in ("checkpoint", "sha256", "run", "run_id", "step", "score")
+    )
+    return Origin(path, sha256, run, run_id, int(step) if step.isdecimal() and len(step) < 16 else None, score)
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
@@ -117,8 +173,10 @@ class RunFacts:
     follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
-    artifacts: files to upload, relative to the run folder, each once it exists and again when it has changed.
-    score: the metric by which registered models are compared. hosts: on which the run trains. before: how its last start ended.
+    artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
+    score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
+    what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended.
+    origin: the weights that the run began with; None for new ones.
     """
 
     name: str
@@ -128,13 +186,15 @@ class RunFacts:
     datasets: tuple[DatasetFacts, ...] = ()
     description: str = ""
     parents: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
-    images_per_step: int = 0
-    flops_per_image: float = 0.0
+    steps: Count = 0
+    images_per_step: Count = 0
+    flops_per_image: Annotated[float, Between(0, 1e30)] = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
     hosts: tuple[str, ...] = ()
     before: str = ""
+    scored_on: str = ""
+    origin: Origin | None = None
 
     def with_source(self) -> "RunFacts":
         """With the tags of this process: user, command, revision; for the page, and for facts.json."""
@@ -142,7 +202,8 @@ class RunFacts:
 
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""
-        tags = {"kind": self.kind, NOTE: self.description, **self.tags}
+        origin = self.origin.tags() if self.origin else {}
+        tags = {"kind": self.kind, NOTE: self.description, **self.tags, **origin}
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
@@ -153,6 +214,23 @@ class RunFacts:
             first, _, rest = description.partition("\n\n")  # The page shows the beginning, and more on request.
             tags[NOTE] = "\n\n".join(part for part in (first, result, rest) if part)
         return {name: hide_passwords(text) for name, text in tags.items()}
+
+    def score_among(self, names: Collection[str]) -> str:
+        """Which metric is the score: accuracy, if it is measured, also where the best checkpoint is chosen by the loss."""
+        top1 = f"{self.score.rpartition('_')[0]}_top1"
+        return top1 if top1 in names else self.score
+
+    def score_in_words(self, name: str, value: float) -> str:
+        """A score as the list of runs shows it: "53.67 % flowers:val"."""
+        evaluated = next((dataset_name(facts) for facts in self.datasets if facts.context == "evaluation"), "")
+        number = f"loss {value:.4f}" if is_loss(name) else f"{100 * value:.2f} %"
+        return f"{number} {self.scored_on or evaluated}".strip()
+
+    def with_score(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step as they are sent: with SCORE, by which the list of runs is sorted. A loss does not sort with accuracies."""
+        value = metrics.get(name := self.score_among(metrics.keys()))
+        shows = value is not None and math.isfinite(value) and not is_loss(name)
+        return {**metrics, SCORE: round(100 * value, 2)} if shows and value is not None else dict(metrics)
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""
@@ -186,7 +264,7 @@ def stored_dataset(name: str, digest: str, source: str, profile: str | None, con
     shown = _mapping(profile)
     split = str(shown.get("split", name.rpartition(":")[2]))
     counts = [shown.get(count) for count in ("num_samples", "num_classes")]
-    num_samples, num_classes = (count if isinstance(count, int) else 0 for count in counts)
+    num_samples, num_classes = (count if type(count) is int and 0 <= count < 2**53 else 0 for count in counts)
     uri = str(_mapping(source).get("uri", ""))
     return DatasetFacts(name.removesuffix(f":{split}"), uri, digest, split, num_samples, num_classes, context)
 
@@ -199,10 +277,9 @@ def restored_value(value: float) -> float:
 def _mapping(text: str | None) -> dict[str, Any]:
     """A JSON object that another program may have written; {} for anything else."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        return json_record.parse(text or "{}", dict[str, Any], "a data set in MLflow")
+    except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def source_tags() -> dict[str, str]:

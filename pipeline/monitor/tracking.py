@@ -1,6 +1,6 @@
 """Metrics of a run: metrics.jsonl, which is always written, and MLflow, which may be unreachable.
 
-`Tracker.log` only appends a line to the file; a thread (mlflow_sender.py) sends the lines to MLflow. So a training step never
+`Tracker.log` only appends a line to the file; a thread (mlflow/sender.py) sends the lines to MLflow. So a training step never
 waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
 
 When steps run again (after a kill, or after a rollback because of a loss spike), their old records are deleted from the file
@@ -17,6 +17,7 @@ from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, Timing
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import ModelFacts, RunFacts
 from pipeline.settings.run import TrackConfig
+from pipeline.tracking_uri import sqlite_file, sqlite_uri
 
 
 class Tracker:
@@ -87,9 +88,11 @@ class Tracker:
 def send_report(
     uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "vit"
 ) -> None:
-    """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run."""
-    names = [str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve()) for path in files]
-    facts = replace(facts, artifacts=tuple(names))
+    """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run.
+
+    files: in `folder`, or below it.
+    """
+    facts = replace(facts, artifacts=tuple(path.relative_to(folder).as_posix() for path in files))
     tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, facts)
     tracker.log(0, metrics)
     tracker.finish("FINISHED")
@@ -102,8 +105,8 @@ def make_sender(
     """The sender of a run folder, which has not begun. out: folder of runs, of the default database. Others: see Tracker."""
     uri = config.uri or default_uri(out)
     # Artifacts of a database go beside it, not into the folder in which the command was started.
-    database = uri.removeprefix("sqlite:///")
-    artifacts = (Path(database).resolve().parent / "mlartifacts").as_uri() if database != uri else None
+    database = sqlite_file(uri)
+    artifacts = (database.resolve().parent / "mlartifacts").as_uri() if database else None
     experiment = Experiment(config.experiment, artifacts)
     settings = MirrorSettings(upload_weights=config.upload_weights, register=config.register)
     return MlflowSender(folder, uri, experiment, facts, start, timing or Timing(), find_models or _no_models, settings)
@@ -115,4 +118,4 @@ def _no_models(ended: bool) -> list[ModelFacts]:
 
 def default_uri(out: Path) -> str:
     """Tracking URI of all runs below `out` unless another is set: an SQLite database."""
-    return f"sqlite:///{(out / 'mlflow.db').resolve()}"
+    return sqlite_uri(out / "mlflow.db")

@@ -1,6 +1,6 @@
 """What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
 
-May import pipeline.model and pipeline.data.loading. Called by estimate/, evaluate/, train/, transfer/ and study/.
+Imports pipeline.model and pipeline.data.loading. Used by estimate/, evaluate/, study/, train/ and transfer/.
 """
 
 import importlib

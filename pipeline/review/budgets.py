@@ -11,6 +11,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from pipeline.evaluate.render import shorten
 from pipeline.page import png
 from pipeline.review.record import RunRecord, Score, Series
+from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -135,7 +136,7 @@ def draw_curves(
 
 def in_seeds(names: Sequence[str]) -> str:
     """What runs that differ in their seed only are called: the first one's name, and their number."""
-    return names[0] if len(names) == 1 else f"{names[0]} ({len(names)} seeds)"
+    return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 
 def _draw_line(

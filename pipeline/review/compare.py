@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.storage.whole import write_files
+from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.outputs import try_output
@@ -27,6 +28,7 @@ from pipeline.review.statistics import (
     Pair,
     Records,
     by_evaluation,
+    by_loss,
     comparable,
     contenders,
     in_words,
@@ -36,6 +38,7 @@ from pipeline.review.statistics import (
     seed_groups,
 )
 from pipeline.settings.reports import CompareConfig
+from pipeline.words import counted
 
 # With more runs, a table has no column for each: it lists the runs of each value.
 _MAX_COLUMNS = 6
@@ -60,13 +63,15 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     Raises UserError for an address that is no run, and for damaged files, before anything is written.
     """
     reader = RunReader(lambda: open_store(config.mlflow))
-    records = named([reader.read(address) for address in config.runs])
-    folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
-    try_output("out", folder)
+    found = [reader.read(address) for address in config.runs]
+    _refuse_twice(config.runs, found)
+    records = named(found)
+    folder = Path(config.out) if config.out else Path("runs") / "compare" / folder_name(list(records))
+    try_output("out", folder, holds="comparison")
     scores = rescore.rescore(records, config) if config.score or config.split else {}
     for record in records.values():
-        if record.num_damaged:
-            print(f"{record.address}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored")
+        for problem in record.problems:
+            print(f"{record.address}: {problem}")
     pictures = curves(records)
     groups = groups_of(records)
     title = f"Comparison of {listed(list(records), 4)}"
@@ -85,6 +90,18 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         print(line)
     print(f"comparison: {folder / 'report.html'}")
     return records
+
+
+def _refuse_twice(addresses: Sequence[str], records: Sequence[RunRecord]) -> None:
+    """Raise UserError for two addresses of one run: a folder by two names, or a folder and its run in MLflow."""
+    for i, (address, record) in enumerate(zip(addresses, records, strict=True)):
+        for other, before in zip(addresses[:i], records[:i], strict=True):
+            if record.folder is not None and before.folder is not None:
+                is_same = record.folder.resolve() == before.folder.resolve()
+            else:
+                is_same = record.run_id is not None and record.run_id == before.run_id
+            if is_same:
+                raise UserError(f"runs: {other} and {address} are the same run. Leave out one of them.")
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
@@ -128,6 +145,9 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[Picture])
     yield Heading("What can be compared")
     for line in comparable(records, [list(group.records) for group in groups]):
         yield Paragraph(line)
+    for name, record in records.items():
+        if record.problems:
+            yield Paragraph(f"Of {name}, {'; '.join(record.problems)}.")
     yield Heading("Runs")
     rows = [_shown(table_row(name, record), record) for name, record in records.items()]
     # A column that says the same of all runs is one phrase.
@@ -216,7 +236,7 @@ def speed(record: RunRecord) -> str:
     """The median training speed; no number for fewer than five log lines."""
     median, count = median_speed(record)
     if not median:
-        return f"{count} log lines, too few" if count else "not logged"
+        return f"{counted(count, 'log line')}, too few" if count else "not logged"
     return f"{median:,.1f}"
 
 
@@ -242,7 +262,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
         shown = [pair for pair in tested if pair.first is tested[0].first]
     clear = sum(pair.corrected < LEVEL for pair in tested)
     yield Paragraph(
-        f"{clear:,} of {len(tested):,} pairs differ by more than noise."
+        f"{clear:,} of {counted(len(tested), 'pair')} with a difference that is more than noise."
         + (" Shown is the best run against others; all pairs are in pairs.csv." if len(shown) < len(tested) else "")
     )
     rows = [
@@ -259,7 +279,7 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
         " None of these tests knows how much another seed would change a score: train several seeds to know."
     )  # fmt: skip
     yield Paragraph(
-        f"p, corrected: by Holm's method for {len(tested):,} pair{'s' if len(tested) > 1 else ''}; of pairs below 0.05, even one is "
+        f"p, corrected: by Holm's method for {counted(len(tested), 'pair')}; of pairs below 0.05, even one is "
         f"wrong with a probability of at most 5 %. The intervals are of each pair alone. {' '.join(used)}{seeds}"
     )
 
@@ -309,21 +329,40 @@ def _order(score: Score | None) -> float:
 
 
 def curves(records: Records) -> list[Picture]:
-    """The figures of held-out accuracy, held-out loss and training loss."""
-    seeds = seed_groups(records)
-    wanted: tuple[tuple[str, str, Callable[[RunRecord], Series | None], dict[str, bool]], ...] = (
-        ("accuracy.png", "Top-1 accuracy on held-out images", lambda r: r.accuracy, {"percent": True}),
-        ("held_out_loss.png", "Loss on held-out images", lambda r: r.held_out_loss, {}),
-        ("training_loss.png", "Training loss", lambda r: r.metrics.get("loss"), {"smooth": True}),
-    )
-    drawn = (
-        (name, about, draw_curves(records, about, choose, seeds=seeds, **how)) for name, about, choose, how in wanted
-    )
+    """The figures of accuracy and loss on the evaluated images, and of training loss."""
+    losses = by_loss(records)
+    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
+    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
+    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
+    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
+    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
     return [
-        Picture(name, f"{about} of each run against steps, images seen and training FLOPs", content)
-        for name, about, content in drawn
-        if content
+        *_curves(records, "accuracy", accuracies, lambda r: r.accuracy, percent=True),
+        *_curves(records, "held_out_loss", evaluation, lambda r: r.held_out_loss),
+        *_curves(records, "training_loss", training, lambda r: r.metrics.get("loss"), smooth=True),
     ]
+
+
+def _evaluated_images(record: RunRecord) -> str:
+    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+    train = record.dataset("training")
+    trained = train.split if train else str(record.settings.get("data.train_split", "train"))
+    return "training images" if record.split == trained else "held-out images"
+
+
+def _curves(
+    records: Records, file: str, about: Mapping[str, str], choose: Callable[[RunRecord], Series | None], **how: bool
+) -> Iterator[Picture]:
+    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures."""
+    seeds = seed_groups(records)
+    number = 0
+    for title in dict.fromkeys(about.values()):
+        runs = {name: record for name, record in records.items() if about[name] == title}
+        if content := draw_curves(runs, title, choose, seeds=seeds, **how):
+            number += 1
+            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
+            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
+            yield Picture(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
 
 
 # ---------------------------------------------------------------------- what differs
@@ -414,6 +453,11 @@ def _code(records: Records) -> Iterator[Block]:
         yield Paragraph(f"The same for all: {'; '.join(known)}." if known else "Not recorded by any of these runs.")
 
 
-def _folder_name(names: Sequence[str]) -> str:
-    whole = "-".join(names).replace("/", "_")
-    return whole if len(whole) <= _MAX_FOLDER_NAME else f"{names[0][:80].replace('/', '_')}-and-{len(names) - 1}-others"
+def folder_name(names: Sequence[str]) -> str:
+    """The name of a folder for runs, whose names may hold anything: none that leads elsewhere, and none that is too long."""
+    whole = "-".join(names)
+    if len(whole.encode()) > _MAX_FOLDER_NAME:
+        first = names[0].encode()[:80].decode(errors="ignore")
+        whole = f"{first}-and-{len(names) - 1}-others" if len(names) > 1 else first
+    plain = "".join("_" if letter == "/" or not letter.isprintable() else letter for letter in whole)
+    return plain if plain.strip(".") else "_"

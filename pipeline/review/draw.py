@@ -21,9 +21,9 @@ from pipeline.errors import UserError
 from pipeline.explain import explain
 from pipeline.files import replacing
 from pipeline.monitor.page_folder import PAGE, PageFolder
-from pipeline.review.figures import LastPredictions, draw_matrix, draw_run, draw_sheet, draw_worst, read_predictions
+from pipeline.review.figures import draw_matrix, draw_run, draw_sheet, draw_worst, read_predictions
 from pipeline.review.reader import from_folder
-from pipeline.review.record import RunRecord
+from pipeline.review.record import PREDICTIONS, RunRecord
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.weights import ExplainConfig
@@ -51,7 +51,7 @@ def draw(folder: Path, final: bool) -> list[str]:
             )
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
-    if (folder / PAGE / "predictions.npz").exists():
+    if (folder / PAGE / PREDICTIONS).exists():
         attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
     if final:
         attempt(("attention", "positions"), lambda: _of_weights(folder))
@@ -66,7 +66,7 @@ def others(folder: Path) -> list[RunRecord]:
         return []
     found: list[RunRecord] = []
     candidates = [page.parents[1] for page in folder.resolve().parent.glob(f"*/{PAGE}/facts.json")]
-    for candidate in sorted(candidates, key=lambda path: -path.stat().st_mtime):
+    for candidate in sorted(candidates, key=_newest_first):
         if candidate == folder.resolve() or len(found) == _MAX_OTHERS:
             continue
         try:
@@ -78,15 +78,23 @@ def others(folder: Path) -> list[RunRecord]:
     return found
 
 
+def _newest_first(folder: Path) -> float:
+    try:
+        return -folder.stat().st_mtime
+    except OSError:  # Just being removed.
+        return 0.0
+
+
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    found: LastPredictions = read_predictions(folder / PAGE / "predictions.npz")
+    found = read_predictions(folder / PAGE / PREDICTIONS)
     config = _config(folder)
     data = config.data
     dataset = open_dataset(data.path, Storage.create(data.retry_minutes, data.cache, data.cache_gb))
     _, split = run_splits(dataset, data, config.seed)
-    yield draw_matrix(found, dataset.classes)
-    yield draw_worst(found, dataset.classes)
-    yield draw_sheet(found, dataset.classes, split, config)
+    found.check(len(split), dataset.num_classes)
+    yield draw_matrix(found, dataset.class_names)
+    yield draw_worst(found, dataset.class_names)
+    yield draw_sheet(found, dataset.class_names, split, config)
 
 
 def _of_weights(folder: Path) -> Iterator[bytes | None]:

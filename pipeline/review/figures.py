@@ -16,10 +16,12 @@ from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import draw_confusion, shorten
 from pipeline.explain import galleries
 from pipeline.explain.figures import png as gallery_png
+from pipeline.files import read_bytes
 from pipeline.page import png
 from pipeline.review.budgets import COLOURS, running_mean
-from pipeline.review.record import RunRecord, Series
+from pipeline.review.record import RunRecord, Series, parse_predictions
 from pipeline.settings.run import RunConfig
+from pipeline.words import counted
 
 # A longer series is drawn as its running mean, with its points in the background.
 _SMOOTH_FROM = 100
@@ -136,19 +138,21 @@ class LastPredictions:
     predicted: np.ndarray
     probability: np.ndarray
 
+    def check(self, num_images: int, num_classes: int) -> None:
+        """Raise UserError unless these can be predictions on such data."""
+        if (
+            self.rows.max(initial=-1) >= num_images
+            or max(p.max(initial=-1) for p in (self.true, self.predicted)) >= num_classes
+        ):
+            raise UserError(
+                f"predictions.npz is damaged, or of other data: it has images beyond {num_images:,}, or classes beyond "
+                f"{num_classes:,}."
+            )
+
 
 def read_predictions(file: Path) -> LastPredictions:
     """Raises FileNotFoundError, and UserError for a damaged file."""
-    try:
-        with np.load(file, allow_pickle=False) as content:
-            arrays = [np.asarray(content[name]) for name in ("rows", "true", "predicted", "probability")]
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # A damaged zip can raise nearly anything.
-        raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:100]}).") from None
-    if any(array.ndim != 1 or len(array) != len(arrays[0]) for array in arrays):
-        raise UserError(f"{file} is damaged: its arrays have different lengths.")
-    return LastPredictions(*arrays)
+    return LastPredictions(**parse_predictions(read_bytes(file), str(file), "probability"))
 
 
 def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
@@ -174,7 +178,7 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     which = (
         "All classes"
         if len(worst) == len(tested)
-        else f"The {len(worst)} classes of {len(tested):,} with the lowest recall"
+        else f"The {counted(len(worst), 'class')} of {len(tested):,} with the lowest recall"
     )
     axes.set_title(f"{which} (number of images)", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,18 +7,18 @@ the same output folder, or MLflow runs whose tags name this run.
 import contextlib
 import html
 import itertools
-import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.evaluate.render import shorten
 from pipeline.monitor.run_page import DatasetFacts
 from pipeline.page import Drawing
-from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in
+from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
+from pipeline.words import counted
 
 _MAX_ANCESTORS = 8
 _MAX_CHILDREN = 8
@@ -58,10 +58,11 @@ class Box:
 
 @dataclass
 class Lineage:
-    """Boxes by key, and arrows as (key, key)."""
+    """Boxes by key, and arrows as (key, key). left_out: why runs beside this one could not be read, one line each."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
     arrows: list[tuple[str, str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def add(self, box: Box) -> bool:
         """Returns whether the box is new."""
@@ -96,7 +97,7 @@ def drawing(found: Lineage) -> Drawing:
 def _climb(found: Lineage, record: RunRecord, reader: RunReader) -> None:
     for _ in range(_MAX_ANCESTORS):
         origin = origin_of(record)
-        parent = _parent(record, reader)
+        parent = _parent(found, record, reader)
         if isinstance(parent, RunRecord):
             box = _run_box(parent)
         elif origin or parent:
@@ -120,7 +121,7 @@ def origin_of(record: RunRecord) -> str:
     return str(named or record.tags.get("weights") or record.tags.get("checkpoint") or "")
 
 
-def _parent(record: RunRecord, reader: RunReader) -> RunRecord | str:
+def _parent(found: Lineage, record: RunRecord, reader: RunReader) -> RunRecord | str:
     """The run that another began from; if it cannot be read, a phrase that says why."""
     origin, tried = origin_of(record), "weights of no run that is at hand"
     ids = [record.parents.get("parent"), *(record.tags.get(tag) for tag in _PARENT_TAGS), run_id_in(origin),
@@ -129,11 +130,14 @@ def _parent(record: RunRecord, reader: RunReader) -> RunRecord | str:
     by_folder = _folder_of(origin) if record.folder is not None or not run_id else None
     try:
         if by_folder is not None:
+            tried = "a run that cannot be read"
             return from_folder(by_folder)
         if run_id:
             tried = f"MLflow run {run_id[:8]}: not at hand"
             return from_mlflow(reader.store, run_id, with_points=False)
-    except UserError:
+    except (UserError, OSError) as error:
+        if by_folder is not None:
+            found.left_out.append(str(error))
         return tried
     return tried if origin else ""
 
@@ -142,19 +146,21 @@ def _folder_of(weights: str) -> Path | None:
     """The run folder around weights."""
     if not weights or "://" in weights:
         return None
-    path = Path(weights).expanduser()  # The checkpoint itself may have been removed since.
+    path = Path(os.path.expanduser(weights))  # The checkpoint itself may have been removed since.
     return next((folder for folder in (path, *path.absolute().parents[:3]) if is_run(folder)), None)
 
 
 def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -> None:
     if depth > _MAX_DESCENT:
         return
-    addresses = list(_children_in_folder(record) if record.folder is not None else _children_in_mlflow(record, reader))
+    in_folder = record.folder is not None
+    addresses = list(_children_in_folder(found, record) if in_folder else _children_in_mlflow(record, reader))
     for address in addresses[:_MAX_CHILDREN]:
         try:
             child = from_folder(Path(address)) if record.folder is not None else reader.read_summary(address)
-        except UserError:
-            continue  # A damaged run of the same folder is not this run's problem.
+        except (UserError, OSError) as error:  # A damaged run of the same folder is not this run's problem.
+            found.left_out.append(str(error))
+            continue
         box = _run_box(child)
         if (_key(record), box.key) not in found.arrows:
             found.arrows.append((_key(record), box.key))
@@ -166,24 +172,23 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
         found.arrows.append((_key(record), more.key))
 
 
-def _children_in_folder(record: RunRecord) -> Iterator[str]:
+def _children_in_folder(found: Lineage, record: RunRecord) -> Iterator[str]:
     assert record.folder is not None
     mine = record.folder.resolve()
-    for folder in sorted([*mine.parent.iterdir(), *mine.glob("vtab/*")]):
-        if folder == mine or not folder.is_dir() or not is_run(folder):
+    beside: list[Path] = []
+    with contextlib.suppress(PermissionError):  # A run may be readable in a folder that may not be listed.
+        beside = [*mine.parent.iterdir()]
+    for folder in sorted([*beside, *mine.glob("vtab/*")]):
+        if folder == mine or not os.path.isdir(folder) or not is_run(folder):
             continue
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            weights = _weights_in(folder)
-            if weights and (path := Path(weights).expanduser().resolve()) and (path == mine or mine in path.parents):
-                yield str(folder)
-
-
-def _weights_in(folder: Path) -> str:
-    """The weights that a run folder began with, without reading the rest of it."""
-    if (folder / "config.json").is_file():
-        return json.loads((folder / "config.json").read_bytes()).get("init", {}).get("weights") or ""
-    results: dict[str, Any] = json.loads((folder / "results.json").read_bytes())
-    return (results.get("checkpoint") or {}).get("path") or results.get("weights") or ""
+        try:
+            weights = os.path.expanduser(weights_named_in(folder))
+            path = Path(os.path.realpath(weights)) if weights and "\0" not in weights else None
+        except (UserError, OSError) as error:
+            found.left_out.append(str(error))
+            continue
+        if path is not None and (path == mine or mine in path.parents):
+            yield str(folder)
 
 
 def _children_in_mlflow(record: RunRecord, reader: RunReader) -> Iterator[str]:
@@ -217,8 +222,8 @@ def _data_line(data: DatasetFacts) -> str:
 def _add_data(found: Lineage, record: RunRecord) -> None:
     if (data := record.dataset("training")) is None:
         return
-    count = f"{data.num_samples:,} images" if data.num_samples else ""
-    classes = f"{data.num_classes:,} classes" if data.num_classes else ""
+    count = f"{counted(data.num_samples, 'image')}" if data.num_samples else ""
+    classes = f"{counted(data.num_classes, 'class')}" if data.num_classes else ""
     lines = [data.name, f"data, split {data.split}", data.digest, ", ".join(text for text in (count, classes) if text)]
     key = f"data {data.name} {data.digest}"
     found.add(Box(key, "data", [line for line in lines if line]))

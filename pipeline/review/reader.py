@@ -5,13 +5,12 @@ makes the record from either, and both give the same record.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,47 +19,117 @@ from pipeline import model as models
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.errors import UserError
 from pipeline.evaluate import architecture
+from pipeline.files import path_inside, read_bytes
+from pipeline.json_record import Count, Share
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, StoredRun, hide_passwords, plain_name
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.record import Files, RunRecord, Series
+from pipeline.review.record import Files, RunRecord, Series, as_count, as_number, can_be
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.transfer.score_table import read_results
+from pipeline.tracking_uri import sqlite_file
+from pipeline.transfer import grid
+from pipeline.transfer.score_table import check_results
+from pipeline.words import counted
+
+T = TypeVar("T")
 
 # Metrics that no report shows. They are half of all points, and a server is asked for each metric by itself.
 _NOT_READ = ("system/", "checkpoint_", "grad_norm", "epoch", "images_seen", "exaflops")
 # MLflow's status in the words of status.json. A killed run stays RUNNING there, since nobody can say otherwise.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "RUNNING": "running"}
+# The files of a run that are read, wherever they are.
+_IN_PAGE = ("facts.json", "starts.jsonl", "end.json", "predictions.npz", "plan.txt", "environment.txt")
+_READ = (
+    "config.json",
+    "config.yaml",
+    architecture.FILE,
+    "results.json",
+    METRICS_FILE,
+    *(f"{PAGE}/{name}" for name in _IN_PAGE),
+)
+_MAX_STARTS = 100_000
+_MAX_FLOPS = 1e30
+
+
+@dataclass(frozen=True)
+class _Origin:
+    path: str = ""
+    run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class _SeedScore:
+    top1: Share
+    num_samples: Count = 0
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What is read of any results.json: of a grid, a study, or a sweep."""
+
+    name: str | None = None
+    checkpoint: _Origin | None = None
+    weights: str | None = None
+    split: str | None = None
+    top1: Share | None = None
+    runs: list[_SeedScore] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------- from a folder
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a run folder, and of `page/` in it."""
+    """The files of a run folder, and of `page/` in it: regular files inside of it, see `RunRecord.left_out`."""
 
     path: Path
 
     def read(self, name: str) -> bytes | None:
-        for file in (self.path / name, self.path / "page" / name):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return file.read_bytes()
+        for inside in (name, f"{PAGE}/{name}"):
+            with contextlib.suppress(FileNotFoundError):
+                if (file := _inside(self.path, inside)) is not None:
+                    try:
+                        return read_bytes(file)
+                    except OSError as error:
+                        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
         return None
 
     def figures(self) -> list[str]:
-        return [f"figures/{file.name}" for file in sorted((self.path / "page" / "figures").glob("*.png"))]
+        names = (f"figures/{file.name}" for file in sorted((self.path / PAGE / "figures").glob("*.png")))
+        return [name for name in names if _inside(self.path, f"{PAGE}/{name}") is not None]
 
     def where(self, name: str) -> str:
-        in_page = self.path / "page" / name
-        return str(in_page if in_page.exists() else self.path / name)
+        in_page = self.path / PAGE / name
+        return str(in_page if os.path.exists(in_page) else self.path / name)
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The path of a file of a run folder; None if it is none that may be read, or is missing."""
+    try:
+        return path_inside(folder, name)
+    except (FileNotFoundError, UserError):
+        return None
+    except OSError as error:
+        raise UserError(f"{folder / name} cannot be read ({error.strerror}).") from None
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder looks like that of a run, a grid, a sweep or a report."""
-    return any((folder / name).is_file() for name in ("config.json", "results.json", "page/facts.json"))
+    return any(os.path.isfile(folder / name) for name in ("config.json", "results.json", f"{PAGE}/facts.json"))
+
+
+def weights_named_in(folder: Path) -> str:
+    """The weights that a run folder began with, without reading the rest of it; "" for a new model. Raises UserError."""
+    files = FolderFiles(folder)
+    config = _mapping(files, "config.json")
+    if config:
+        init = json_record.convert(config.get("init", {}), dict[str, Any], files.where("config.json"), "init")
+        return json_record.convert(init.get("weights") or "", str, files.where("config.json"), "init.weights")
+    results = _results(files)
+    return (results.get("checkpoint") or {}).get("path") or results.get("weights") or ""
 
 
 def from_folder(folder: Path) -> RunRecord:
@@ -68,16 +137,19 @@ def from_folder(folder: Path) -> RunRecord:
     if not is_run(folder):
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = FolderFiles(folder)
-    metrics, num_damaged = _metrics_of(folder)
+    metrics, num_damaged, left_out = _metrics_of(folder)
+    left_out += PageFolder(folder).refused(_READ)
     facts = _facts(files)
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
     if word == "running" and holder(folder) is None:
         word, outcome = "killed", "ended without a word: killed, or its host was lost"
-    end = _mapping(files, "end.json")
-    tags = json_record.convert(end.get("tags", {}), dict[str, str], files.where("end.json"), "tags")
+    end = _parsed(files, "end.json", End)
+    tags = end.tags if end else {}
     if not word:
-        word = _STATUS.get(str(end.get("status")), "finished" if not (folder / "config.json").exists() else "unknown")
+        word = _STATUS.get(
+            end.status if end else "", "finished" if not (folder / "config.json").exists() else "unknown"
+        )
     if facts is not None:
         parents = {f"{relation}_run_id": parent for relation, parent in facts.parents.items()}
         tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **tags}
@@ -85,20 +157,34 @@ def from_folder(folder: Path) -> RunRecord:
     parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
     return _complete(
         record, folder=folder, run_id=run_id_of(folder), status=word, outcome=tags.get("outcome", outcome or word),
-        parameters=parameters, num_damaged=num_damaged,
+        parameters=parameters, num_damaged=num_damaged, left_out=(*record.left_out, *left_out),
     )  # fmt: skip
 
 
-def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
-    try:
-        records, num_damaged = read_metrics(folder / METRICS_FILE)
-    except FileNotFoundError:
-        return {}, 0
+def _metrics_of(folder: Path) -> tuple[dict[str, Series], int, list[str]]:
+    """Returns (metrics, number of damaged lines, phrases that say what else was left out)."""
+    if (file := _inside(folder, METRICS_FILE)) is None:
+        return {}, 0, []
+    records, num_damaged = read_metrics(file)
     points: dict[str, list[tuple[int, float, int]]] = {}
     for record in records:
         for name, value in record.metrics.items():
             points.setdefault(name, []).append((record.step, value, record.time))
-    return {name: series(found) for name, found in points.items()}, num_damaged
+    metrics, impossible = _all_series(points)
+    return metrics, num_damaged, impossible
+
+
+def _all_series(points: Mapping[str, list[tuple[int, float, int]]]) -> tuple[dict[str, Series], list[str]]:
+    """Returns (metrics, phrases that say which points were left out, because no such metric can have such a value)."""
+    metrics, impossible = dict[str, Series](), list[str]()
+    for name, found in points.items():
+        possible = [point for point in found if can_be(name, point[1])]
+        if len(possible) < len(found):
+            odd = next(value for _, value, _ in found if not can_be(name, value))
+            impossible.append(f"{len(found) - len(possible):,} points of {name} are ignored, which cannot be {odd:.6g}")
+        if possible:
+            metrics[name] = series(possible)
+    return metrics, impossible
 
 
 def series(points: list[tuple[int, float, int]]) -> Series:
@@ -157,7 +243,7 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
         # A run that an earlier version began has points without a group too, which are the older ones.
         points[grouped] = [*found, *points.get(grouped, [])] if name == grouped else [*points.get(grouped, []), *found]
     files = StoredFiles(store, stored.run_id)
-    metrics = {name: series(sorted(found, key=lambda point: point[2])) for name, found in points.items()}
+    metrics, impossible = _all_series({name: sorted(of, key=lambda point: point[2]) for name, of in points.items()})
     tags = {
         name: text for name, text in stored.tags.items() if name not in ("mlflow.runName", "run_folder", "progress")
     }
@@ -167,7 +253,7 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     parents = {name.removesuffix("_run_id"): text for name, text in tags.items() if name.endswith("_run_id")}
     return _complete(
         record, run_id=stored.run_id, datasets=stored.datasets or record.datasets, parents=parents, outcome=outcome,
-        status="diverged" if outcome.startswith("diverged") else word,
+        status="diverged" if outcome.startswith("diverged") else word, left_out=(*record.left_out, *impossible),
     )  # fmt: skip
 
 
@@ -179,6 +265,7 @@ def _assemble(
     """The part of a record that follows from files, tags and parameters."""
     parameters = {key: str(value) for key, value in (facts.parameters if facts else parameters).items()}
     results = _results(files)
+    starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
     config = _config(files)
     if config is not None:
         settings = schema.flatten(schema.to_dict(config))
@@ -199,18 +286,18 @@ def _assemble(
     )
     if kind == "pretrain" and settings.get("init.weights"):
         kind = "finetune"
-    batch = str(settings.get("train.global_batch", ""))
-    planned = facts.steps if facts and facts.steps else parameters.get("steps", "0")
-    if config is not None and planned == "0" and str(config.train.length).endswith("steps"):
+    planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
+    if config is not None and not planned and str(config.train.length).endswith("steps"):
         planned = config.train.length.steps(1, config.train.global_batch)
     return RunRecord(
         facts.name if facts else config.name if config else str(results.get("name") or name),
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
         parameters=parameters, metrics=metrics, tags=dict(tags), datasets=facts.datasets if facts else (),
-        parents=facts.parents if facts else {}, steps=int(planned) if str(planned).isdigit() else 0,
-        images_per_step=int(batch) if batch.isdigit() else 0,
-        flops_per_image=flops or _as_number(parameters.get("gflops_per_image", "")) * 1e9,
-        starts=_starts(files, tags), results=results,
+        parents=facts.parents if facts else {}, steps=planned,
+        images_per_step=as_count(settings.get("train.global_batch")),
+        flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
+        starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,
+        left_out=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
     )  # fmt: skip
 
 
@@ -220,7 +307,7 @@ def _complete(record: RunRecord, **known: Any) -> RunRecord:
     settings, parameters = record.settings, values["parameters"]
     if not values["datasets"] and settings.get("data.path"):
         path, digest = str(settings["data.path"]), parameters.get("fingerprint", "")
-        classes, samples = (int(_as_number(parameters.get(name, ""))) for name in ("classes", "samples"))
+        classes, samples = (as_count(parameters.get(name)) for name in ("classes", "samples"))
         train = DatasetFacts(Path(path).name, path, digest, str(settings.get("data.train_split", "train")), samples, classes,
                              "training")  # fmt: skip
         held_out = DatasetFacts(Path(path).name, path, digest, record.split, 0, classes, "evaluation")
@@ -230,12 +317,11 @@ def _complete(record: RunRecord, **known: Any) -> RunRecord:
 
 def _config(files: Files) -> RunConfig | None:
     """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
-    if (content := files.read("config.json")) is not None:
-        tree: Any = json_record.parse(content, dict[str, Any], files.where("config.json"))
+    if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
         return schema.build(RunConfig, tree, files.where("config.json"))
     if (content := files.read("config.yaml")) is not None:
         try:
-            tree = parse_yaml(content.decode())
+            tree = json_record.convert(parse_yaml(content.decode()), dict[str, Any], files.where("config.yaml"))
         except ValueError as error:
             raise UserError(f"{files.where('config.yaml')} is damaged: {' '.join(str(error).split())[:200]}") from None
         return schema.build(RunConfig, tree, files.where("config.yaml"))
@@ -244,29 +330,33 @@ def _config(files: Files) -> RunConfig | None:
 
 def _model(files: Files) -> tuple[dict[str, Any], float]:
     """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
-    content = files.read(architecture.FILE)
     where = files.where(architecture.FILE)
-    if content is not None:
-        values = json_record.parse(content, dict[str, Any], where)
-    elif isinstance(files, FolderFiles) and (found := Checkpoints(files.path / "checkpoints").candidates()):
+    values = _parsed(files, architecture.FILE, dict[str, Any])
+    if values is None:
+        found = Checkpoints(files.path / "checkpoints").candidates() if isinstance(files, FolderFiles) else []
+        if not found:
+            return {}, 0.0
         values, where = read_state(found[0]).model, f"{found[0]}/state.json"
-    else:
-        return {}, 0.0
     try:
         config = models.config_from_dict(values)
-        return architecture.as_settings(config), float(models.training_flops_per_image(config))
+        flops = float(models.training_flops_per_image(config))
+        if flops > _MAX_FLOPS:
+            raise ValueError(f"{flops:.3g} FLOPs for one image")
+        return architecture.as_settings(config), flops
     except (UserError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where} is damaged ({reason}). Remove it if the run has a checkpoint.") from None
 
 
 def _results(files: Files) -> dict[str, Any]:
-    content = files.read("results.json")
-    if content is None:
-        return {}
-    if isinstance(files, FolderFiles) and b'"protocol"' in content:
-        return read_results(files.path)
-    return json_record.parse(content, dict[str, Any], files.where("results.json"))
+    """Content of results.json of a grid, a study or a sweep; {} if it is missing. Raises UserError for a damaged one."""
+    results, where = _mapping(files, "results.json"), files.where("results.json")
+    json_record.convert(results, _Results, where)
+    if "protocol" in results:
+        check_results(results, where)
+    elif "trials" in results:
+        grid.check_results(results, where)
+    return results
 
 
 def _facts(files: Files) -> RunFacts | None:
@@ -278,25 +368,16 @@ def _facts(files: Files) -> RunFacts | None:
 
 
 def _mapping(files: Files, name: str) -> dict[str, Any]:
+    return _parsed(files, name, dict[str, Any]) or {}
+
+
+def _parsed(files: Files, name: str, kind: type[T]) -> T | None:
+    """The content of a JSON file, with texts that can be shown; None if it is missing. Raises UserError."""
     content = files.read(name)
-    return {} if content is None else json_record.parse(content, dict[str, Any], files.where(name))
-
-
-def _starts(files: Files, tags: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
-    """The starts of a run by starts.jsonl; lines that a kill cut short are left out."""
-    found = []
-    for line in (files.read("starts.jsonl") or b"").splitlines():
-        with contextlib.suppress(ValueError):
-            if isinstance(start := json.loads(line), dict):
-                found.append(start)
-    return tuple(found) or ({},) * int(_as_number(tags.get("starts", "")))
-
-
-def _as_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+    if content is None:
+        return None
+    tree: Any = json_record.parse(content, Any, files.where(name))
+    return json_record.convert(json_record.readable(tree), kind, files.where(name))
 
 
 # ---------------------------------------------------------------------- from an address
@@ -323,7 +404,7 @@ class RunReader:
         run_id = run_id_in(address)
         if run_id is not None and not Path(address).exists():
             return from_mlflow(self.store, run_id)
-        path = Path(address).expanduser()
+        path = Path(address)
         path = path.parent if path.suffix == ".json" else path
         if not path.exists():
             raise UserError(f"{address} does not exist. Name a run folder, or an MLflow run as mlflow:ID.")
@@ -346,8 +427,7 @@ def open_store(uri: str) -> Any:
     from pipeline.monitor.mlflow.reading import ReadingStore  # Late: the import takes seconds, and folders need none.
 
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(Path("runs"))
-    database = uri.removeprefix("sqlite:///")
-    if database != uri and not Path(database).is_file():
+    if (database := sqlite_file(uri)) and not database.is_file():
         raise UserError(
             f"{database} is not an MLflow database. Set mlflow=... or MLFLOW_TRACKING_URI to the runs' store."
         )

@@ -3,6 +3,7 @@
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline import npz
+from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import DatasetFacts
-from pipeline.transfer.score_table import OVERALL, Column, column_of
+from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.words import counted
 
 PREDICTIONS = "predictions.npz"
+_MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.
+# Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
+_MAX_NUMBER = 1e18
+# Metrics that are shares, and those that are counts or amounts.
+_SHARE = re.compile(r".*(_top1|_top5|_color_accuracy|_macro_\w+|_\d+shot|_\d+nn)|top1|vtab_mean")
+_AMOUNT = re.compile(
+    r".*_num_(samples|unreadable)|skipped_steps|loss_spikes|bad_samples|storage_retries|images_per_second|mfu|data_wait|peak_memory_gib"
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,48 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+
+def can_be(name: str, value: float) -> bool:
+    """Whether a metric can have a value: shares are in [0, 1], amounts are not negative, and others may also be nan or inf."""
+    if _SHARE.fullmatch(name):
+        return 0 <= value <= 1
+    return not _AMOUNT.fullmatch(name) or 0 <= value <= _MAX_NUMBER
+
+
+def as_number(text: object) -> float:
+    """A number that a setting, a tag or a parameter holds as text; 0 for anything else, and for one that is out of range."""
+    try:
+        number = float(str(text))
+    except ValueError:
+        return 0.0
+    return number if abs(number) <= _MAX_NUMBER else 0.0
+
+
+def as_count(text: object) -> int:
+    """As `as_number`, a whole number of at least 0."""
+    number = as_number(text)
+    return int(number) if number >= 0 and number == int(number) else 0
+
+
+def parse_predictions(content: bytes, where: str, *more: str) -> dict[str, np.ndarray]:
+    """The arrays of predictions.npz, of the first n images of the evaluated split: rows, true, predicted, and `more`, all (n,).
+
+    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability: float32. Raises
+    UserError for a damaged file.
+    """
+    try:
+        found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), _MAX_PREDICTIONS)
+    except UserError as error:
+        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
+    rows, labels = found["rows"], (found["true"], found["predicted"])
+    if any(array.ndim != 1 or len(array) != len(rows) for array in found.values()):
+        raise UserError(f"{where} is damaged: its arrays have different lengths.")
+    if any(array.dtype.kind not in "iu" for array in (rows, *labels)) or any(found[m].dtype.kind != "f" for m in more):
+        raise UserError(f"{where} is damaged: its arrays have other types.")
+    if len(rows) and (rows.min() < 0 or min(array.min() for array in labels) < -1):
+        raise UserError(f"{where} is damaged: it has rows or labels below 0.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,8 +126,9 @@ class RunRecord:
     kind: pretrain, finetune, grid, study, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
     the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
     built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. steps: planned ones, 0 if
-    unknown. images_per_step, flops_per_image: 0 if unknown. starts: one mapping for each known start. results: of a grid or a
-    sweep. num_damaged: lines of metrics.jsonl that could not be read.
+    unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid or
+    a sweep. num_damaged: lines of metrics.jsonl that could not be read. left_out: what else of its files was not read, and why, in
+    phrases.
     """
 
     name: str
@@ -93,9 +149,30 @@ class RunRecord:
     steps: int = 0
     images_per_step: int = 0
     flops_per_image: float = 0.0
-    starts: tuple[dict[str, Any], ...] = ()
+    starts: tuple[Start | None, ...] = ()
     results: dict[str, Any] = field(default_factory=dict)
     num_damaged: int = 0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """What of the run's files was not read, in phrases."""
+        lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
+        unread = self._read_predictions[1]
+        return [*lines, *self.left_out, *([unread] if unread else [])]
+
+    @property
+    def predictions(self) -> dict[str, np.ndarray] | None:
+        """What the last evaluation predicted, see `parse_predictions`; None if that is not at hand, or damaged (see `problems`)."""
+        return self._read_predictions[0]
+
+    @cached_property
+    def _read_predictions(self) -> tuple[dict[str, np.ndarray] | None, str]:
+        try:
+            content = self.files.read(PREDICTIONS)
+            return (parse_predictions(content, PREDICTIONS), "") if content is not None else (None, "")
+        except UserError as error:
+            return None, str(error)
 
     # ------------------------------------------------------------------ data and model
     def dataset(self, context: str) -> DatasetFacts | None:
@@ -139,12 +216,12 @@ class RunRecord:
         speed = self.metrics.get("images_per_second")
         if not speed or not self.images_per_step:
             return 0.0
-        images = np.diff(speed.steps, prepend=0) * self.images_per_step
+        images = np.diff(speed.steps.astype(np.float64), prepend=0) * self.images_per_step
         return float(np.sum(np.divide(images, speed.values, out=np.zeros(len(speed)), where=speed.values > 0)))
 
     @property
     def ranks(self) -> int:
-        return int(self.parameters["ranks"]) if self.parameters.get("ranks", "").isdigit() else 0
+        return as_count(self.parameters.get("ranks", ""))
 
     @cached_property
     def period(self) -> tuple[float, float]:
@@ -157,7 +234,7 @@ class RunRecord:
     def split(self) -> str:
         """Name of the split that the run is evaluated on."""
         if "data.eval_split" in self.settings:
-            held_out = float(self.settings.get("data.dev_share") or 0)
+            held_out = as_number(self.settings.get("data.dev_share"))
             return "dev" if held_out else str(self.settings["data.eval_split"])
         evaluated = self.dataset("evaluation")
         named = (name.removesuffix("_top1") for name in self.metrics if name.endswith("_top1"))
@@ -207,12 +284,12 @@ class RunRecord:
     @cached_property
     def sweep(self) -> Column | None:
         """A sweep's scores by task; None for other runs, and where results.json is missing."""
-        return column_of(self.name, self.results) if self.kind == "vtab" and self.results else None
+        return column_of(self.name, self.results) if self.kind == "vtab" and "protocol" in self.results else None
 
     @property
     def seed_scores(self) -> list[float]:
         """The score of each seed of a grid, or of a sweep's tasks; empty for other runs and for a single seed."""
-        if self.kind == "vtab":
+        if self.kind == "vtab" and "protocol" in self.results:
             by_seed: dict[int, list[float]] = {}
             for row in self.results.get("scores", []):
                 by_seed.setdefault(row["seed"], []).append(row["accuracy"])
@@ -230,7 +307,9 @@ class RunRecord:
         return Score(f"{self.results.get('split', '')} top-1".strip(), float(np.mean(runs)), None, num, interval)
 
     def _vtab_score(self) -> Score | None:
+        is_vtab = not (self.sweep.unpublished if self.sweep else self.tags.get(UNPUBLISHED_TAG))
+        name = OVERALL if is_vtab else f"{OVERALL}, not all of the published files"
         if self.sweep and (mean := self.sweep.means.get(OVERALL)):
-            return Score(OVERALL, mean.accuracy, None, mean.num_test, mean.interval)
+            return Score(name, mean.accuracy, None, mean.num_test, mean.interval)
         mean_metric = self.metrics.get("vtab_mean")
-        return Score(OVERALL, float(mean_metric.values[-1])) if mean_metric else None
+        return Score(name, float(mean_metric.values[-1])) if mean_metric else None

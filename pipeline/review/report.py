@@ -3,30 +3,30 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import UserError
 from pipeline.evaluate.intervals import of_samples
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED
 from pipeline.outputs import try_output
 from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
-from pipeline.review.compare import code_facts, median_speed, when
+from pipeline.review.compare import code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.review.record import RunRecord, Score, Series, as_number
 from pipeline.settings.reports import RunReportConfig
 from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
-from pipeline.transfer.report import absences, origin, score_table
+from pipeline.transfer.report import caveats, origin, score_table
+from pipeline.words import counted
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
           "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip
@@ -38,7 +38,7 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_MAX_EVALUATIONS = 12
+_MAX_LEFT_OUT = 4  # Damaged runs that are named.
 _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
@@ -57,9 +57,9 @@ def run(config: RunReportConfig) -> Path:
     """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
     reader = RunReader(lambda: open_store(config.mlflow))
     record = reader.read(config.run)
-    folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / record.name)
+    folder = Path(config.out) if config.out else (record.folder or Path("runs/review") / folder_name([record.name]))
     folder = folder if config.out or record.folder is None else folder / "review"
-    try_output("out", folder)
+    try_output("out", folder, holds="report of a run")
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome or record.status}"
     blocks = list(page(record, reader))
@@ -74,8 +74,17 @@ def run(config: RunReportConfig) -> Path:
 
 def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     """The blocks of the report."""
-    yield lineage.drawing(lineage.lineage_of(record, reader))
+    found = lineage.lineage_of(record, reader)
+    yield lineage.drawing(found)
+    for line in found.left_out[:_MAX_LEFT_OUT]:
+        yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
+    if len(found.left_out) > _MAX_LEFT_OUT:
+        yield Paragraph(f"So are {len(found.left_out) - _MAX_LEFT_OUT:,} others.")
     yield from _what_it_is(record)
+    yield Heading("Health")
+    yield from _health(record)
+    yield Heading("Lineage")
+    yield lineage.drawing(lineage.lineage_of(record, reader))
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
@@ -86,8 +95,6 @@ def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     yield from _scores(record)
     yield from _curves(record)
     yield from _figures(record)
-    yield Heading("Health")
-    yield from _health(record)
     yield from _settings(record)
     yield from _data(record)
     yield Heading("Code and environment")
@@ -103,8 +110,8 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     size = f" at {size} px" if (size := record.settings.get("model.image_size")) else ""
     of_model = f" of {record.model}{size}" if record.model else ""
     on = f" on {train.name}" if train else ""
-    parts = [f"{train.num_samples:,} images"] if train and train.num_samples else []
-    parts += [f"{train.num_classes:,} classes"] if train and train.num_classes else []
+    parts = [f"{counted(train.num_samples, 'image')}"] if train and train.num_samples else []
+    parts += [f"{counted(train.num_classes, 'class')}"] if train and train.num_classes else []
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
     weights = lineage.origin_of(record)
@@ -165,10 +172,7 @@ def _measured(record: RunRecord) -> Table:
 
 def _predicted_speed(record: RunRecord) -> float:
     """Images/s of the whole run as predicted at its start; 0 for a run on CPUs or of an earlier version."""
-    try:
-        return float(record.parameters.get(PREDICTED_SPEED, 0))
-    except ValueError:
-        return 0.0
+    return max(0.0, as_number(record.parameters.get(PREDICTED_SPEED)))
 
 
 def _median(series: Series | None) -> float:
@@ -190,7 +194,7 @@ def _scores(record: RunRecord) -> Iterator[Block]:
         return
     if record.sweep:
         yield Heading("Scores")
-        for line in absences(record.sweep):
+        for line in caveats(record.sweep):
             yield Paragraph(line)
         yield score_table([record.sweep])
         yield Paragraph("Top-1 accuracy in per cent. Brackets are 95 % intervals.")
@@ -273,20 +277,21 @@ def _health(record: RunRecord) -> Iterator[Block]:
     problems = [
         f"{int(count):,} {what}"
         for name, what in _COUNTS.items()
-        if (series := record.metrics.get(name)) and (count := np.nanmax(series.values)) > 0
+        if (series := record.metrics.get(name)) and (count := series.values.max()) > 0
     ]
     unreadable = record.metrics.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:
-        problems.append(f"{int(unreadable.values[-1]):,} held-out images that could not be read, counted as wrong")
+        problems.append(
+            f"{counted(int(unreadable.values[-1]), 'held-out image')} that could not be read, counted as wrong"
+        )
     losses = record.metrics.get("loss")
     if losses and (broken := int(np.count_nonzero(~np.isfinite(losses.values)))):
-        problems.append(f"{broken:,} log lines with a loss that is not finite")
-    if record.num_damaged:
-        problems.append(f"{record.num_damaged:,} damaged lines of metrics.jsonl, which are ignored")
+        problems.append(f"{counted(broken, 'log line')} with a loss that is not finite")
+    problems += record.problems
     if record.status not in ("finished", ""):
         problems.append(f"the run is not finished: {record.outcome or record.status}")
     if record.steps and record.status == "finished" and record.last_step < record.steps:
-        problems.append(f"only {record.last_step:,} of {record.steps:,} planned steps are recorded")
+        problems.append(f"only {record.last_step:,} of {counted(record.steps, 'planned step')} are recorded")
     if record.revision.endswith("+changes"):
         problems.append("the code had changes that are in no commit")
     if (excluded := record.parameters.get("excluded", "none")) not in ("none", ""):
@@ -298,7 +303,7 @@ def _health(record: RunRecord) -> Iterator[Block]:
     else:
         yield Paragraph("Nothing went wrong that is recorded.")
     if len(record.starts) > 1:
-        known = [start for start in record.starts if start]
+        known = [start for start in record.starts if start is not None]
         yield Paragraph(f"Started {len(record.starts)} times{':' if known else '; the reasons are not recorded.'}")
         if known:
             yield Table(
@@ -306,14 +311,10 @@ def _health(record: RunRecord) -> Iterator[Block]:
             )
 
 
-def _start_row(start: dict[str, Any]) -> tuple[str, ...]:
-    hosts = start.get("hosts") if isinstance(start.get("hosts"), list) else []
-    seconds, step = start.get("time"), start.get("step")
-    return (
-        when(float(seconds)) if isinstance(seconds, (int, float)) else "–", f"{step:,}" if isinstance(step, int) else "–",
-        f"{len(set(map(str, hosts or [])))}: {', '.join(sorted(set(map(str, hosts or []))))}"[:200] if hosts else "–",
-        str(start.get("before") or "–")[:500],
-    )  # fmt: skip
+def _start_row(start: Start) -> tuple[str, ...]:
+    hosts = sorted(set(start.hosts))
+    named = f"{len(hosts)}: {', '.join(hosts)}"[:200] if hosts else "–"
+    return when(start.time), f"{start.step:,}", named, start.before[:500] or "–"
 
 
 # ---------------------------------------------------------------------- settings, data, code
@@ -405,6 +406,6 @@ def weights_of(record: RunRecord, reader: RunReader) -> tuple[list[Weights], str
             )
             for model in logged_models(Checkpoints(folder), ended=True)
         ]  # fmt: skip
-    except (UserError, OSError) as error:
+    except (ValueError, OSError) as error:  # A path with a NUL is a ValueError.
         return [], f"The checkpoints cannot be read: {' '.join(str(error).split())[:300]}"
     return found, "" if found else f"There is no checkpoint in {folder}."

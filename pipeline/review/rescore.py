@@ -11,6 +11,7 @@ from pipeline.review.record import RunRecord
 from pipeline.settings import schema
 from pipeline.settings.reports import CompareConfig
 from pipeline.settings.weights import ScoreConfig
+from pipeline.words import counted
 
 _OF_CLASS = ("precision", "recall", "f1")
 _MAX_LISTED = 30
@@ -72,7 +73,9 @@ def page(scores: Scores) -> list[Block]:
         for row in shown
     ]
     header = ("class", *(f"{'F1' if key == 'f1' else key}, {name}" for key in _OF_CLASS for name in names), "images")
-    left = f"; {len(shown)} of {len(rows)} classes, all are in per_class.csv" if len(shown) < len(rows) else ""
+    left = (
+        f"; {len(shown)} of {counted(len(rows), 'class')}, all are in per_class.csv" if len(shown) < len(rows) else ""
+    )
     return [
         Heading(f"Scored again on {of_first['data']}, split {of_first['split']}"),
         Table(("score, %", *names), sums),

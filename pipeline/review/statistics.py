@@ -4,9 +4,7 @@ Three kinds of noise: which images are in the test set (two proportions), the sa
 the seed of training (Student's t over seeds). The first two say nothing about the seed.
 """
 
-import io
 import math
-import zipfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,8 @@ import numpy as np
 
 from pipeline.evaluate.intervals import of_samples
 from pipeline.review.budgets import in_seeds
-from pipeline.review.record import PREDICTIONS, RunRecord
+from pipeline.review.record import RunRecord, as_number
+from pipeline.words import counted
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
@@ -251,16 +250,12 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray] | None:
     Predictions that do not give the last score are of another evaluation, and are not used.
     """
     record, score = contender.records[0], contender.records[0].last_score
-    if len(contender.records) > 1 or score is None or (content := record.files.read(PREDICTIONS)) is None:
+    found = record.predictions
+    if len(contender.records) > 1 or score is None or found is None or not len(found["rows"]):
         return None
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            rows, true, predicted = (np.asarray(file[name]) for name in ("rows", "true", "predicted"))
-        right = predicted == true
-        is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
-        return (np.stack([rows, true]), right) if is_of_score else None
-    except (OSError, ValueError, KeyError, ZeroDivisionError, zipfile.BadZipFile):
-        return None  # Damaged, or of another version: the scores alone are compared.
+    right = found["predicted"] == found["true"]
+    is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
+    return (np.stack([found["rows"], found["true"]]), right) if is_of_score else None
 
 
 # ---------------------------------------------------------------------- what can be compared
@@ -290,7 +285,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
     if len(groups) == 1 and len(groups[0]) == len(records):
         yield (
-            f"All {len(records)} runs were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
+            f"All {counted(len(records), 'run')} were scored on the same images ({scored_on(records[groups[0][0]])}): their scores can be "
             "compared."
         )
     elif groups:
@@ -308,9 +303,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     unknown = [n for n, r in records.items() if (facts := r.dataset("evaluation")) and not facts.digest]
     if unknown:
         yield f"The fingerprint of the data is unknown for {listed(unknown, MAX_NAMED)}: those are taken to be on the same images if the path is the same."
-    losses = _by_value(records, lambda r: _loss_of(r) if r.settings else "")
-    losses.pop("", None)
-    if len(losses) > 1:
+    if len(losses := by_loss(records)) > 1:
         named = "; ".join(f"{loss}: {listed(names, MAX_NAMED)}" for loss, names in losses.items())
         yield f"The losses measure different things and cannot be compared ({named})."
     seen = sorted({record.images_seen for record in records.values() if record.images_seen})
@@ -327,8 +320,15 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
         yield f"Not finished: {listed(unfinished, MAX_NAMED)}."
 
 
+def by_loss(records: Records) -> dict[str, list[str]]:
+    """The names of the runs whose losses can be compared, by the loss; runs whose settings are unknown are left out."""
+    losses = _by_value(records, lambda record: _loss_of(record) if record.settings else "")
+    losses.pop("", None)
+    return losses
+
+
 def _loss_of(record: RunRecord) -> str:
-    smoothing = float(record.settings.get("train.label_smoothing") or 0)
+    smoothing = as_number(record.settings.get("train.label_smoothing"))
     return f"{record.settings.get('train.loss', 'unknown')}{f', label smoothing {smoothing:g}' if smoothing else ''}"
 
 
@@ -339,7 +339,7 @@ def scored_on(record: RunRecord) -> str:
         return f"VTAB-1k, {score.name}"
     name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
     split = record.split or record.results.get("split", "unknown")
-    count = f", {score.num_samples:,} images" if score.num_samples else ""
+    count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
     fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
     return f"{name}, split {split}{count}{fingerprint}{', by ' + score.name if score.is_loss else ''}"
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from pipeline import json_record
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.errors import UserError
+from pipeline.files import path_inside
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
-from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.mlflow.sender import FolderInUseError
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import PAGE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts, hide_passwords
 from pipeline.monitor.tracking import default_uri, make_sender
@@ -24,7 +27,8 @@ _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 def run(config: SyncConfig) -> list[str]:
     """Send each run folder; prints a line for each, and returns the IDs of the MLflow runs.
 
-    Raises UserError for a folder without runs, and for a store that cannot be reached; what was sent until then stays.
+    A folder that another process uses or sends at this moment is left to it, with a line. What the store refuses is named, and the
+    rest is sent. Raises UserError for a folder without runs, and for a store that cannot be reached; what was sent until then stays.
     """
     folders = [folder for given in config.runs for folder in find_runs(Path(given))]
     sent = []
@@ -32,7 +36,10 @@ def run(config: SyncConfig) -> list[str]:
         if who := holder(folder):
             print(f"{folder}: in use by {who}, which sends it")
             continue
-        sent.append(send(folder, config.uri))
+        try:
+            sent.append(send(folder, config.uri))
+        except FolderInUseError as error:
+            print(f"{folder}: not sent, because MLflow {error}")
     return sent
 
 
@@ -47,10 +54,15 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def send(folder: Path, uri: str = "") -> str:
-    """Send what MLflow lacks of a run folder that no process uses; returns the ID of the MLflow run."""
+    """Send what MLflow lacks of a run folder that no process uses; returns the ID of the MLflow run.
+
+    Raises FolderInUseError while another process sends it, and UserError as `run`.
+    """
     page = PageFolder(folder)
     saved = page.read_facts()
     settings = _settings(folder)
+    for refused in page.refused(saved.facts.artifacts):
+        print(f"{folder}: not sent: {refused}")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _last_uri(folder) or default_uri(folder.parent)
     if "***" in uri:
         raise UserError(f"{folder} was sent to {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI.")
@@ -63,11 +75,17 @@ def send(folder: Path, uri: str = "") -> str:
     sender = make_sender(track, folder.parent, folder, saved.facts, None, find_models=models)
     try:
         sender.send_all(page.read_end() or _end_without_word(folder))
+    except FolderInUseError:
+        raise
     except Exception as error:  # Whatever the server or its client raises.
+        if is_refusal(error):
+            raise UserError(f"{folder}: MLflow at {hide_passwords(uri)} refused the run ({one_line(error)}).") from None
         raise UserError(
             f"{folder}: MLflow at {hide_passwords(uri)} did not take all of it ({one_line(error)}). The same command sends the rest."
         ) from None
     print(f"{folder}: sent to {hide_passwords(uri)}, run {sender.run_id}")
+    for name, reason in sender.refusals.names.items():
+        print(f"{folder}: without {name}, which this MLflow refuses ({reason}): it will never arrive there")
     return sender.run_id
 
 
@@ -82,7 +100,7 @@ def _settings(folder: Path) -> RunConfig | None:
     """The settings of a training run; None for a report."""
     file = folder / "config.json"
     try:
-        return schema.build(RunConfig, json_record.read(file, dict), str(file))
+        return schema.build(RunConfig, json_record.read(path_inside(folder, file.name), dict), str(file))
     except FileNotFoundError:
         return None
 

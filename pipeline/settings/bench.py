@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS
-from pipeline.settings.schema import setting
+from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS, whole_number
+from pipeline.settings.schema import TRACKING_URI, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class RecordConfig:
     """Where a benchmark's results go besides the terminal."""
 
     json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
-    mlflow: str = setting("", "MLflow tracking URI for the results; empty sends nothing.")
+    mlflow: str = setting("", "MLflow tracking URI for the results; empty sends nothing.", form=TRACKING_URI)
     experiment: str = setting("bench", "MLflow experiment, with mlflow.")
 
 
@@ -47,7 +47,7 @@ class GpuBenchConfig(RecordConfig):
         """Check what depends on several settings. Raises UserError."""
         for model in self.models:
             name, _, pixels = model.partition("@")
-            if not name or not pixels.isdecimal():
+            if not name or whole_number(pixels, MAX_SIDE) is None:
                 raise UserError(f"models: {model} is not NAME@PIXELS, such as ViT-L/16@224.")
 
 

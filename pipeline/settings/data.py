@@ -9,7 +9,7 @@ from pipeline.errors import UserError
 from pipeline.json_record import quoted
 from pipeline.settings.bench import RecordConfig
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 
 _URL = "Folder or URL (s3://, gs://)"
 _INSPECT = "decode: decode every image; header: read its header and, for JPEG and PNG, look for the end marker."
@@ -29,8 +29,8 @@ def _check_split_names(splits: dict[str, str]) -> None:
 class ShardConfig:
     """A sharding job, from raw images to tars and a manifest."""
 
-    source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts")
-    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder")
+    source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
+    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder", holds="data set")
     layout: Literal[
         "auto",
         "folder",
@@ -61,6 +61,7 @@ class ShardConfig:
         "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or "
         "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
         "number' or ReaL's real.json.",
+        path=True,
     )
     cifar100_labels: Literal["fine", "coarse"] = setting("fine", "cifar: CIFAR-100's 100 classes or 20 groups.")
     image_column: str = setting("image", "parquet: column of encoded images, of type binary or struct<bytes, path>.")
@@ -69,11 +70,13 @@ class ShardConfig:
     label_separator: str = setting(
         ";", "list: separator between the labels of an image.", form=TextForm(r"(?s).+", "text that is not empty")
     )
-    label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.")
-    class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.")
-    class_list: str = setting("", "File of class names, one per line: keep only these, in this order.")
+    label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
+    class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
+    class_list: str = setting("", "File of class names, one per line: keep only these, in this order.", path=True)
     min_images: int = setting(0, "Keep only classes with more than this number of images in the train split.", min=0)
-    synset_names: str = setting("", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).")
+    synset_names: str = setting(
+        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).", path=True
+    )
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
     samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
@@ -107,11 +110,15 @@ class VtabPrepareConfig:
     """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or prepared copies of them."""
 
     originals: str = setting(
-        "", "Folder with one folder per source data set, which contains the files as published (docs/vtab.md)."
+        "",
+        "Folder with one folder per source data set, which contains the files as published (docs/vtab.md).",
+        path=True,
     )
-    tfds: str = setting("", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals.")
+    tfds: str = setting(
+        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals.", path=True
+    )
     lists: str = setting(
-        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."
+        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits.", path=True
     )
     out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder")
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
@@ -134,10 +141,16 @@ class VtabPrepareConfig:
 class IndexConfig:
     """A manifest for existing WebDataset shards, which are not copied."""
 
-    source: str = setting(REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and <key>.cls or <key>.json")
-    out: str = setting("", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder")
+    source: str = setting(
+        REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and <key>.cls or <key>.json", path=True
+    )
+    out: str = setting(
+        "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder", holds="data set"
+    )
     splits: dict[str, str] = setting({"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).")
-    label_names: str = setting("", "File of class names, one per line, by label; empty names classes by number.")
+    label_names: str = setting(
+        "", "File of class names, one per line, by label; empty names classes by number.", path=True
+    )
     inspect: Inspect = setting("decode", _INSPECT)
     max_bad_share: float = setting(0.001, "Share of unreadable samples above which the job fails.", min=0, max=1)
     num_tasks: int = _num_tasks("Number of tars read")
@@ -151,8 +164,10 @@ class IndexConfig:
 class VerifyConfig:
     """A check of every byte of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
-    out: str = setting("", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder")
+    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
+    out: str = setting(
+        "", "Folder of report.json and damage.csv; empty is <data>/verify.", output="folder", holds="verification"
+    )
     decode_share: float = setting(
         1.0,
         "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
@@ -166,10 +181,14 @@ class VerifyConfig:
 class StatsConfig:
     """Statistics and figures of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
-    out: str = setting("", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder")
+    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
+    out: str = setting(
+        "", "Folder of stats.json, tables and figures; empty is <data>/stats.", output="folder", holds="statistics"
+    )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
-    mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the numbers and figures; empty sends nothing.", form=TRACKING_URI
+    )
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
 
@@ -180,7 +199,7 @@ class BenchConfig(RecordConfig):
     what: Literal["data", "shard", "augment"] = setting(
         REQUIRED, "What is measured: data, the loader; shard, sharding; augment, the cost of augmentation"
     )
-    source: str = setting(REQUIRED, "Folder or tar of JPEGs")
+    source: str = setting(REQUIRED, "Folder or tar of JPEGs", path=True)
     images: int = setting(4000, "Number of images; those of source are repeated.", min=1)
     batch: int = setting(64, "Images per batch.", min=1, max=MAX_BATCH)
     image_size: int = setting(224, "Side of a decoded image in pixels.", min=1, max=MAX_SIDE)
@@ -208,13 +227,14 @@ class BenchConfig(RecordConfig):
 class DedupConfig:
     """A search for images of a data set that are near copies of test images."""
 
-    data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked")
+    data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked", path=True)
     split: str = setting("train", "Split that is searched and marked.")
     against: list[str] = setting(
         REQUIRED,
         "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its splits, "
         "folder:split for one",
         min_items=1,
+        path=True,
     )
     max_distance: float = setting(
         0.14,

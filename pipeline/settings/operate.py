@@ -34,6 +34,7 @@ class PlanConfig(RunConfig):
     bench: str = setting(
         "",
         "JSON file of launch/bench.py gpu, measured on such a GPU; its fastest exact step of this model replaces the predicted one.",
+        path=True,
     )
     mfu: float = setting(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", min=0, max=1)
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
@@ -63,12 +64,12 @@ class PlanConfig(RunConfig):
 class SamplesConfig:
     """A query of a run's sample order: the samples of a step, or the steps of a sample."""
 
-    run: str = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started")
+    run: str = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started", path=True)
     step: int = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.", min=0, max=1e15)
     ranks: int = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.", min=1)
     rank: int = setting(0, "With step: rank whose samples are listed, from 0.", min=0)
     sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
-    data: str = setting("", "Folder of the data set, if it is not where the run's settings say.")
+    data: str = setting("", "Folder of the data set, if it is not where the run's settings say.", path=True)
     csv: str = setting("", "File for the table; empty prints it.", output="file")
     sheet: str = setting("", "With step: PNG file of the images, cropped and flipped as for the model.", output="file")
 
@@ -86,8 +87,8 @@ class SamplesConfig:
 class HostsConfig:
     """A check of a run's hosts before it starts."""
 
-    hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'")
-    run: str = setting(REQUIRED, "YAML file of the run")
+    hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'", path=True)
+    run: str = setting(REQUIRED, "YAML file of the run", path=True)
     min_free_gb: float = setting(20.0, "Free space that the output folder needs, in GB.", min=0)
     max_clock_offset: float = setting(5.0, "Largest accepted difference from this host's clock, in seconds.", min=0)
 
@@ -139,6 +140,7 @@ class TrainBenchConfig(RecordConfig):
         "",
         "Data set for a short real run that measures MFU, waiting times and checkpoints; empty compares with the plain "
         "loop on random images.",
+        path=True,
     )
     decoders: int = setting(2, "With data: decoding threads.", min=1, max=MAX_THREADS)
     log_every: int = setting(0, "With data: steps between log lines; 0 is one in each round.", min=0)

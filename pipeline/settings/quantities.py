@@ -4,9 +4,10 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import UserError
+from pipeline.settings.schema import setting
 
 # Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.
 MAX_SIDE = 16_384
@@ -16,7 +17,27 @@ MAX_BATCH = 2**24
 MAX_THREADS = 4096
 MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
+# How positions are resampled to another image size (docs/weights.md).
+Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 _MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
+
+
+def whole_number(text: str, most: int = 10**18) -> int | None:
+    """The number written in these ASCII digits; None for other text and above `most`.
+
+    str.isdigit() also accepts "²", and int() raises for it and for thousands of digits.
+    """
+    number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
+    return None if number is None or number > most else number
+
+
+def kernel_setting() -> Any:
+    """The setting `kernel`, one for all commands that read weights."""
+    return setting(
+        None,
+        "Resampling of position embeddings to another image size: as the official code (zoom), Hugging Face and DINOv2 (bicubic) or "
+        "timm (bicubic_antialias). null is as the project of the weights.",
+    )
 
 
 @dataclass(frozen=True)

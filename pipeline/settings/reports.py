@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, setting
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
+from pipeline.words import counted
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -19,18 +20,24 @@ class VtabReportConfig:
         "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others "
         "are compared with it",
         min_items=1,
+        path=True,
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
-    out: str = setting("", "Folder of the report; empty is <first sweep>/report.", output="folder")
+    out: str = setting(
+        "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
+    )
     mlflow: str = setting(
         "",
         "MLflow tracking URI for the numbers and files, which are added to the run of the first sweep; empty sends nothing.",
+        form=TRACKING_URI,
     )
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         if self.names and len(self.names) != len(self.sweeps):
-            raise UserError(f"names has {len(self.names)} names for {len(self.sweeps)} sweeps: give as many, or none.")
+            raise UserError(
+                f"names has {counted(len(self.names), 'name')} for {len(self.sweeps)} sweeps: give as many, or none."
+            )
 
 
 _RUN = "a folder (of a run, a grid, a sweep), or an MLflow run as mlflow:ID"
@@ -45,15 +52,21 @@ class CompareConfig:
     """A comparison of two or more runs."""
 
     runs: list[str] = setting(
-        REQUIRED, f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data", min_items=2, distinct=True
+        REQUIRED,
+        f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data",
+        min_items=2,
+        distinct=True,
+        path=True,
     )
-    out: str = setting("", "Folder of the comparison; empty is runs/compare/<names>.", output="folder")
-    mlflow: str = setting("", _STORE)
+    out: str = setting(
+        "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
+    )
+    mlflow: str = setting("", _STORE, form=TRACKING_URI)
     score: bool = setting(
         False, "Score the weights of all runs again on one split, with precision, recall and F1 by class."
     )
     split: str = setting("", "Split for score=true, which it implies; empty is data.eval_split of the first run.")
-    data: str = setting("", "Data set for score=true; empty is that of the runs, if they have the same.")
+    data: str = setting("", "Data set for score=true; empty is that of the runs, if they have the same.", path=True)
     batch: int = setting(64, "score=true: images per forward pass.", min=1, max=MAX_BATCH)
     threads: int = setting(2, "score=true: decoding threads.", min=1, max=MAX_THREADS)
 
@@ -62,21 +75,25 @@ class CompareConfig:
 class RunReportConfig:
     """The report of one run."""
 
-    run: str = setting(REQUIRED, f"The run: {_RUN}")
+    run: str = setting(REQUIRED, f"The run: {_RUN}", path=True)
     out: str = setting(
-        "", "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.", output="folder"
+        "",
+        "Folder of the report; empty is <run>/review, or runs/review/<name> for an MLflow run.",
+        output="folder",
+        holds="report of a run",
     )
-    mlflow: str = setting("", _STORE)
+    mlflow: str = setting("", _STORE, form=TRACKING_URI)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """Sending run folders to MLflow afterwards."""
 
-    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", min_items=1)
+    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", min_items=1, path=True)
     uri: str = setting(
         "",
         "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
+        form=TRACKING_URI,
     )
 
 
@@ -90,8 +107,9 @@ class GridConfig:
         form=FOLDER_NAME,
         output="folder",
         within="out",
+        holds="grid",
     )
-    run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
+    run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
     lr: list[float] = setting(
         REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]", above=0, min_items=1, distinct=True
@@ -108,17 +126,33 @@ class GridConfig:
         distinct=True,
     )
     also: list[str] = setting(
-        list, "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test]."
+        list,
+        "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
+        path=True,
     )
-    launcher: str = setting("", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
+    launcher: str = setting(
+        "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True
+    )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = setting(
         "",
         "MLflow tracking URI of the grid and its runs; none sends no grid. Empty is track.uri of the runs, else "
         "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+        form=TRACKING_URI,
     )
 
     def check(self) -> None:
-        """Raise UserError for run settings that the grid sets itself."""
+        """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
         if given := [override for override in self.settings if override.startswith(_SET_BY_GRID)]:
             raise UserError(f"settings has {', '.join(given)}, which this command sets for each run: leave it out.")
+        names = [self.trial_name(lr) for lr in self.lr]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(
+                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that differ in "
+                "their first six digits."
+            )
+
+    @staticmethod
+    def trial_name(lr: float) -> str:
+        """Name of the run that tries a learning rate."""
+        return f"lr-{lr:g}"

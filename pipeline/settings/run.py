@@ -46,7 +46,12 @@ class RunConfig:
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
     name: str = setting(
-        REQUIRED, "Name of the run; its folder is <out>/<name>", form=FOLDER_NAME, output="folder", within="out"
+        REQUIRED,
+        "Name of the run; its folder is <out>/<name>",
+        form=FOLDER_NAME,
+        output="folder",
+        within="out",
+        holds="run",
     )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
     seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED)
@@ -105,6 +110,10 @@ class RunConfig:
                 f"architecture: now model.name = {quoted(self.model.name)}, init.weights = {quoted(self.init.weights)}."
             )
         if self.init.weights is None:
+            if self.init.kernel:
+                raise UserError(
+                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
+                )
             return
         given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in _FREE_WITH_WEIGHTS}
         if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:

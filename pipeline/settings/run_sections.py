@@ -12,10 +12,12 @@ from pipeline.settings.quantities import (
     MAX_WIDTH,
     MINUTES_PER_YEAR,
     ImageSize,
+    Kernel,
     Length,
     Limit,
+    kernel_setting,
 )
-from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
@@ -75,7 +77,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     cache: str = setting(
         "",
         "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
@@ -85,7 +87,10 @@ class DataConfig:
         200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0
     )
     retry_minutes: float = setting(
-        10.0, "Minutes for which a failed bucket request is retried before the run stops.", min=0, max=MINUTES_PER_YEAR
+        10.0,
+        "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
+        min=0,
+        max=MINUTES_PER_YEAR,
     )
     train_split: str = setting("train", "Split to train on.")
     eval_split: str = setting("val", "Split to evaluate on.")
@@ -110,7 +115,12 @@ class DataConfig:
     window: int = setting(4096, "Number of consecutive samples of a stream that are shuffled together.", min=1)
     threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS)
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000)
-    max_bad_share: float = setting(0.001, "Share of unreadable images above which the run stops.", min=0, max=1)
+    max_bad_share: float = setting(
+        0.001,
+        "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
+        min=0,
+        max=1,
+    )
 
     @property
     def evaluated_split(self) -> str:
@@ -342,7 +352,7 @@ class ProbeConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
+    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
     split: str = setting("val", "Split that probes are tested on.")
 
 
@@ -356,6 +366,13 @@ class CheckpointConfig:
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
         output="folder",
+    )
+    wait_minutes: float = setting(
+        30.0,
+        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the end, or to be "
+        "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
+        min=0,
+        max=MINUTES_PER_YEAR,
     )
 
 
@@ -372,7 +389,8 @@ class HealthConfig:
     hang_minutes: float = setting(
         5.0,
         "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
-        "ends; 0 is never. Must be below engine.timeout_minutes.",
+        "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
+        "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
         min=0,
         max=MINUTES_PER_YEAR,
     )
@@ -395,15 +413,18 @@ class ProfileConfig:
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
     weights: str | None = setting(
-        None, "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md)."
+        None,
+        "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
+        path=True,
     )
     new_head: bool = setting(True, "With init.weights: replace the head by a zero-initialised linear layer.")
+    kernel: Kernel | None = kernel_setting()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.", form=TRACKING_URI)
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,
@@ -429,4 +450,5 @@ class LaunchConfig:
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
         "NAME=value. Put secrets into the environment, because settings are displayed.",
+        command=True,
     )

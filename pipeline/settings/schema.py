@@ -1,7 +1,8 @@
 """Typed trees of settings: dataclasses filled from YAML and from `key=value` overrides, checked before anything runs.
 
 A settings class is a frozen dataclass whose fields are made by `setting(default, "what it means", min=0)`. Every field has
-documentation, a type and a range that are checked, and a dotted name by which the command line sets it. A class may have a
+documentation, a type and a range that are checked, and a dotted name by which the command line sets it. A field that is a path
+is declared as one (`path=True`, or `output=...`), and `~` at its beginning becomes the home folder here. A class may have a
 method `check()` for what depends on several fields. The classes are in `run.py` and the files beside it.
 """
 
@@ -10,6 +11,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import UserError
 from pipeline.json_record import quoted, shortened
-from pipeline.outputs import Output
+from pipeline.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ REQUIRED = dataclasses.MISSING
 _MAX_TEXT = 4096
 # Upper limit of a number whose setting has none: a larger one is a mistake and would overflow somewhere.
 _MAX_NUMBER = {int: 1e9, float: 1e30}
+# Lower limit of a number other than 0: a smaller one would become 0 somewhere, as a learning rate of 1e-320 does in fp32.
+_MIN_NUMBER = 1e-30
 
 
 class TextForm(NamedTuple):
@@ -37,13 +42,18 @@ class TextForm(NamedTuple):
 
 
 FOLDER_NAME = TextForm(r"[^./][^/]*", "a plain folder name")
+TRACKING_URI = TextForm(
+    r"(?!sqlite(\+\w+)?:/{0,3}(\?.*)?$)(?!sqlite.*(:memory:|mode=memory)).*",
+    "a tracking URI that outlives this process, as sqlite:////PATH/mlflow.db or http://HOST:PORT",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a setting accepts beyond its type. In a list, numbers are checked one by one.
+    """What a setting accepts beyond its type. In a list, values are checked one by one.
 
-    min and max belong to the range, above and below do not.
+    min and max belong to the range, above and below do not. is_path: the text is a path, where `~` is the home folder. is_command:
+    the text is words as in a shell, with quotes.
     """
 
     min: float | None = None
@@ -54,6 +64,8 @@ class Rule:
     min_items: int = 0
     distinct: bool = False
     choices: tuple[str, ...] = ()
+    is_path: bool = False
+    is_command: bool = False
 
     def accepts(self, number: float) -> bool:
         return (
@@ -86,19 +98,33 @@ def setting(
     min_items: int = 0,
     distinct: bool = False,
     choices: typing.Iterable[str] = (),
+    path: bool = False,
+    command: bool = False,
     output: Output | None = None,
     within: str | None = None,
+    holds: Holds | None = None,
 ) -> Any:
     """A documented dataclass field.
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
-    of a number or of a length's amount. form, choices: of text, where choices come from a table. min_items, distinct: of a list. output: the setting is a path that the
-    command writes (`outputs.py`). within: name of the field whose folder contains that path.
+    of a number or of a length's amount. form, choices: of text, where choices are the keys of a table. min_items, distinct: of a list. path: the text is a path, or an address
+    that may be one. command: the text is words, as in a shell. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
+    contains that path, which then is a plain name. holds: what kind of results the output folder is for.
     """
+    is_path = path or (output is not None and within is None)
     rule = Rule(
-        min=min, above=above, max=max, below=below, form=form, min_items=min_items, distinct=distinct, choices=tuple(choices)
-    )  # fmt: skip
-    metadata = {"doc": doc, "rule": rule, "output": output, "within": within}
+        min=min,
+        above=above,
+        max=max,
+        below=below,
+        form=form,
+        min_items=min_items,
+        distinct=distinct,
+        choices=tuple(choices),
+        is_path=is_path,
+        is_command=command,
+    )
+    metadata = {"doc": doc, "rule": rule, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, (type, dict, list)):
@@ -113,7 +139,7 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     Raises UserError for a missing file, a syntax error, an unknown or missing key, a value of the wrong type or outside its
     range, and whatever the class's own `check()` refuses.
     """
-    tree = {} if path is None else read_yaml(Path(path))
+    tree = {} if path is None else read_yaml(_config_file(str(path)))
     for override in overrides:
         _apply(cls, tree, override)
     config = build(cls, tree, "the command line" if path is None else str(path))
@@ -170,7 +196,10 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
         if kind is bool and isinstance(value, bool):
             return value
         if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            return _checked_text(str(value), rule.form)
+            text = _checked_text(str(value), rule.form)
+            if rule.is_command:
+                _check_quotes(text)
+            return _expanded(text) if rule.is_path else text
         if kind in (int, float) and not isinstance(value, bool):
             number = _whole(value) if kind is int else _number(value)
             if number is not None:
@@ -191,7 +220,7 @@ def _convert_list(kind: Any, value: Any, name: str, where: str, rule: Rule) -> l
     names = [f"{name}[{i}]" if _is_section(inner) else name for i in range(len(values))]
     items = [_convert(inner, item, item_name, where, rule) for item, item_name in zip(values, names, strict=True)]
     if len(items) < rule.min_items:
-        count = "one value" if rule.min_items == 1 else f"{rule.min_items} values"
+        count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
         raise UserError(f"{where}: {name} = {quoted(value)} must have at least {count}.")
     if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
         raise UserError(f"{where}: {name} = {quoted(value)} must have different values: one is there twice.")
@@ -214,6 +243,9 @@ def _check_range(number: float | None, rule: Rule, limit: float = math.inf) -> N
         return
     if not rule.accepts(number):
         raise _RefusedError(f"must be {rule.range}.")
+    if 0 < abs(number) < _MIN_NUMBER:
+        or_0 = " or 0" if rule.accepts(0) else ""
+        raise _RefusedError(f"is too small to count: it must be at least {_MIN_NUMBER:g}{or_0}.")
     if rule.max is None and abs(number) > limit:
         raise _RefusedError(f"must be at most {_plain(limit)}.")
 
@@ -231,6 +263,32 @@ def _checked_text(text: str, form: TextForm | None = None) -> str:
     if form is not None and not re.fullmatch(form.pattern, text):
         raise _RefusedError(f"must be {form.name}.")
     return text
+
+
+def _check_quotes(text: str) -> None:
+    try:
+        shlex.split(text)
+    except ValueError:
+        raise _RefusedError("has a quote that is not closed, or ends in a backslash.") from None
+
+
+def _expanded(path: str) -> str:
+    """A path with `~` or `~user` at its beginning replaced by that home folder. Raises _RefusedError for an unknown user.
+
+    Every setting that is a path comes through here, so nothing else needs to know of `~`.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = found.partition("/")[0]
+        raise _RefusedError(f"names the home folder of a user who does not exist here. A folder {user} is ./{user}.")
+    return found
+
+
+def _config_file(path: str) -> Path:
+    try:
+        return Path(_expanded(path))
+    except _RefusedError as error:
+        raise UserError(f"--config {as_typed(path)} {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -282,10 +340,11 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
         if typing.get_origin(kind) is list and _is_section(typing.get_args(kind)[0]):
             rows += describe(typing.get_args(kind)[0], f"{prefix}{field.name}[].")
             continue
-        limits = field.metadata["rule"].range
-        accepted = f"{type_name(kind)}, {limits}" if limits else type_name(kind)
-        if field.metadata["rule"].choices:
-            accepted = limits
+        rule: Rule = field.metadata["rule"]
+        named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
+        accepted = f"{named}, {rule.range}" if rule.range else named
+        if rule.choices:
+            accepted = rule.range
         rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))
     return rows
 

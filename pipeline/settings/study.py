@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipeline.errors import UserError
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TextForm, setting
+from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
 
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
@@ -55,6 +55,7 @@ class StudyConfig:
         form=FOLDER_NAME,
         output="folder",
         within="out",
+        holds="study",
     )
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Literal["data_size", "scaling", "ablation"] = setting(
@@ -62,7 +63,7 @@ class StudyConfig:
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8)",
     )
-    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share")
+    run: str = setting(REQUIRED, "YAML file of a pre-training run, with the settings that all cells share", path=True)
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
@@ -104,9 +105,12 @@ class StudyConfig:
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
         distinct=True,
+        path=True,
     )
     vtab: str = setting(
-        "", "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none."
+        "",
+        "YAML file of a VTAB-1k sweep of the weights of each cell, as configs/vtab/vit_paper.yaml; empty is none.",
+        path=True,
     )
     vtab_settings: list[str] = setting(list, "Settings over those of that file, as [data=datasets/vtab,method=linear].")
     on: Literal["here", "ray"] = setting(
@@ -115,6 +119,7 @@ class StudyConfig:
     launcher: str = setting(
         "",
         "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+        command=True,
     )
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
@@ -129,7 +134,7 @@ class StudyConfig:
     )  # fmt: skip
     tflops: float = setting(
         0.0,
-        "TFLOP/s that a device keeps up in training, for the plan; 0 takes it from cells that are done, or measures this CPU.",
+        "Sustained TFLOP/s of one device in training, for the plan; 0 takes it from finished cells, or measures this CPU.",
         min=0,
     )
     price: float = setting(0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0)
@@ -142,6 +147,7 @@ class StudyConfig:
         "",
         "MLflow tracking URI of the study and its runs; none sends no study. Empty is track.uri of the runs, else "
         "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+        form=TRACKING_URI,
     )
     plan: bool = setting(False, "Only list the cells, their compute, hours and cost.")
 

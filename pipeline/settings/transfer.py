@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_TASKS, MAX_THREADS, Length
+from pipeline.settings.quantities import (
+    MAX_BATCH,
+    MAX_SEED,
+    MAX_SIDE,
+    MAX_TASKS,
+    MAX_THREADS,
+    Kernel,
+    Length,
+    kernel_setting,
+)
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +90,15 @@ class ProtocolConfig:
 class VtabConfig:
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
-    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
+    weights: str = setting(
+        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
+    )
+    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
     out: str = setting(
-        "", "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...", output="folder"
+        "",
+        "Folder of results; empty is <run>/vtab/<protocol>-<method>, or runs/vtab/...",
+        output="folder",
+        holds="VTAB-1k sweep",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",
@@ -102,10 +116,12 @@ class VtabConfig:
         distinct=True,
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
+    kernel: Kernel | None = kernel_setting()
     pretrained_on: str = setting(
         "",
         "Data set that the weights were trained on; the results then include the number of copies of test images that "
         "launch/dedup.py marked in it.",
+        path=True,
     )
     micro_batch: int = setting(
         64,
@@ -127,6 +143,7 @@ class VtabConfig:
         "",
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
         "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
+        form=TRACKING_URI,
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
 

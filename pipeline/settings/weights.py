@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.errors import UserError
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS
+from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, Kernel, kernel_setting
 from pipeline.settings.run_sections import Precision, ProbeConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting
 from pipeline.settings.yaml_reader import as_typed
 
 _IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -22,8 +22,11 @@ DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 class WeightsConfig:
     """Weights and how they read images; shared by evaluation, prediction and explanation."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    weights: str = setting(
+        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
+    )
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
+    kernel: Kernel | None = kernel_setting()
     eval_resize: int = setting(
         0,
         "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
@@ -45,6 +48,7 @@ class WeightsConfig:
         "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
         "they have none.",
     )
+    max_bad_share: float = setting(0.001, "Share of unreadable images above which the command stops.", min=0, max=1)
     batch: int = setting(64, "Images per forward pass.", min=1, max=MAX_BATCH)
     threads: int = setting(2, "Decoding threads.", min=1, max=MAX_THREADS)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
@@ -55,17 +59,20 @@ class WeightsConfig:
 class ScoreConfig(WeightsConfig, ProbeConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
-    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
+    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", _EXCLUDE[0].upper() + _EXCLUDE[1:])
     out: str = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, or runs/evaluate/... for a file.",
         output="folder",
+        holds="evaluation",
     )
     classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
     match_classes: bool = setting(True, "Refuse data whose class names differ from those of the weights.")
-    mlflow: str = setting("", "MLflow tracking URI for the scores and the report; empty sends nothing.")
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the scores and the report; empty sends nothing.", form=TRACKING_URI
+    )
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")
 
     def check(self) -> None:
@@ -79,7 +86,7 @@ class ScoreConfig(WeightsConfig, ProbeConfig):
 class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2")
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export"] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
@@ -89,10 +96,7 @@ class ExportConfig:
         REQUIRED, "File (.safetensors, .npz, .onnx, .pt2), or for timm and huggingface a new folder", output="new"
     )
     image_size: int = setting(0, "Side of the input images in pixels; 0 is the weights' own.", min=0, max=MAX_SIDE)
-    kernel: Literal["zoom", "bicubic", "bicubic_antialias"] = setting(
-        "zoom",
-        "With image_size: resampling of positions, as in the official code, Hugging Face and timm, in this order.",
-    )
+    kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
@@ -117,10 +121,10 @@ class ExportConfig:
 class LookConfig(WeightsConfig):
     """Weights and the images that they are applied to."""
 
-    images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}")
+    images: list[str] = setting(REQUIRED, f"Images: {_IMAGES}", path=True)
     split: str = setting("val", "If images is a data set: its split.")
     exclude: str = setting("all", f"If images is a data set: {_EXCLUDE}")
-    class_names: str = setting("", "File of class names, one per line, for weights without class names.")
+    class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +141,27 @@ class PredictConfig(LookConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeaturesConfig(LookConfig):
+    """The features of images: what the head reads, or would read."""
+
+    out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
+    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.")
+    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000)
+    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
+
+    def check(self) -> None:
+        """Check the suffixes of the files. Raises UserError."""
+        if not self.out.endswith(".parquet"):
+            raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
+        if self.sheet and not (self.like and self.sheet.endswith(".png")):
+            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
-    images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.")
+    images: list[str] = setting(list, f"Images: {_IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting("all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL)
     head: str = setting("mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL)
@@ -151,7 +172,12 @@ class ExplainConfig(LookConfig):
     num_predicted: int = setting(1000, "Number of images that are searched for the most confident mistakes.", min=1)
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
-        "", "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.", output="folder"
+        "",
+        "Folder of the figures; empty is <run>/explain, or runs/explain/... for a file.",
+        output="folder",
+        holds="explanation",
     )
-    mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the numbers and figures; empty sends nothing.", form=TRACKING_URI
+    )
     experiment: str = setting("vit", "MLflow experiment, with mlflow.")

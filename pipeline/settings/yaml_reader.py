@@ -1,16 +1,20 @@
 """Reads YAML text as plain values, within limits of size; every mistake is a one-line error. Knows no settings class."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.files import open_regular
 from pipeline.installed import shipped
 from pipeline.json_record import MAX_QUOTED, quoted, shortened
 
 # A file of settings has some KB; PyYAML reads about 100 KB in a second.
 _MAX_BYTES = 1 << 20
+# What Python makes of such bytes (surrogateescape).
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Number of values after aliases (`*a`) are expanded, which can double with each line.
 _MAX_VALUES = 100_000
 
@@ -26,6 +30,10 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "bool", "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def check_printable(self, data: str) -> None:
+        """Allow, beside YAML's characters, bytes of file names on the command line that are no UTF-8."""
+        super().check_printable(_NOT_UTF8.sub("x", data))
 
     def construct_yaml_bool(self, node: yaml.Node) -> bool:
         value = self.construct_scalar(node).lower()  # type: ignore[arg-type]
@@ -68,7 +76,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     A relative path `configs/...` that does not exist is the shipped file of that name.
     """
     try:
-        with open(shipped(path), "rb") as file:
+        with open_regular(shipped(path)) as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")

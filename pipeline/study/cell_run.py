@@ -23,8 +23,17 @@ from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
 from pipeline.study.cells import Cell, Study
 from pipeline.study.results import CellResult, State
-from pipeline.transfer.child_run import ChildRun, how_ended, read_outcome, start_command, with_track
-from pipeline.transfer.score_table import RESULTS_FILE
+from pipeline.transfer.child_run import (
+    ChildRun,
+    how_ended,
+    read_evaluation,
+    read_outcome,
+    remove_unreadable_scores,
+    start_command,
+    why_unusable,
+    with_track,
+)
+from pipeline.transfer.score_table import RESULTS_FILE, read_results, unpublished_warning
 
 OUTPUT, HOURS, FAILED = "output", "hours", "failed"
 # Exit code of a command that refused its settings or its data: another try would end in the same way.
@@ -99,8 +108,9 @@ def run_cell(cell: Cell, job: Job) -> None:
 def _run(run: ChildRun, command: str, job: Job, output: IO[bytes]) -> None:
     """Run one command to its end, unless it has ended."""
     ended = how_ended(run)
-    if ended is None:
+    if ended is None or why_unusable(run):
         _wait_until_free(run.folder)
+        remove_unreadable_scores(run)
         if job.track is not None:
             own = run.config.track
             run = with_track(run, replace(own, uri=job.track.uri, parent_run=job.track.parent_run))
@@ -190,6 +200,9 @@ def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
         return replace(found, state=state, reason=reason)
     if failure := _read_note(study.folder, FAILED, cell.name):
         return replace(found, state="failed", reason=str(failure.get("reason")))
+    runs = [cell.run, *cell.finetunes]
+    if problems := [problem for run in runs if (problem := why_unusable(run))] + _vtab_problems(study.folder, cell):
+        return replace(found, state="damaged", reason=" ".join(problems))
     if ended is None:
         return found
     scores, num_test = _scores(study, cell)
@@ -210,11 +223,10 @@ def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]
     """Returns (scores, numbers of test images) by name."""
     scores: dict[str, float] = {}
     num_test: dict[str, int] = {}
-    with contextlib.suppress(FileNotFoundError, UserError):
-        content = json_record.read(cell.run.folder / "scores.json", dict[str, Any])
-        for name in ("top1", "top5"):
-            if isinstance(content.get(name), float):
-                scores[name], num_test[name] = content[name], int(content["num_samples"])
+    evaluation = read_evaluation(cell.run)
+    for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
+        if value is not None:
+            scores[name], num_test[name] = value, evaluation.num_samples
     with contextlib.suppress(FileNotFoundError, UserError):
         probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
         scores |= {name.removeprefix("_"): value for name, value in probe.items() if not name.endswith("_std")}
@@ -244,15 +256,35 @@ def _vtab_folder(folder: Path, cell: Cell) -> Path:
 def _vtab_scores(folder: Path, cell: Cell) -> float | None:
     """Mean accuracy over VTAB's tasks; None while one of the sweep's tasks has no score."""
     try:
-        content = json_record.read(_vtab_folder(folder, cell) / RESULTS_FILE, dict[str, Any])
-    except (FileNotFoundError, UserError):
+        content = read_results(_vtab_folder(folder, cell))
+    except UserError:
         return None
-    if content.get("failed") or not content.get("scores"):
+    if content["failed"] or not content["scores"]:
         return None
     by_task: dict[str, list[float]] = {}
     for row in content["scores"]:
         by_task.setdefault(row["task"], []).append(row["accuracy"])
     return mean(mean(accuracies) for accuracies in by_task.values())
+
+
+def _vtab_problems(folder: Path, cell: Cell) -> list[str]:
+    """Why the results of a cell's sweep cannot be read; empty without a sweep."""
+    file = _vtab_folder(folder, cell) / RESULTS_FILE
+    try:
+        if file.exists():
+            read_results(file)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def vtab_caveats(study: Study) -> list[str]:
+    """Sentences on the VTAB scores of all cells, for the study's report."""
+    tasks: dict[str, None] = {}
+    for cell in study.cells if study.config.vtab else []:
+        with contextlib.suppress(UserError):
+            tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
+    return unpublished_warning(list(tasks))
 
 
 # -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed

@@ -16,25 +16,13 @@ from pipeline.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.files import write_text
 from pipeline.settings import schema
-from pipeline.settings.quantities import Limit
+from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig, StudyModel
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.child_run import ChildRun, make_child
+from pipeline.transfer.child_run import FREE_SETTINGS, ChildRun, make_child
 
 STUDY_FILE = "study.json"
-# Settings of a run that do not change what becomes of it.
-_FREE = (
-    "name",
-    "out",
-    "track.",
-    "launch.",
-    "data.threads",
-    "data.prefetch",
-    "data.cache",
-    "engine.timeout_minutes",
-    "profile.",
-)
 _EXA = 1e18
 
 
@@ -72,7 +60,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of the whole pre-training run, with the steps that it shares with others."""
+        """FLOPs of the whole pre-training run, including the steps that it shares with others."""
         return float(self.images_seen) * self.flops_per_image
 
 
@@ -98,8 +86,8 @@ class Study:
     def job_of(self, wanted: str) -> list[Cell]:
         """The cells of a job up to one of its cells, given by name, or by number among all cells. Raises UserError."""
         names = [cell.name for cell in self.cells]
-        if wanted.isdigit() and int(wanted) < len(names):
-            wanted = names[int(wanted)]
+        if (number := whole_number(wanted, len(names) - 1)) is not None:
+            wanted = names[number]
         if wanted not in names:
             raise UserError(
                 f"cell = {wanted}: there is no such cell. There are: 0 to {len(names) - 1}, or {', '.join(names)}."
@@ -270,11 +258,11 @@ def _in_a_name(quantity: object) -> str:
 # -------------------------------------------------------------------- checking them
 def _settings_of(cell: Cell) -> dict[str, Any]:
     flat = schema.flatten(schema.to_dict(cell.run.config))
-    return {name: value for name, value in flat.items() if not name.startswith(_FREE)}
+    return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
 
 
 def _refuse_twins(cells: list[Cell]) -> None:
-    """Raise UserError for two cells that are the same run."""
+    """Raise UserError for two cells that are the same run, or have one name, as those of budgets that differ in the seventh digit."""
     seen: dict[str, str] = {}
     for cell in cells:
         # Another length that is as many steps is the same run, too.
@@ -283,6 +271,10 @@ def _refuse_twins(cells: list[Cell]) -> None:
         )
         if about in seen:
             raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
+        if cell.name in seen.values():
+            raise UserError(
+                f"two cells would be called {cell.name}: their lengths, budgets or models differ too little."
+            )
         seen[about] = cell.name
 
 
@@ -325,7 +317,7 @@ def _identity(study: Study) -> dict[str, Any]:
     for finetune in study.cells[0].finetunes:
         flat = schema.flatten(schema.to_dict(finetune.config))
         scoring["finetune"][Path(finetune.file).name] = {
-            name: value for name, value in flat.items() if not name.startswith((*_FREE, "init.weights", "seed"))
+            name: value for name, value in flat.items() if not name.startswith((*FREE_SETTINGS, "init.weights", "seed"))
         }
     if config.vtab:
         vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])

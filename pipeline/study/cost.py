@@ -9,6 +9,7 @@ from pipeline.errors import UserError
 from pipeline.progress import duration
 from pipeline.study.cells import Cell, Study, new_flops
 from pipeline.study.results import CellResult
+from pipeline.words import counted
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0
@@ -44,7 +45,7 @@ def estimate(study: Study, results: Sequence[CellResult]) -> Estimate:
     if per_flop:
         usual = median(per_flop.values())
         hours = {cell.name: added[cell.name] * per_flop.get(cell.model.name, usual) for cell in study.cells}
-        return Estimate(hours, f"as measured in {sum(map(len, measured.values()))} cells of this study")
+        return Estimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
     devices = max(1, config.gpus)
     if config.tflops:
         rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
@@ -79,7 +80,7 @@ def refuse_too_long(study: Study, estimated: Estimate, left: Sequence[Cell], spe
             fitting += hours <= limit
         before = f"{spent:.2g} h are spent, and " if spent else ""
         raise UserError(
-            f"hours = {limit:g} cannot hold this study: {before}{len(left)} cells need {needed:.2g} h {estimated.source}"
+            f"hours = {limit:g} cannot hold this study: {before}{counted(len(left), 'cell')} would take {needed:.2g} h {estimated.source}"
             f"{f', {at_a_time} at a time' if at_a_time > 1 else ''}. The {fitting} cheapest fit. Give it {math.ceil(100 * (spent + needed)) / 100:g} "
             "hours, or fewer or shorter cells."
         )
@@ -105,7 +106,7 @@ def plan_table(study: Study, estimated: Estimate, results: Sequence[CellResult],
         )
     added = sum(sum(new_flops(job)) for job in study.jobs)
     left = [cell.name for cell in study.cells if states[cell.name] != "done"]
-    summary = f"{len(study.cells)} cells, {len(study.cells) - len(left)} of them done; {added / 1e18:.3g} exaFLOPs are computed"
+    summary = f"{counted(len(study.cells), 'cell')}, {len(study.cells) - len(left)} of them done; {added / 1e18:.3g} exaFLOPs are computed"
     if estimated.hours and left:
         work = sum(estimated.hours[name] for name in left)
         summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}"

@@ -26,14 +26,16 @@ from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
-from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job
+from pipeline.study.cell_run import Ends, Job, StoppedError, result_of, run_job, vtab_caveats
 from pipeline.study.cells import Cell, Study, open_study
 from pipeline.study.cost import estimate, plan_table, refuse_too_long
-from pipeline.study.results import State, StudyResults, write_results
+from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
+from pipeline.words import counted
 
 _SPENT = "spent.json"
+_TO_RUN = ("not run", "failed", "damaged")
 # Least time between two reports of an unfinished study, each of which draws figures.
 _REPORT_SECONDS = 60.0
 
@@ -110,6 +112,9 @@ def run(
     if config.cell:
         _run_one(study, config.cell)
         return None
+    for cell in results.cells:
+        if cell.state == "damaged":
+            print(f"{cell.name}: {cell.reason}{'' if config.report else ' It runs again.'}", flush=True)
     names_left = names_to_run(results)
     left = [cell for cell in study.cells if cell.name in names_left]
     if not config.report:
@@ -121,9 +126,9 @@ def run(
         results, sentences = _report(study, ends, page)
     print("\n".join(sentences))
     print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
-    if failed := [cell for cell in results.cells if cell.state == "failed"]:
+    if failed := [cell for cell in read_cells(study, ends).cells if cell.state == "failed"]:
         raise UserError(
-            f"{len(failed)} of {len(results.cells):,} cells failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
+            f"{len(failed)} of {counted(len(results.cells), 'cell')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
             "them again; the report has all others."
         )
     return results
@@ -133,12 +138,23 @@ def _report(study: Study, ends: Ends, page: Page | None) -> tuple[StudyResults, 
     """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
     from pipeline.study.report import write_report  # Late: Matplotlib.
 
-    results = read_cells(study, ends)
+    results = keep_earlier(read_cells(study, ends), _earlier(study.folder))
     write_results(results, study.folder)
     sentences, files = write_report(results, study.folder)
     if page:
         page.reported(results, sentences, files)
     return results, sentences
+
+
+def _earlier(folder: Path) -> StudyResults | None:
+    """The results of the last report, None if there are none. A damaged file is said, and written anew."""
+    try:
+        return read_results(folder)
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        print(f"{error} It is written anew.", flush=True)
+        return None
 
 
 def read_cells(study: Study, ends: Ends) -> StudyResults:
@@ -155,13 +171,13 @@ def read_cells(study: Study, ends: Ends) -> StudyResults:
         f"{study.dataset.path.name}:{first.evaluated_split}",
         study.image_size,
         [result_of(study, cell, ends) for cell in cells],
-        study.notes,
+        [*study.notes, *vtab_caveats(study)],
     )
 
 
 def names_to_run(results: StudyResults) -> set[str]:
-    """Names of the cells that a start runs: neither done nor diverged. One that failed is tried again."""
-    return {cell.name for cell in results.cells if cell.state in ("not run", "failed")}
+    """Names of the cells that a start runs: neither done nor diverged. One that failed, or is damaged, is tried again."""
+    return {cell.name for cell in results.cells if cell.state in _TO_RUN}
 
 
 def _run_one(study: Study, name: str) -> None:
@@ -194,7 +210,7 @@ def _run_cells(
                 names = [cell.name for job in jobs[number:] for cell in job if cell.name in todo]
                 print(
                     f"{clock.hours():.2g} of {study.config.hours:g} hours are spent, and {cells[-1].name} needs {hours:.2g} more: "
-                    f"{len(names)} cells are left out: {', '.join(names)}. A larger hours=... continues.",
+                    f"{counted(len(names), 'cell')} left out: {', '.join(names)}. A larger hours=... continues.",
                     flush=True,
                 )
                 return
@@ -204,7 +220,7 @@ def _run_cells(
 
     def fail(index: int, reason: str) -> None:
         for cell in started[index]:
-            if result_of(study, cell, {}).state in ("not run", "failed"):
+            if result_of(study, cell, {}).state in _TO_RUN:
                 ends[cell.name] = "failed", reason
                 progress.gave_up(cell.model.name, cell.name, reason)
 
@@ -217,7 +233,7 @@ def _run_cells(
                 for cell in started[index]:
                     if cell.name in todo:
                         result = result_of(study, cell, ends)
-                        if result.state == "done":
+                        if result.state == "done" and study.config.score in result.scores:
                             line = f"{cell.name}: {study.config.score} {result.scores[study.config.score]:.2%}"
                             progress.ended(cell.model.name, line, 3600 * (result.hours or 0.0))
                         else:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -20,6 +21,9 @@ from pipeline.study.fit import Prediction
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 _STYLES = ("-", "--", ":", "-.")
 _GREYS = ("0.25", "0.5", "0.7")
+_FAMILY_GREY = "0.2"
+# Of a family's models: the first is mixed with this share of black, the last with this share of white.
+_TONES = (-0.5, 0.4)
 _MAX_NAME = 34
 _MAX_LAWS = 4
 
@@ -27,7 +31,7 @@ _MAX_LAWS = 4
 def draw_scores(answers: Answers) -> bytes | None:
     """PNG of the score against data size or compute: means with 95 % intervals and single seeds, as the paper's Figures 3 to 5.
 
-    A family has a colour, a model a marker. Where a law says something it is drawn with its band, the prediction for the next
+    Each model has a colour and a marker; the models of a family have shades of one colour. Where a law says something it is drawn with its band, the prediction for the next
     larger run, and what the law without the largest runs predicts for these. None if nothing can be drawn on a logarithmic axis.
     """
     points = [point for point in answers.points if answers.x(point) > 0]
@@ -40,14 +44,14 @@ def draw_scores(answers: Answers) -> bytes | None:
     for model in dict.fromkeys(point.model for point in points):
         own = sorted((point for point in points if point.model == model), key=answers.x)
         if answers.families:
-            _connect(axes, own, answers, looks, ":", 0.8)
+            _connect(axes, own, answers, looks.colour(own[0].model), ":", 0.8)
         elif model not in with_law:
-            _connect(axes, own, answers, looks, looks.style(own[0]), 1.6)
+            _connect(axes, own, answers, looks.colour(model), looks.style(own[0]), 1.6)
         for point in own:
             _draw_point(axes, point, answers.x(point), looks)
     for line in answers.families:
         if line.name not in with_law:
-            _connect(axes, line.points, answers, looks, "-", 1.8)
+            _connect(axes, line.points, answers, looks.line_colour(line), "-", 1.8)
     ends = _range(points, laws, answers)
     for number, line in enumerate(laws, 1):
         _draw_law(axes, line, answers, looks, ends, number)
@@ -116,10 +120,10 @@ def _range(points: Sequence[Point], laws: Sequence[Line], answers: Answers) -> t
     return min(xs), max(xs)
 
 
-def _connect(axes: Axes, points: Sequence[Point], answers: Answers, looks: "_Looks", style: str, width: float) -> None:
+def _connect(axes: Axes, points: Sequence[Point], answers: Answers, colour: str, style: str, width: float) -> None:
     axes.plot(
-        [answers.x(p) for p in points], [100 * p.mean for p in points], style, color=looks.colour(points[0].family),
-        linewidth=width, alpha=0.6 if width < 1 else 1,
+        [answers.x(p) for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
+        alpha=0.6 if width < 1 else 1,
     )  # fmt: skip
 
 
@@ -128,7 +132,7 @@ def _draw_law(
 ) -> None:
     """number: of the law among those on these axes."""
     assert line.fit
-    colour, style = looks.colour(line.family), "-" if answers.families else looks.style(line.points[0])
+    colour, style = looks.line_colour(line), "-" if answers.families else looks.style(line.points[0])
     smallest, measured = (edge(answers.x(point) for point in line.points) for edge in (min, max))
     end = line.prediction.x if line.prediction else measured
     inside, beyond = np.geomspace(smallest, measured, 200), np.geomspace(measured, end, 100)
@@ -264,49 +268,83 @@ def _paper_handles() -> list[Line2D]:
 
 # -------------------------------------------------------------------- looks
 class _Looks:
-    """A colour for each family, a marker and line style for each model within its family, the same in all figures."""
+    """A colour, a marker and a line style for each model, the same in all figures; no two models look alike.
+
+    Where several families are compared, a family has a colour and its models have shades of it. Otherwise each model has a
+    colour, and a single family's line is grey.
+    """
 
     def __init__(self, answers: Answers) -> None:
+        self._answers = answers
         self._has_families = bool(answers.families)
-        results = answers.results
-        self._colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(results.families)}
-        self._places: dict[str, int] = {}
-        taken: dict[str, int] = {}
-        for cell in results.cells:
-            if cell.model not in self._places:
-                self._places[cell.model] = taken.get(cell.family, 0)
-                taken[cell.family] = self._places[cell.model] + 1
+        of_family: dict[str, list[str]] = {}
+        for cell in answers.results.cells:
+            models = of_family.setdefault(cell.family, [])
+            models += [cell.model] if cell.model not in models else []
+        self._colours: dict[str, str] = {}
+        self._of_family = dict.fromkeys(of_family, _FAMILY_GREY)
+        self._places: dict[str, tuple[int, int]] = {}
+        if self._has_families and len(of_family) > 1:
+            for number, (family, models) in enumerate(of_family.items()):
+                self._of_family[family] = COLOURS[number % len(COLOURS)]
+                for place, (model, colour) in enumerate(
+                    zip(models, _shades(self._of_family[family], len(models)), strict=True)
+                ):
+                    self._colours[model], self._places[model] = colour, (place, place)
+            return
+        for number, model in enumerate(model for models in of_family.values() for model in models):
+            self._colours[model] = COLOURS[number % len(COLOURS)]
+            self._places[model] = number, number // len(COLOURS)
 
-    def colour(self, family: str) -> str:
-        return self._colours[family]
+    def colour(self, model: str) -> str:
+        return self._colours[model]
+
+    def line_colour(self, line: Line) -> str:
+        """line: of a family or of a model."""
+        is_family = any(line is family for family in self._answers.families)
+        return self._of_family[line.family] if is_family else self._colours[line.name]
 
     def marker(self, point: Point) -> str:
-        return _MARKERS[self._places[point.model] % len(_MARKERS)]
+        return _MARKERS[self._places[point.model][0] % len(_MARKERS)]
 
     def style(self, point: Point) -> str:
-        return _STYLES[self._places[point.model] % len(_STYLES)]
+        return _STYLES[self._places[point.model][1] % len(_STYLES)]
 
     def handles(self, points: Sequence[Point]) -> list[Line2D]:
         """For a legend: families with their models below, or models alone."""
         found = []
         of_model = {point.model: point for point in points}
         for family in dict.fromkeys(point.family for point in points):
-            own, colour = [point for point in of_model.values() if point.family == family], self.colour(family)
+            own = [point for point in of_model.values() if point.family == family]
             if self._has_families:
                 found.append(
-                    Line2D([], [], color=colour, linewidth=1.8, label=f"{shorten(family, _MAX_NAME)}, its best models")
+                    Line2D(
+                        [],
+                        [],
+                        color=self._of_family[family],
+                        linewidth=1.8,
+                        label=f"{shorten(family, _MAX_NAME)}, its best models",
+                    )
                 )
             for point in own:
                 style = ":" if self._has_families else self.style(point)
                 found.append(
-                    Line2D([], [], color=colour, marker=self.marker(point), markersize=5.5, linestyle=style,  # type: ignore[arg-type]
+                    Line2D([], [], color=self.colour(point.model), marker=self.marker(point), markersize=5.5, linestyle=style,  # type: ignore[arg-type]
                            linewidth=0.8 if self._has_families else 1.4, label=shorten(point.model, _MAX_NAME))
                 )  # fmt: skip
         return found
 
 
+def _shades(colour: str, count: int) -> list[str]:
+    """From a darker to a lighter tone of a colour; of one, the colour itself."""
+    if count == 1:
+        return [colour]
+    pure = np.array(to_rgb(colour))
+    return [to_hex(pure * (1 + tone) if tone < 0 else pure + (1 - pure) * tone) for tone in np.linspace(*_TONES, count)]
+
+
 def _draw_point(axes: Axes, point: Point, x: float, looks: _Looks) -> None:
-    colour, marker = looks.colour(point.family), looks.marker(point)
+    colour, marker = looks.colour(point.model), looks.marker(point)
     if len(point.scores) > 1:
         axes.plot([x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
                   markersize=4, markeredgewidth=0, zorder=2)  # fmt: skip
@@ -318,7 +356,7 @@ def _draw_point(axes: Axes, point: Point, x: float, looks: _Looks) -> None:
 
 
 def _ends(point: Point) -> tuple[float, float]:
-    """Of the interval; of a point without one, its score twice."""
+    """Both ends of the point's interval; its score twice if it has none."""
     return (point.interval.low, point.interval.high) if point.interval else (point.mean, point.mean)
 
 

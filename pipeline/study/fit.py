@@ -25,6 +25,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.study.fit_numbers import Noise, Region, minimise, region
+from pipeline.words import counted
 
 # A law is not used beyond so many times the largest x measured, or below the smallest by the same factor. One that fits
 # says nothing of a floor or bend that only shows further on, and `leave_largest_out` checks one step of 2 to 4 times.
@@ -105,7 +106,7 @@ class PowerLaw:
             freedom = self.noise.freedom
             return (
                 f"The fit says nothing: the fitted fall of the error {span}, {at_low - at_high:.4f}, may be noise (standard deviation of a run "
-                f"{self.deviation:.4f}, {freedom} degree{'' if freedom == 1 else 's'} of freedom). More sizes, a wider range or more seeds may show it."
+                f"{self.deviation:.4f}, {counted(freedom, 'degree')} of freedom). More sizes, a wider range or more seeds may show it."
             )
         return ""
 
@@ -264,7 +265,7 @@ def leave_largest_out(
     sizes = len(np.unique(all_x[is_left]))
     if sizes < num_parameters or (len(left_cells) == num_parameters and noise is None):
         raise UserError(
-            f"Leaving the largest of {sizes + 1} different {unit} out leaves {len(left_cells)} runs at {sizes}; a fit of {num_parameters} "
+            f"Leaving the largest of {sizes + 1} different {unit} out leaves {counted(len(left_cells), 'run')} at {sizes}; a fit of {num_parameters} "
             f"parameters needs {num_parameters + 1} sizes, or {num_parameters} with several seeds."
         )
     fit = _fitted(all_x[is_left], all_errors[is_left], left_cells, confidence, floor, noise, unit)

@@ -12,6 +12,7 @@ from pipeline.study.answers import PAIRED_FROM, Answers, Line, answer, points_of
 from pipeline.study.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.results import CellResult, StudyResults
 from pipeline.study.sentences import estimate, number, percent, points, prediction_text, refusals, sentences, verdict
+from pipeline.words import counted
 
 _TITLES = {
     "data_size": "how much data is enough",
@@ -34,8 +35,8 @@ def write_report(results: StudyResults, folder: Path) -> tuple[list[str], list[P
     blocks = list(page(answers, {name: png for name, png in pictures.items() if png}))
     files = {
         **pictures,
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": single_file(title, blocks).encode(),
+        "report.md": markdown(title, blocks),
+        "report.html": single_file(title, blocks),
         "results.csv": table_csv([csv_row(cell, score_names(results)) for cell in results.cells])
         if results.cells
         else None,
@@ -77,7 +78,7 @@ def page(answers: Answers, pictures: dict[str, bytes]) -> Iterator[Block]:
 
 
 def score_names(results: StudyResults) -> list[str]:
-    """Of all cells, the study's own first."""
+    """Names of the scores that any cell has; the study's own score comes first."""
     names = dict.fromkeys(name for cell in results.cells for name in cell.scores)
     return [results.score, *(name for name in names if name != results.score)]
 
@@ -274,9 +275,9 @@ def method(answers: Answers) -> Iterator[str]:
     if results.question == "data_size" and answers.points:
         seen = sorted({cell.images_seen for cell in usable(results, results.score)})
         yield (
-            f"All runs saw {seen[0]:,} images: smaller sets were repeated more often."
+            f"All runs saw {counted(seen[0], 'image')}: smaller sets were repeated more often."
             if len(seen) == 1
-            else f"Runs on more data were also longer ({seen[0]:,} to {seen[-1]:,} images seen): what more data bring includes what more training brings."
+            else f"Runs on more data were also longer ({seen[0]:,} to {counted(seen[-1], 'image')} seen): what more data bring includes what more training brings."
         )  # fmt: skip
     if answers.lines:
         is_shared = sum(line.fit is not None for line in answers.lines) > 1

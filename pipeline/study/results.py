@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from pipeline.files import write_text
 
 RESULTS_FILE = "results.json"
 Question = Literal["data_size", "scaling", "ablation"]
-State = Literal["done", "diverged", "failed", "not run"]
+# damaged: its run has ended, and what its files say cannot be used.
+State = Literal["done", "diverged", "failed", "damaged", "not run"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class CellResult:
     training images. steps, images_seen: of pre-training; an image counts each time it is seen. exaflops: of pre-training, 1e18
     floating-point operations, also of the part that a branch shares with a longer run. reason: why the cell is not done. scores: by name, in [0, 1]:
     top1, top5, 5shot, 20nn, finetune:NAME, vtab; empty unless done. num_test: number of test images by the same names.
+    A reason beside done: these scores are of an earlier report, and the files of the cell cannot be used any more.
     hours: by the clock, of all its processes; None unless done. folder: of its pre-training run. run_id: MLflow's, or "".
     """
 
@@ -76,6 +78,28 @@ class StudyResults:
     def scored(self, cells: Sequence[CellResult], score: str = "") -> list[CellResult]:
         """Those that have this score; default: the study's."""
         return [cell for cell in cells if cell.state == "done" and (score or self.score) in cell.scores]
+
+
+def keep_earlier(now: StudyResults, earlier: StudyResults | None) -> StudyResults:
+    """The results, where a cell that had scores in an earlier report and has fewer now keeps the earlier ones, with the reason.
+
+    What a cell is never changes in a study (study.json), so its scores hold as long as it has no newer ones.
+    """
+    before = {cell.name: cell for cell in earlier.cells if cell.state == "done"} if earlier else {}
+
+    def best(cell: CellResult) -> CellResult:
+        old = before.get(cell.name)
+        if old is None or cell.state == "diverged" or set(old.scores) <= set(cell.scores):
+            return cell
+        reason = (
+            cell.reason or f"its run is not there ({cell.folder})"
+            if cell.state != "done"
+            else "some of its scores are not there"
+        )
+        kept = f"scores of an earlier report, because now: {reason}" if not old.reason else old.reason
+        return replace(cell, state="done", reason=kept, scores=old.scores, num_test=old.num_test, hours=old.hours)
+
+    return replace(now, cells=[best(cell) for cell in now.cells])
 
 
 def write_results(results: StudyResults, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pipeline.evaluate.intervals import Interval
 from pipeline.review.statistics import LEVEL, Difference, in_words, listed
 from pipeline.study.answers import Answers, Lead, Line, Variant, title_of, usable
 from pipeline.study.fit import Estimate, Prediction
+from pipeline.words import counted
 
 _MAX_NAMED = 4
 
@@ -35,7 +36,7 @@ def _missing(answers: Answers) -> Iterator[str]:
             if states["diverged"] and answers.points
             else ""
         )
-        yield f"{len(results.done)} of {len(results.cells)} cells are done ({counts}){effect}."
+        yield f"{len(results.done)} of {counted(len(results.cells), 'cell')} are done ({counts}){effect}."
     scored = {cell.name for cell in usable(results, results.score)}
     if without := [cell.name for cell in results.done if cell.name not in scored]:
         yield f"Done, but without a usable {results.score}: {listed(without, _MAX_NAMED)}."
@@ -100,7 +101,8 @@ def _of_predictions(answers: Answers) -> Iterator[str]:
     predicted = _predicted(answers)
     if not predicted:
         reasons = [line.no_prediction for line in answers.lines]
-        more = f" The same holds for {len(reasons) - 1} more." if len(reasons) > 1 else ""
+        others = [line.name for line in answers.lines[1:]]
+        more = f" There is none for {listed(others, _MAX_NAMED)} either." if others else ""
         yield f"There is no prediction for a larger run. {reasons[0]}{more}"
         return
     predicted.sort(key=lambda line: line.prediction.error if line.prediction else 1.0)
@@ -149,7 +151,7 @@ def _of_variants(answers: Answers) -> Iterator[str]:
     unsure = [variant.point.model for variant in others if variant not in sure]
     if sure:
         texts = [f"{v.point.model} by {points(v.difference)}" for v in sure if v.difference]
-        yield f"Of {len(others)} variant{'' if len(others) == 1 else 's'}, {len(sure)} differ{'s' if len(sure) == 1 else ''} from {answers.baseline} by more than noise: {', '.join(texts)}."
+        yield f"Of {counted(len(others), 'variant')}, {len(sure)} differ{'s' if len(sure) == 1 else ''} from {answers.baseline} by more than noise: {', '.join(texts)}."
     if unsure:
         start = "The difference" if len(unsure) == 1 else "The differences"
         yield f"{start} of {listed(unsure, 8)} to {answers.baseline} may be noise."

@@ -17,6 +17,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import Predictions, outcomes
 from pipeline.files import replacing
 from pipeline.monitor.page_folder import LOG, PAGE
+from pipeline.waits import waiting
 
 _ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "pipeline.review.draw")
@@ -56,7 +57,8 @@ class Drawing:
         with contextlib.suppress(OSError):
             self._process = self._start("--final")
             try:
-                self._process.wait(self.patience)
+                with waiting("the last figures to be drawn", self.patience):
+                    self._process.wait(self.patience)
             except subprocess.TimeoutExpired:
                 self._kill()
                 with open(self.folder / PAGE / LOG, "a") as log:

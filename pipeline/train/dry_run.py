@@ -20,6 +20,7 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import Engine
+from pipeline.words import counted
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def dry_run_on_all_ranks(
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-    with _room(f"evaluation of evaluate.batch = {count} images", lambda: smaller, stop):
+    with _room(f"evaluation of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
         batch = _blank(count, config.model.image_size, 0)
         if engine.objective.predicts_classes:
             engine.forward(batch.images)

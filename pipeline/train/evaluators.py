@@ -15,7 +15,7 @@ from pipeline import json_record
 from pipeline.checkpoint.saver import Saver
 from pipeline.console import Console
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
@@ -25,8 +25,8 @@ from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
-from pipeline.monitor.health import Watchdog
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings.run import RunConfig
 from pipeline.train.drawing import Drawing
 
@@ -113,7 +113,7 @@ class SplitEvaluator(_Evaluator):
 
         reader = SplitReader(
             self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
-            stop=self.stop,
+            stop=self.stop, budget=BadBudget(config.data.max_bad_share),
         )  # fmt: skip
         predictions = None
         with self.engine.averaged():

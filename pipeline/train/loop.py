@@ -24,6 +24,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
     """Train from `run.progress.step` to the end of the plan. Raises Stopped on all ranks when they agree to stop."""
     config, plan, progress = run.config, run.plan, run.progress
     run.feed.go_to(progress.step, progress.skipped_batches)
+    run.meter.restart()  # What came before, an evaluation that was made up, is not training.
     while progress.step < plan.steps:
         micro_batches = run.feed.next_on_all_ranks()
         step = progress.step  # Number of this step, from 0; log lines count from 1.
@@ -36,7 +37,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
         result = training_step(run.engine, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1))
         progress.step = step + 1
-        run.record_step(result.loss)
+        run.record_step(micro_batches, result.loss)
 
         # ------------------------------------------------------------------ loss spikes: continue, skip, or roll back
         if (due.log or due.save) and run.rolled_back_after_spikes_on_all_ranks():
@@ -92,7 +93,7 @@ def training_step(
 
     step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean loss
     before the last backward pass; if it returns False, the step is skipped. A step is also skipped when a gradient is
-    non-finite on any rank. A skipped step leaves weights and moments unchanged.
+    non-finite on any rank. A skipped step leaves weights, moments and EMA unchanged.
     """
     trainer.begin_step(step, lr)
     num_samples = sum(len(batch.rows) for batch in micro_batches)

@@ -19,6 +19,7 @@ from pipeline.monitor.run_page import hide_passwords
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
+from pipeline.words import counted
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
@@ -82,7 +83,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
         )
     if state.step > num_steps:
         raise UserError(
-            f"{path} has {state.step:,} steps of training, more than train.length = {now.get('train.length')} asks for "
+            f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')} asks for "
             f"({num_steps:,}). Set it back, or start another run with name=..."
         )
     if state.step == num_steps and (other := [text for text in changed if not _is_free(text)]):
@@ -160,11 +161,12 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             dropout=settings.dropout,
             drop_path=settings.drop_path,
             seed=config.seed,
+            kernel=config.init.kernel,
             say=console.say,
         )
         if model.config.num_classes != dataset.num_classes:
             raise UserError(
-                f"{config.init.weights} has {model.config.num_classes} classes, {config.data.path} has "
+                f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model

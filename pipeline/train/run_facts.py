@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -20,19 +21,21 @@ from pipeline.evaluate import architecture
 from pipeline.launcher import ranks_on_host
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, installed_packages
+from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, Origin, RunFacts, installed_packages
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
+from pipeline.words import counted
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device
-) -> RunFacts:
-    """The facts of a run whose model is built and whose data is open."""
+    config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device,
+    origin: Origin | None,
+) -> RunFacts:  # fmt: skip
+    """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
     flops = models.training_flops_per_image(model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
     kind = "finetune" if config.init.weights else "pretrain"
@@ -61,7 +64,7 @@ def run_facts(
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = run_of_weights(config.init.weights) if config.init.weights else None
+    parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
     copies = _test_copies(dataset)
     tags = {
         "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
@@ -78,9 +81,9 @@ def run_facts(
         )
     ]
     return RunFacts(
-        config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent),
+        config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or f"{config.data.evaluated_split}_top1",
+        config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics[0]}", origin=origin,
     )  # fmt: skip
 
 
@@ -104,24 +107,26 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
     return [
         plan.describe(),
         *plan.notes(config),
-        f"{images:,} images, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
+        f"{counted(images, 'image')}, {images * models.training_flops_per_image(model.config) / 1e18:.4g} exaFLOPs",
         f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
         "In hours and money, for a cluster: launch/plan.py",
     ]
 
 
 def _description(
-    config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None
-) -> str:
+    config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None,
+    origin: Origin | None,
+) -> str:  # fmt: skip
     """Markdown: what is trained, on what, from what."""
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
         f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}** "
-        f"({len(split):,} images of {dataset.num_classes:,} classes, fingerprint `{dataset.fingerprint}`).",
+        f"({counted(len(split), 'image')} of {counted(dataset.num_classes, 'class')}, fingerprint `{dataset.fingerprint}`).",
         f"Plan: {plan.describe()}.",
     ]
     if config.init.weights:
-        lines.append(f"From the weights in `{config.init.weights}`" + (f", MLflow run `{parent}`." if parent else "."))
+        weights = f"`{origin.path}`, {origin.details}" if origin else f"`{config.init.weights}`"
+        lines.append(f"From the weights in {weights}" + (f"; MLflow run `{parent}`." if parent else "."))
     return "\n\n".join(lines)
 
 

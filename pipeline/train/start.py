@@ -33,9 +33,8 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        if (
-            not config.engine.compile
-        ):  # What torch excludes from compilation while it is imported has to be excluded then.
+        # What torch excludes from compilation while it is imported has to be excluded then.
+        if not config.engine.compile:
             postpone_dynamo()
         with without_collection():
             prepared = prepare(config)
@@ -46,7 +45,6 @@ def run(config: RunConfig) -> None:
 
 def prepare(config: RunConfig) -> Prepared:
     """Open the data and plan the run. Raises UserError for invalid settings, data or weights."""
-    from pipeline import objectives  # Imports torch.
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.dataset.subset import run_splits
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
@@ -56,6 +54,8 @@ def prepare(config: RunConfig) -> Prepared:
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     plan = make_plan(config, len(split), world_size)
+    from pipeline import objectives  # Imports torch, so after what needs none of it.
+
     objectives.check(config)
     run_probe = None
     if config.probe.every.amount:

@@ -9,30 +9,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
+from pipeline import json_record, waits
 from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.store import Checkpoints, step_name
+from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.console import Console, progress_line
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
+from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batch_of_step, skip_batches
 from pipeline.distributed import Ranks
 from pipeline.errors import DivergedError, UserError
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
-from pipeline.monitor.health import SlowRanks, SpikePolicy, Watchdog
+from pipeline.monitor.health import SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter, StepClock, Trace
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 from pipeline.train.drawing import Drawing
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
+from pipeline.train.run_counts import RunCounts
+from pipeline.words import counted
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
     from pipeline.train.zero.engine import Engine
@@ -43,7 +47,7 @@ class Progress:
     """Progress of a run, counted in optimizer steps.
 
     start: step at which this process started. step: steps completed. saved: step of the last checkpoint handed to the writer.
-    skipped_batches: ranges (first, number) of batches to skip, one for each rollback after a loss spike.
+    skipped_batches: (step, number) for each rollback after a loss spike: so many batches are skipped before that step.
     """
 
     start: int
@@ -73,6 +77,7 @@ class TrainingRun:
     feed: Feed
     evaluators: Sequence[Evaluator]
     progress: Progress
+    counts: RunCounts
     checkpoints: Checkpoints
     damaged: set[str]
     saver: Saver
@@ -88,9 +93,10 @@ class TrainingRun:
     peak_lr: float
 
     # ------------------------------------------------------------------ around the step
-    def record_step(self, loss: Tensor) -> None:
+    def record_step(self, micro_batches: Sequence[Batch], loss: Tensor) -> None:
         """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
         self.spikes.add(self.progress.step, loss)
+        self.counts.add(micro_batches, self.feed.loader.bad)
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.tend()
@@ -109,16 +115,20 @@ class TrainingRun:
             self.console.say(line)
         if self.engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{self.engine.skipped_steps} steps were skipped by step {progress.step:,}, for a non-finite gradient or a loss "
+                f"{counted(self.engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient or a loss "
                 f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
                 "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
         if reaction.roll_back_before is None:
             return False
-        self.saver.wait()
-        state = resume.go_back_on_all_ranks(
-            self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
-        )
+        with self.meter.paused():
+            self.saver.wait()
+            with waits.waiting(
+                "an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"
+            ):
+                state = resume.go_back_on_all_ranks(
+                    self.checkpoints, self.engine, reaction.roll_back_before, self.ranks, self.console
+                )
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -137,6 +147,8 @@ class TrainingRun:
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
         """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
         plan, ranks, progress, loader = self.plan, self.ranks, self.progress, self.feed.loader
+        self.counts.gather_on_all_ranks()
+        num_bad = len(self.counts.unreadable)
         self.clock.add("communication", self.engine.communication_seconds())
         batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
         metrics = {
@@ -144,8 +156,7 @@ class TrainingRun:
             "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
             "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
-            "bad_samples": ranks.sum(len(loader.bad))[0],
-            "storage_retries": ranks.sum(self.dataset.storage.retry.retries)[0], **self.saver.read(),
+            "bad_samples": num_bad, "storage_retries": self.counts.storage_retries, **self.saver.read(),
             **self.host_meter.read_on_all_ranks(),
         }  # fmt: skip
         self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
@@ -155,10 +166,10 @@ class TrainingRun:
             self.tracker.log(progress.step, metrics)
         self.saver.check()
         self.stop.committed(self.saver.committed_step, self.saver.longest)
-        # The limit is for all ranks together; each loader knows only its own.
-        if metrics["bad_samples"] > loader.max_bad:
+        # The limit is for all ranks and starts together; each loader knows only its own.
+        if num_bad > loader.max_bad:
             raise UserError(
-                f"{metrics['bad_samples']:.0f} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
+                f"{num_bad} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
                 f"{loader.max_bad_share} allows ({loader.max_bad}). Check the shards, or raise data.max_bad_share."
             )
 
@@ -167,6 +178,7 @@ class TrainingRun:
         step = self.progress.step
         self.watchdog.at(step, "checkpoint")
         self.damaged.discard(step_name(step))  # It is overwritten.
+        self.counts.gather_on_all_ranks()
         commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
         with self.clock.host("checkpoint"):
             self.saver.save(step, self.engine.part(), commit)
@@ -179,6 +191,7 @@ class TrainingRun:
         that of a run that was not stopped.
         """
         progress = self.progress
+        self.counts.gather_on_all_ranks()
         if progress.step == progress.saved:
             return
         reaction = self.spikes.react()
@@ -206,16 +219,20 @@ class TrainingRun:
             "identity": self.facts,
             "losses": list(self.spikes.scores.recent),
             "left_out": progress.skipped_batches,
+            "counts": asdict(self.counts.to_save(self.spikes.num_spikes)),
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {"classes": self.dataset.classes, "preprocessing": preprocessing, "loss": config.train.loss,
                  "fingerprint": self.dataset.fingerprint, "run": config.name, "step": progress.step}  # fmt: skip
+        if self.dataset.class_names != self.dataset.classes:
+            extra["class_names"] = self.dataset.class_names
         return Commit(state, self.engine.shapes, models.safetensors_metadata(self.model.config, extra), retention)
 
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
-        """Print a line for each sample that could not be read on any rank."""
-        bad = {row: why for of_rank in self.ranks.gather(self.feed.loader.bad) for row, why in of_rank.items()}
+        """Print a line for each sample that could not be read on any rank since the run's first start."""
+        self.counts.gather_on_all_ranks()
+        bad = self.counts.unreadable
         for row, key in zip(sorted(bad), self.split.keys(sorted(bad)), strict=True):
             self.console.say(f"left out {key}: {bad[row]}")
 
@@ -232,9 +249,10 @@ class TrainingRun:
         if self.drawing:
             self.drawing.end(last=status == "FINISHED" and self.progress.step > self.progress.start)
         if self.tracker:
-            self.tracker.finish(status, in_a_hurry, outcome, self._result(outcome))
+            self.tracker.finish(status, in_a_hurry, outcome, self._result(status, outcome))
+        waits.say_with(None)  # The console was this run's.
 
-    def _result(self, outcome: str) -> str:
+    def _result(self, status: str, outcome: str) -> str:
         """What was measured, and what a reviewer should know of it, as Markdown for the run's description."""
         plan, step = self.plan, self.progress.step
         exaflops = plan.global_batch * models.training_flops_per_image(self.model.config) / 1e18
@@ -244,15 +262,23 @@ class TrainingRun:
             ("exaFLOPs", f"{plan.steps * exaflops:.4g}", f"{step * exaflops:.4g}"),
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
+        # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
+        is_known = status != "FAILED"
+        unreadable = self.counts.unreadable if is_known else self.counts.unreadable | self.feed.loader.bad
         counts = {
             "steps skipped": self.engine.skipped_steps,
             "loss spikes": self.spikes.num_spikes,
             "rollbacks": len(self.progress.skipped_batches),
-            "unreadable images on rank 0": len(self.feed.loader.bad),
-            "storage retries on rank 0": self.dataset.storage.retry.retries,
+            "unreadable images": len(unreadable),
+            "storage retries": self.counts.storage_retries,
         }
         warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-        warned = f"Warnings: {', '.join(warnings)}." if warnings else "No step was skipped, no image unreadable."
+        until = "" if is_known else ", up to the last log line"
+        warned = (
+            f"Warnings: {', '.join(warnings)}{until}."
+            if warnings
+            else f"No step was skipped, no image unreadable{until}."
+        )
         lines = [f"**Result**: {outcome}{self._last_scores()}. {warned}", table]
         if self.meter.total_seconds:
             lines.append(

@@ -1,6 +1,5 @@
 """Transfer of a pre-trained model to new tasks: fine-tuning, its grid of settings, VTAB-1k's sweep and report.
 
-vtab.py runs a sweep, vtab_cell.py one cell of it; report.py compares sweeps; grid.py searches a learning rate. May import
-every other room of pipeline/; not Ray: the commands pass a function that runs many tasks. Called by `launch/`; data_tools/
-uses the list of tasks.
+vtab.py runs a sweep, vtab_cell.py one cell of it; report.py compares sweeps; grid.py searches a learning rate. Imports rooms
+below it, but not Ray: the commands pass a function that runs many tasks. data_tools/ uses the list of tasks alone. Used by review/, study/, data_tools/ and launch/.
 """

@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 
 from pipeline.evaluate.render import shorten
 from pipeline.page import png
-from pipeline.transfer.score_table import OVERALL, Column, Score, members
+from pipeline.transfer.score_table import OVERALL, Column, Score, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -31,7 +32,7 @@ def draw_tasks(table: Sequence[Column]) -> bytes:
     for label in axes.get_xticklabels():
         label.set_horizontalalignment("right")
         label.set_rotation_mode("anchor")
-    axes.set_title("VTAB-1k: top-1 accuracy on each test split", pad=22)
+    axes.set_title(f"VTAB-1k: top-1 accuracy on each test split{_caveat(table)}", pad=22)
     return png(figure)
 
 
@@ -47,11 +48,16 @@ def draw_means(table: Sequence[Column]) -> bytes:
         for place, name in enumerate(names):
             if name not in column.means:
                 num_scored = sum(task not in column.absent for task in members()[name])
-                text = f"only {num_scored} of {len(members()[name])} tasks"
+                text = f"only {num_scored} of {counted(len(members()[name]), 'task')}"
                 axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
                           fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
-    axes.set_title("VTAB-1k: unweighted means over tasks")
+    axes.set_title(f"VTAB-1k: unweighted means over tasks{_caveat(table)}")
     return png(figure)
+
+
+def _caveat(table: Sequence[Column]) -> str:
+    tasks = dict.fromkeys(name for column in table for name in column.unpublished)
+    return "".join(f"\n{line}" for line in unpublished_warning(list(tasks)))
 
 
 def _bars(axes: Axes, table: Sequence[Column], titles: Sequence[str], rows: Sequence[Sequence[Score | None]]) -> None:

@@ -8,18 +8,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.lifecycle.run_folder import Status, read_status
-from pipeline.process import die_with_parent
+from pipeline.lifecycle.run_folder import Status
+from pipeline.process import check_program, dying_with_parent
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
+_SCORES, _PROBE = "scores.json", "probe.json"
+# Settings of a run that do not change what becomes of it: where it is, where it is sent to, how fast it is.
+FREE_SETTINGS = (
+    "name", "out", "track.", "launch.", "data.threads", "data.prefetch", "data.cache", "engine.timeout_minutes", "profile.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,21 @@ class ChildRun:
 
 @dataclass(frozen=True)
 class Scores:
-    """The fields that are read of a run's scores.json."""
+    """The last evaluation of a run that fine-tunes."""
 
     top1: float
     loss: float
     num_samples: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1."""
+
+    loss: float
+    num_samples: int
+    top1: float | None = None
+    top5: float | None = None
 
 
 def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
@@ -67,7 +81,7 @@ def start_command(
 ) -> int:
     """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
 
-    Raises UserError where there is no such file.
+    Raises UserError where there is no such file or no such launcher.
     """
     script = _COMMANDS / f"{command}.py"
     if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
@@ -78,60 +92,110 @@ def start_command(
     environment = os.environ if environment is None else environment
     # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    check_program(start[0], path)
     return subprocess.run(
         [*start, str(script), *arguments],
         env={**environment, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
-        preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        preexec_fn=dying_with_parent(signal.SIGTERM),
     ).returncode
 
 
 def how_ended(run: ChildRun) -> Status | None:
-    """How a run with exactly these settings finished or diverged; None if it must be started, or continued."""
-    status = read_status(run.folder)
-    if status is None or status.status not in ("finished", "diverged"):
-        return None
-    finished = _read_settings(run.folder)
-    # Where a run was sent to does not change what came of it.
-    if finished is None or replace(finished, track=run.config.track) != run.config:
-        return None
-    return status
+    """How a run with these settings finished or diverged, wherever its folder was then; None if it must be started, or continued."""
+    return _look(run)[0]
+
+
+def why_unusable(run: ChildRun) -> str:
+    """Why the files of a run cannot be used: damaged, missing after its end, or of other settings; empty if that is not so.
+
+    Empty as well for a run that has not begun, or not ended.
+    """
+    status, problem = _look(run)
+    if problem or status is None or status.status == "diverged":
+        return problem
+    return "; ".join(_unreadable_scores(run).values())
+
+
+def remove_unreadable_scores(run: ChildRun) -> None:
+    """Remove damaged files of the scores of a run, so that its next start evaluates it again, however far it is trained."""
+    for file in _unreadable_scores(run):
+        file.unlink(missing_ok=True)
+
+
+def read_evaluation(run: ChildRun) -> Evaluation:
+    """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
+    from pipeline import objectives  # Late: imports torch, which a driver of runs starts without.
+
+    file = run.folder / _SCORES
+    found = json_record.read(file, Evaluation)
+    if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
+        raise UserError(f"{file}: top1 is missing.")
+    if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
+        raise UserError(f"{file}: top1 = {found.top1} of {found.num_samples} samples is out of range.")
+    return found
 
 
 def read_outcome(run: ChildRun) -> Scores | str | None:
-    """Scores of a run that has finished with exactly these settings; the reason if it diverged; None if it must be run."""
+    """Scores of a run that has finished with these settings; the reason if it diverged; None if it must be run."""
     status = how_ended(run)
     if status is None:
         return None
-    return status.reason if status.status == "diverged" and status.reason else _read_scores(run)
-
-
-def _read_settings(folder: Path) -> RunConfig | None:
-    """The settings that a run was started with last; None, with a message if they are damaged, when there are none."""
-    file = folder / "config.json"
+    if status.status == "diverged":
+        return status.reason or f"{run.name} diverged"
     try:
+        found = read_evaluation(run)
+    except (FileNotFoundError, UserError):
+        return None
+    return None if found.top1 is None else Scores(found.top1, found.loss, found.num_samples)
+
+
+def _look(run: ChildRun) -> tuple[Status | None, str]:
+    """Returns (how a run with these settings ended, why its folder does not tell; None and "" if it has not ended)."""
+    file = run.folder / "config.json"
+    try:
+        status = json_record.read(run.folder / "status.json", Status)
+        if status.status not in ("finished", "diverged"):
+            return None, ""
         # Built, so that settings which did not exist then have their defaults.
-        return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
-    except FileNotFoundError:
-        return None
+        config = schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+    except FileNotFoundError as error:
+        # Without settings, nothing was begun.
+        return None, f"{error.filename or error} is missing." if file.exists() or (
+            run.folder / _SCORES
+        ).exists() else ""
     except UserError as error:
-        print(f"{error} The run is started again, which writes it anew.")
-        return None
+        return None, str(error)
+    then, now = _identity(config), _identity(run.config)
+    if differences := [f"{name} was {then[name]}, is {now[name]}" for name in now if then[name] != now[name]]:
+        return None, f"{run.folder} was trained with other settings: {'; '.join(differences)}."
+    return status, ""
 
 
-def _read_scores(run: ChildRun) -> Scores | None:
-    """The last evaluation of a run; None if there is none. A damaged file is removed with a message."""
-    file = run.folder / "scores.json"
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """The settings that say what becomes of a run. Weights of a run beside it are named by their place there, as both move together."""
+    flat = schema.flatten(schema.to_dict(config))
+    weights = flat["init.weights"]
+    if weights and "://" not in weights and Path(weights).is_relative_to(config.out):
+        flat["init.weights"] = f"beside it: {Path(weights).relative_to(config.out)}"
+    return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
+
+
+def _unreadable_scores(run: ChildRun) -> dict[Path, str]:
+    """Files of the scores of a finished run that are damaged or missing, with the reason."""
+    unreadable = {}
     try:
-        scores = json_record.read(file, Scores)
-        if not (0 <= scores.top1 <= 1 and scores.num_samples > 0):
-            raise UserError(f"{file}: top1 = {scores.top1} of {scores.num_samples} samples is out of range.")
-        return scores
+        read_evaluation(run)
     except FileNotFoundError:
-        return None
+        unreadable[run.folder / _SCORES] = f"{run.folder / _SCORES} is missing."
     except UserError as error:
-        file.unlink()  # Without the file, the run, which is trained already, is only evaluated again.
-        print(f"{error} It is removed, and the run is evaluated again.")
-        return None
+        unreadable[run.folder / _SCORES] = str(error)
+    try:
+        json_record.read(run.folder / _PROBE, dict[str, Any])
+    except FileNotFoundError:
+        pass  # Not every run has probes.
+    except UserError as error:
+        unreadable[run.folder / _PROBE] = str(error)
+    return unreadable

@@ -7,28 +7,99 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from pipeline import json_record
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
-from pipeline.evaluate.intervals import in_seeds, of_seeds, sample_deviation
+from pipeline.evaluate.intervals import of_seeds, sample_deviation
+from pipeline.files import write_text
+from pipeline.json_record import Between, Count, Share
 from pipeline.lifecycle.run_folder import RESUME
+from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.weights import ScoreConfig
-from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, start_command, with_track
+from pipeline.transfer.child_run import (
+    ChildRun,
+    make_child,
+    read_outcome,
+    remove_unreadable_scores,
+    start_command,
+    why_unusable,
+    with_track,
+)
+from pipeline.words import counted
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage
 
+GRID_FILE = "grid.json"
 Start = Callable[[ChildRun, GridConfig], int]
+_Rate = Annotated[float, Between(0, 1e30)]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    lr: _Rate
+    top1: Share | None = None
+    loss: float | None = None
+    num_samples: Count = 0
+    diverged: str | None = None
+
+
+@dataclass(frozen=True)
+class _SeedRun:
+    seed: int
+    top1: Share
+    num_samples: Count
+
+
+@dataclass(frozen=True)
+class _Scores:
+    top1: Share
+    std: Share | None
+    of_seeds: list[Share]
+    num_samples: Count
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Content of results.json, as `run` returns it."""
+
+    lr: _Rate
+    run: str
+    settings: list[str]
+    weights: str | None
+    data: str
+    split: str
+    top1: Share
+    std: Share | None
+    trials: list[_Trial]
+    runs: list[_SeedRun]
+    dev_share: Share = 0.0
+    also: dict[str, _Scores] = field(default_factory=dict)
+
+
+def check_results(results: dict[str, Any], where: str) -> None:
+    """Raise UserError unless this is the content of a results.json of which `page` can be made. where: the file, for errors."""
+    found = json_record.convert(results, _Results, where)
+    scored = [trial for trial in found.trials if trial.diverged is None]
+    if not found.runs or not scored or not all(len(scores.of_seeds) for scores in found.also.values()):
+        raise UserError(f"{where}: runs, trials or also is empty: the file is damaged.")
+    if any(None in (trial.top1, trial.loss) for trial in scored):
+        raise UserError(f"{where}: a trial has no top1 or no loss: the file is damaged.")
+    if (found.std is None and len(found.runs) > 1) or any(
+        s.std is None and len(s.of_seeds) > 1 for s in found.also.values()
+    ):
+        raise UserError(f"{where}: std is missing: the file is damaged.")
 
 
 def start_process(run: ChildRun, config: GridConfig) -> int:
@@ -43,8 +114,9 @@ def run(config: GridConfig, start: Start = start_process) -> dict[str, Any]:
     (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
     fails (its own output says why) or all trials diverge; exits with code 75 when a run was asked to stop.
     """
-    trials = [make_run(config, f"lr-{lr:g}", lr, config.seeds[0], config.dev_share) for lr in config.lr]
+    trials = [make_run(config, config.trial_name(lr), lr, config.seeds[0], config.dev_share) for lr in config.lr]
     dataset = _check_data(trials[0], config)
+    _claim(config)
     # Late: these import Matplotlib, which a mistake in the settings need not wait for.
     from pipeline.transfer.track.grid_page import GridPage
     from pipeline.transfer.track.parent_page import uri_of_runs
@@ -72,7 +144,7 @@ def _run(config: GridConfig, trials: list[ChildRun], start: Start, page: "GridPa
         if page:
             page.ended(trial.folder)
     best, num_dev = best_rate(tried)
-    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {num_dev:,} dev images")
+    print(f"{config.name}: lr {best:g} is the best of {len(tried)} on {counted(num_dev, 'dev image')}")
 
     finals = [make_run(config, f"final-seed-{seed}", best, seed, dev_share=0.0) for seed in config.seeds]
     runs: list[dict[str, Any]] = page.runs if page else []
@@ -119,16 +191,28 @@ def _check_data(trial: ChildRun, config: GridConfig) -> Dataset:
         other.split(split)
         if other.num_classes != dataset.num_classes:
             raise UserError(
-                f"also: {data} has {other.num_classes:,} classes, {settings.path} has {dataset.num_classes:,}. They must be "
+                f"also: {data} has {counted(other.num_classes, 'class')}, {settings.path} has {dataset.num_classes:,}. They must be "
                 "the same, in the same order."
             )
     return dataset
+
+
+def _claim(config: GridConfig) -> None:
+    """Write grid.json, by which the folder is known as a grid's. Raises UserError for a folder of something else."""
+    folder = Path(config.out) / config.name
+    try_output("name", folder, holds="grid")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"run": config.run, "lr": config.lr, "dev_share": config.dev_share, "seeds": config.seeds}
+    write_text(folder / GRID_FILE, json.dumps(about, indent=1) + "\n")
 
 
 def run_to_end(grid_run: ChildRun, config: GridConfig, start: Start, page: "GridPage | None" = None) -> dict[str, Any]:
     """The final scores of a run, which is started unless it has ended. Raises UserError and DivergedError."""
     outcome = read_outcome(grid_run)
     if outcome is None:
+        if problem := why_unusable(grid_run):
+            print(f"{problem} The run is started again.")
+            remove_unreadable_scores(grid_run)
         print(f"{config.name}: {grid_run.name}", flush=True)
         code = start(with_track(grid_run, page.tracking(grid_run.config.track)) if page else grid_run, config)
         if code == RESUME:
@@ -164,12 +248,12 @@ def _write_report(result: dict[str, Any], config: GridConfig) -> None:
     folder = Path(config.out) / config.name
     title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
     files = {
-        "report.md": markdown(title, page(result)).encode(),
-        "results.json": json.dumps(result, indent=1, ensure_ascii=False).encode(),
+        "report.md": markdown(title, page(result)),
+        "results.json": json.dumps(result, indent=1, ensure_ascii=False),
     }
     write_files(folder, files)
     spread = "" if result["std"] is None else f"standard deviation {100 * result['std']:.2f} over "
-    print(f"{title}, {spread}{in_seeds(len(result['runs']))}; report: {folder / 'report.md'}")
+    print(f"{title}, {spread}{counted(len(result['runs']), 'seed')}; report: {folder / 'report.md'}")
 
 
 def page(result: dict[str, Any]) -> list[Block]:
@@ -196,7 +280,7 @@ def page(result: dict[str, Any]) -> list[Block]:
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {best_rate(result['trials'])[1]:,} images, {100 * result['dev_share']:g} % of the training split, held out "
+            f"On {counted(best_rate(result['trials'])[1], 'image')}, {100 * result['dev_share']:g} % of the training split, held out "
             "at random; the final runs then train on all of it, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),

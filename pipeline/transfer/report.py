@@ -16,9 +16,20 @@ from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import charts
 from pipeline.transfer.published import PAPER, PROTOCOL, RESNET, SOURCE
-from pipeline.transfer.score_table import OVERALL, Column, Score, columns, common_tasks, mean_of, members
+from pipeline.transfer.score_table import (
+    OVERALL,
+    UNPUBLISHED_TAG,
+    Column,
+    Score,
+    columns,
+    common_tasks,
+    mean_of,
+    members,
+    unpublished_warning,
+)
 from pipeline.transfer.track.children import attach
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.words import counted
 
 
 def run(config: VtabReportConfig) -> list[Column]:
@@ -30,15 +41,15 @@ def run(config: VtabReportConfig) -> list[Column]:
     table = columns(sweeps, config.names)
     first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
     folder = Path(config.out) if config.out else first / "report"
-    try_output("out", folder)
+    try_output("out", folder, holds="report of sweeps")
     title = f"VTAB-1k: {table[0].name}"
     pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
     blocks = list(page(table, pictures))
-    files = {
+    files: dict[str, bytes | str | None] = {
         **pictures,
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": single_file(title, blocks).encode(),
-        "scores.csv": scores_csv(table).encode(),
+        "report.md": markdown(title, blocks),
+        "report.html": single_file(title, blocks),
+        "scores.csv": scores_csv(table),
     }
     write_files(folder, files)
     for line in summary(table[0]):
@@ -48,23 +59,23 @@ def run(config: VtabReportConfig) -> list[Column]:
         metrics, tags = for_mlflow(table[0])
         paths = [folder / name for name in files]
         if not attach(config.mlflow, first, metrics, paths, "report"):  # A sweep that was not sent there.
-            facts = RunFacts(title, "vtab", tags=tags)
+            facts = RunFacts(title, "vtab", tags=tags, score="vtab_mean", scored_on="VTAB-1k")
             send_report(config.mlflow, folder, facts, metrics, paths, "vtab")
     return table
 
 
 def summary(column: Column) -> Iterator[str]:
-    """Lines with the means of a sweep, and with the tasks that are missing."""
+    """Lines with the means of a sweep, and with its caveats."""
     for name in (*GROUPS, OVERALL):
         yield f"{name:<20} {_mean(column, name):>24}"
-    yield from absences(column)
+    yield from caveats(column)
 
 
 def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]:
     """The blocks of the report. pictures: file name -> PNG of `charts`."""
     ours = [column for column in table if column.facts]
     for column in ours:
-        for line in absences(column):
+        for line in caveats(column):
             yield Paragraph(line)
     protocols = {(column.facts["protocol"]["sha256"], column.facts["method"]) for column in ours}
     if len(protocols) > 1:
@@ -91,7 +102,7 @@ def score_table(table: Sequence[Column]) -> Table:
     for group in GROUPS:
         for task in TASKS:
             if task.group == group:
-                rows.append([task.title, *(_score_text(column.tasks.get(task.name)) for column in table)])
+                rows.append([task.title, *(_score_text(column, task.name) for column in table)])
         bold.add(len(rows))
         rows.append([f"{group} (mean of {len(members()[group])})", *(_mean(column, group) for column in table)])
     bold.add(len(rows))
@@ -100,12 +111,14 @@ def score_table(table: Sequence[Column]) -> Table:
     if 0 < len(common) < len(TASKS):
         bold.add(len(rows))
         means = (f"{100 * mean_of(column, common):.2f}" for column in table)
-        rows.append([f"mean of the {len(common)} tasks that all have", *means])
+        rows.append([f"mean of the {counted(len(common), 'task')} that all have", *means])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
 
 
-def absences(column: Column) -> Iterator[str]:
-    """A line that says which tasks have no score and why; none for a complete column."""
+def caveats(column: Column) -> Iterator[str]:
+    """Lines that say which scores are not VTAB's, and which tasks have none and why."""
+    for line in unpublished_warning(column.unpublished):
+        yield f"{column.name}: {line}"
     if not column.absent:
         return
     titles = {task.name: task.title for task in TASKS}
@@ -117,7 +130,7 @@ def absences(column: Column) -> Iterator[str]:
     }
     listed = "; ".join(f"{why}: {', '.join(titles[name] for name in names)}" for why, names in reasons.items() if names)
     yield (
-        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {len(TASKS)} tasks have a score ({listed}). A mean "
+        f"{column.name} is not complete: {len(TASKS) - len(column.absent)} of {counted(len(TASKS), 'task')} have a score ({listed}). A mean "
         "over an incomplete group is not shown."
     )
 
@@ -132,7 +145,7 @@ def origin(column: Column) -> Iterator[Block]:
         ["", "value"],
         [
             ("method", facts["method"]), ("protocol", protocol["name"]), ("protocol's sha256", protocol["sha256"]),
-            *((name, str(facts.get(name, "not known"))) for name in ("precision", "micro_batch")),
+            *((name, str(facts.get(name, "not known"))) for name in ("precision", "micro_batch", "kernel")),
             ("checkpoint", checkpoint["path"]), ("checkpoint's sha256", checkpoint["sha256"]),
             ("pre-training run", checkpoint.get("run_id") or "not known"), *settings,
         ],
@@ -157,13 +170,16 @@ def scores_csv(table: Sequence[Column]) -> str:
     """CSV with a row for each task and mean of each column, in per cent; unknown values are empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(("model", "kind", "name", "group", "accuracy", "low", "high", "interval", "seeds", "test_images"))
+    header = ("model", "kind", "name", "group", "accuracy", "low", "high", "interval", "seeds", "test_images")
+    writer.writerow((*header, "published_files"))
     for column in table:
         for task in TASKS:
             if score := column.tasks.get(task.name):
-                writer.writerow((column.name, "task", task.name, task.group, *_csv_values(score)))
+                values = (*_csv_values(score), int(task.name not in column.unpublished))
+                writer.writerow((column.name, "task", task.name, task.group, *values))
         for name, score in column.means.items():
-            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *_csv_values(score)))
+            values = (*_csv_values(score), int(not set(members()[name]) & set(column.unpublished)))
+            writer.writerow((column.name, "mean", "all" if name == OVERALL else name, "", *values))
     return buffer.getvalue()
 
 
@@ -189,22 +205,27 @@ def tags_of(facts: dict[str, Any]) -> dict[str, str]:
         "protocol": facts["protocol"]["name"], "protocol_sha256": facts["protocol"]["sha256"], "method": facts["method"],
         "checkpoint": str(facts["checkpoint"]["path"]), "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
         "contamination": str(sum(copies)) if copies else "not searched",
+        **({UNPUBLISHED_TAG: ",".join(facts["unpublished"])} if facts.get("unpublished") else {}),
         **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
     }  # fmt: skip
 
 
-def _score_text(score: Score | None) -> str:
+def _score_text(column: Column, task: str) -> str:
+    """Scores of other files than the published ones are marked."""
+    score = column.tasks.get(task)
     if score is None:
         return "–"
+    mark = "†" if task in column.unpublished else ""
     if score.interval is None:
-        return f"{100 * score.accuracy:.1f}"
-    return f"{100 * score.accuracy:.1f} [{100 * score.interval.low:.1f}, {100 * score.interval.high:.1f}]"
+        return f"{100 * score.accuracy:.1f}{mark}"
+    return f"{100 * score.accuracy:.1f}{mark} [{100 * score.interval.low:.1f}, {100 * score.interval.high:.1f}]"
 
 
 def _mean(column: Column, name: str) -> str:
     if score := column.means.get(name):
+        mark = "†" if set(members()[name]) & set(column.unpublished) else ""
         interval = f" [{100 * score.interval.low:.2f}, {100 * score.interval.high:.2f}]" if score.interval else ""
-        return f"{100 * score.accuracy:.2f}{interval}"
+        return f"{100 * score.accuracy:.2f}{mark}{interval}"
     names = members()[name]
     return f"– ({sum(task in column.tasks for task in names)} of {len(names)})"
 

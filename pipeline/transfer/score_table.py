@@ -1,7 +1,7 @@
 """Reads results.json of VTAB-1k sweeps into the columns of one table, beside the paper's; no mean over incomplete groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,15 @@ import numpy as np
 from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
+from pipeline.json_record import Count, Share
 from pipeline.transfer.published import PAPER, Published
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 OVERALL = "mean of 19 tasks"
 RESULTS_FILE = "results.json"
+_WAY_OUT = "Run its launch/vtab.py again: that writes the file anew from its cells."
+# MLflow tag of a sweep: the tasks that were not made from the published files.
+UNPUBLISHED_TAG = "not_published_files"
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,13 @@ class _Row:
     task: str
     seed: int
     accuracy: float
-    num_test: int
+    num_test: Count
     learning_rate: float | None = None
     weight_decay: float | None = None
     steps: float | None = None
     l2: float | None = None
     neighbours: float | None = None
-    val_accuracy: float | None = None
+    val_accuracy: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class _Results:
     scores: list[_Row]
     failed: list[_Failure]
     missing: list[str]
+    unpublished: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,29 +96,54 @@ class Column:
     absent: list[str]
     facts: dict[str, Any]
 
+    @property
+    def unpublished(self) -> list[str]:
+        """Names of the scored tasks whose images are not those of the published files."""
+        return [name for name in self.facts.get("unpublished", []) if name in self.tasks]
+
+
+def unpublished_warning(tasks: Sequence[str]) -> list[str]:
+    """What is said wherever scores of these tasks are shown, or their mean; [] for no task."""
+    if not tasks:
+        return []
+    titles = {task.name: task.title for task in TASKS}
+    return [
+        f"Not VTAB-1k scores, because made from other files than the published ones (†): {', '.join(titles[name] for name in tasks)}."
+    ]
+
 
 def read_results(path: Path) -> dict[str, Any]:
     """Read results.json; path: the file, or a sweep's folder. Raises UserError when it is missing, damaged or inconsistent."""
     file = path / RESULTS_FILE if path.is_dir() else path
     try:
-        results = json_record.read(file, dict[str, Any])
-        json_record.convert(results, _Results, str(file))
+        results: dict[str, Any] = json_record.readable(json_record.read(file, dict[str, Any]))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
     except UserError as error:
-        raise UserError(f"{error} Run its launch/vtab.py again: that writes the file anew from its cells.") from None
+        raise UserError(f"{error} {_WAY_OUT}") from None
+    check_results(results, str(file))
+    return results
+
+
+def check_results(results: dict[str, Any], where: str) -> None:
+    """Raise UserError unless this is the content of a results.json whose scores can be used. where: the file, for errors."""
+    try:
+        json_record.convert(results, _Results, where)
+    except UserError as error:
+        raise UserError(f"{error} {_WAY_OUT}") from None
     known = {task.name for task in TASKS}
     seen = set()
     for score in results["scores"]:
         task, seed = score["task"], score["seed"]
         if task not in known:
-            raise UserError(f"{file}: {task!r} is none of VTAB's tasks.")
+            raise UserError(f"{where}: {json_record.quoted(task)} is none of VTAB's tasks.")
         if not 0 <= score["accuracy"] <= 1 or score["num_test"] < 1:
-            raise UserError(f"{file}: {task} has accuracy {score['accuracy']} of {score['num_test']} test images.")
+            raise UserError(f"{where}: {task} has accuracy {score['accuracy']} of {score['num_test']} test images.")
         if (task, seed) in seen:
-            raise UserError(f"{file}: {task} has two scores of seed {seed}.")
+            raise UserError(f"{where}: {task} has two scores of seed {seed}.")
         seen.add((task, seed))
-    return results
+    if unknown := set(results.get("unpublished", [])) - known:
+        raise UserError(f"{where}: {min(unknown)!r} is none of VTAB's tasks.")
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:

@@ -17,10 +17,12 @@ from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.model import files
 from pipeline.settings import schema
+from pipeline.settings.quantities import Kernel
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.words import counted
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
@@ -50,7 +52,8 @@ class _SweepFile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """config: with absolute paths, and weights a file. sha256: of that file, hex. folder: of the sweep's files.
+    """config: with absolute paths, weights a file, and the kernel that is used. sha256: of that file, hex. folder: of the sweep's
+    files.
 
     datasets: task name -> data set. missing: names of tasks without one. notes: lines to print.
     unusable: file of an outcome -> reason why it cannot be used; these cells are run again.
@@ -63,6 +66,12 @@ class Sweep:
     missing: list[str]
     notes: list[str] = field(default_factory=list)
     unusable: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def unpublished(self) -> list[str]:
+        """Names of the tasks whose images are not all of the published files: their scores are not VTAB's."""
+        origins = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
+        return [name for name, origin in origins.items() if not origin.get("published", True)]
 
     @property
     def tasks(self) -> list[Task]:
@@ -117,7 +126,9 @@ class Sweep:
             outcome = json_record.convert(content.pop("outcome", None), dict[str, Any], str(file), "outcome")
             found = json_record.convert(outcome, _Outcome, str(file), "outcome")
             if not (0 <= found.accuracy <= 1 and found.num_images > 0):
-                raise UserError(f"{file}: accuracy {found.accuracy} of {found.num_images} images is out of range.")
+                raise UserError(
+                    f"{file}: accuracy {found.accuracy} of {counted(found.num_images, 'image')} is out of range."
+                )
             if other := [name for name, value in self._about(cell).items() if content.get(name) != value]:
                 raise UserError(f"{file} is of another {other[0]}.")
         except FileNotFoundError:
@@ -141,8 +152,12 @@ class Sweep:
         file = self.folder / SWEEP_FILE
         if file.exists():
             then = _read_sweep(file)
-            added = {f"protocol.augment.{name}": getattr(AugmentConfig(), name) for name in _ADDED_LATER}
+            added: dict[str, Any] = {
+                f"protocol.augment.{name}": getattr(AugmentConfig(), name) for name in _ADDED_LATER
+            }
+            added["kernel"] = "zoom"
             old, new = {**added, **schema.flatten(then)}, schema.flatten(now)
+            new = {"kernel": "zoom", **new}
             names = [name for name in {**old, **new} if not name.startswith("data.") or (name in old and name in new)]
             if others := [
                 f"{name} was {old.get(name)}, is {new.get(name)}" for name in names if old.get(name) != new.get(name)
@@ -176,6 +191,8 @@ class Sweep:
         """What all outcomes of the sweep depend on, beside the protocol and the data."""
         config = self.config
         return {
+            # Left out for zoom, with which all sweeps were made before there was a choice.
+            **({"kernel": config.kernel} if config.kernel not in (None, "zoom") else {}),
             "method": config.method,
             "precision": config.precision,
             "micro_batch": config.micro_batch,  # Dropout masks are drawn per micro-batch.
@@ -209,8 +226,7 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
     sweep = Sweep(config, file_sha256(weights), folder, datasets, list(missing))
     for task in sweep.tasks:
         _check_dataset(sweep, task)
-    _check_weights(sweep)
-    return sweep
+    return replace(sweep, config=replace(config, kernel=_check_weights(sweep)))
 
 
 def _read_sweep(file: Path) -> dict[str, Any]:
@@ -234,19 +250,23 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
             warmup_steps(protocol, setting, dataset.info["samples"][split])
 
 
-def _check_weights(sweep: Sweep) -> None:
-    """Raise UserError for an image size that the weights cannot take, before Ray is started. Adds notes on unseen pixels."""
+def _check_weights(sweep: Sweep) -> Kernel | None:
+    """Raise UserError for an image size that the weights cannot take, before Ray is started. Adds notes to the sweep.
+
+    Returns the kernel of the positions; None for a ResNet.
+    """
     config, protocol = sweep.config, sweep.config.protocol
     weights, state, _ = models.read_weights(config.weights)
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
-            resized = replace(weights, image_size=(size, size))
+            resized = models.resized(weights, size, config.kernel)
             if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
                 models.resample_state(state, weights, resized)
-                sweep.notes.extend(filter(None, [resized.unseen_note]))
+                sweep.notes.extend(filter(None, [resized.unseen_note, models.resampling_note(weights, resized)]))
         except UserError as error:
             name = "image_size" if size == protocol.image_size else "small_image_size"
             raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None
+    return config.kernel or (weights.kernel if isinstance(weights, models.ViTConfig) else None)
 
 
 def settings_of(protocol: ProtocolConfig) -> list[Setting]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.progress import ProgressFile, duration
+from pipeline.words import counted
 
 
 class SweepProgress:
@@ -53,7 +54,9 @@ class SweepProgress:
         failed = f", {self.failed.total():,} failed" if self.failed else ""
         seconds = self._seconds_left()
         left = f", {duration(seconds)} left" if seconds else ""
-        tqdm.write(f"[{self.done.total():,} of {self.total.total():,} cells{failed}{left}] {line}", file=sys.stdout)
+        tqdm.write(
+            f"[{self.done.total():,} of {counted(self.total.total(), 'cell')}{failed}{left}] {line}", file=sys.stdout
+        )
         sys.stdout.flush()
         if self._bar is not None:
             self._bar.update(1)

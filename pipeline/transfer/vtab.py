@@ -19,19 +19,20 @@ from typing import Any, Protocol
 from pipeline import model as models
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.errors import UserError
-from pipeline.evaluate.intervals import in_seeds, sample_deviation
+from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.files import write_text
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words
+from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
 from pipeline.transfer.sweep import Outcome, Sweep, cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
 from pipeline.transfer.sweep_progress import SweepProgress
 from pipeline.transfer.track.children import Pace
 from pipeline.transfer.track.sweep_page import SweepPage
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
+from pipeline.words import counted
 
 
 class RunCells(Protocol):
@@ -90,6 +91,7 @@ def run(
             for cell in [*searches, *finals] if cell in failed
         ]  # fmt: skip
         results = {**header, "scores": scores, "failed": failures, "missing": sweep.missing}
+        results = _with_earlier(results, folder)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         _print_end(sweep, scores, folder)
         if page:
@@ -97,7 +99,7 @@ def run(
     if failed:
         cell, reason = next(iter(failed.items()))
         raise UserError(
-            f"{len(failed)} of {len(cells):,} cells failed, such as {cell_name(cell)}: {reason} The same command tries them "
+            f"{len(failed)} of {counted(len(cells), 'cell')} failed, such as {cell_name(cell)}: {reason} The same command tries them "
             f"again; all that is done is in {folder / RESULTS_FILE}."
         )
     return results
@@ -107,7 +109,9 @@ def output(config: VtabConfig) -> Path:
     """The folder of a sweep's results. Raises UserError for a URL, and for a path that is a file."""
     if "://" in config.out:
         raise UserError(f"out = {config.out}: the results are small files in a folder. Choose one on a disk.")
-    return output_folder(config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}")
+    return output_folder(
+        config.out, config.weights, "vtab", f"{config.protocol.name}-{config.method}", holds="VTAB-1k sweep"
+    )
 
 
 def _run(
@@ -147,9 +151,11 @@ def _header(sweep: Sweep, contamination: dict[str, int | None]) -> dict[str, Any
         "method": config.method,
         "precision": config.precision,
         "micro_batch": config.micro_batch,
+        "kernel": config.kernel or "none",
         "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(config.weights)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,
+        "unpublished": sweep.unpublished,
     }
 
 
@@ -162,6 +168,37 @@ def _score(cell: Cell, outcome: dict[str, Any], val_accuracy: float | None) -> d
         "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
         **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
     }  # fmt: skip
+
+
+def _with_earlier(results: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The results, with the scores of the folder's results.json that are not among them: of tasks and seeds that this start left out.
+
+    sweep.json allows no other weights, protocol or data in a folder, so scores of several starts belong together.
+    """
+    if not (folder / RESULTS_FILE).exists():
+        return results
+    try:
+        earlier = read_results(folder)
+    except UserError as error:
+        print(f"{error} It is written anew.", flush=True)
+        return results
+    known = {(row["task"], row["seed"]) for row in results["scores"]}
+    kept = [row for row in earlier["scores"] if (row["task"], row["seed"]) not in known]
+    tasks = {row["task"] for row in kept}
+    if kept:
+        print(
+            f"{len(kept):,} scores of earlier starts are kept in {RESULTS_FILE}: {', '.join(sorted(tasks))}", flush=True
+        )
+    order = [task.name for task in TASKS]
+    return {
+        **results,
+        **{
+            name: {task: (earlier[name] or {}).get(task) for task in tasks} | results[name]
+            for name in ("data", "contamination")
+        },
+        "scores": sorted([*results["scores"], *kept], key=lambda row: order.index(row["task"])),
+        "missing": [name for name in results["missing"] if name not in tasks],
+    }
 
 
 def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
@@ -193,20 +230,17 @@ def _contamination(sweep: Sweep, pretrained_on: str) -> dict[str, int | None]:
 def _print_begin(sweep: Sweep, num_cells: int, num_done: int) -> None:
     protocol = sweep.config.protocol
     print(
-        f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {len(TASKS)} tasks by "
-        f"{protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {num_cells:,} cells, "
+        f"{sweep.config.weights} ({sweep.sha256[:16]}) on {len(sweep.datasets)} of {counted(len(TASKS), 'task')} by "
+        f"{protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {sweep.config.method}: {counted(num_cells, 'cell')}, "
         f"{num_done:,} of them done before",
         flush=True,
     )
     _print_notes(sweep)
-    for name, dataset in sweep.datasets.items():
-        if not dataset.info["source"].get("vtab", {}).get("published", True):
-            print(f"{name}: not the published files, so its score is not VTAB's", flush=True)
 
 
 def _in_words(cell: Cell, outcome: Outcome) -> str:
     diverged = f", diverged by step {outcome['diverged']}" if "diverged" in outcome else ""
-    return f"{cell}: {outcome['accuracy']:.2%} of {outcome['num_images']:,} images{diverged}"
+    return f"{cell}: {outcome['accuracy']:.2%} of {counted(outcome['num_images'], 'image')}{diverged}"
 
 
 def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None:
@@ -222,11 +256,13 @@ def _print_end(sweep: Sweep, scores: list[dict[str, Any]], folder: Path) -> None
         deviation = sample_deviation(accuracies)
         spread = "" if deviation is None else f" ± {deviation:.2%}"
         print(
-            f"{task.title:<12} {means[-1]:>8.2%}{spread}  ({in_seeds(len(rows))}, {rows[0]['num_test']:,} images)  "
+            f"{task.title:<12} {means[-1]:>8.2%}{spread}  ({counted(len(rows), 'seed')}, {counted(rows[0]['num_test'], 'image')})  "
             f"{choice_in_words(rows[0])}"
         )
+    for line in unpublished_warning(sweep.unpublished):
+        print(line)
     if means:
-        print(f"mean of {len(means)} tasks: {mean(means):.2%}")
+        print(f"mean of {counted(len(means), 'task')}: {mean(means):.2%}")
     print(f"results: {folder / RESULTS_FILE}", flush=True)
 
 
@@ -250,8 +286,8 @@ def _print_plan(sweep: Sweep) -> None:
         row = (num_searches, num_finals, num_done, f"{num_trained:,}", f"{num_scored:,}", f"{flops / 1e15:,.1f}")
         print(columns.format(task.title, size, *row))
     print(
-        f"{total_cells:,} cells, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
-        f"{total_flops / 1e14 / 3600:,.2f} hours of a device that keeps up 100 TFLOP/s. Protocol {protocol_title(protocol)} "
+        f"{counted(total_cells, 'cell')}, {total_done:,} of them done; {total_flops / 1e15:,.1f} PFLOP in all, "
+        f"{total_flops / 1e14 / 3600:,.2f} hours at a sustained 100 TFLOP/s. Protocol {protocol_title(protocol)} "
         f"({protocol_sha256(protocol)[:16]}), method {sweep.config.method}."
     )
     _print_notes(sweep)
@@ -263,7 +299,8 @@ def _print_notes(sweep: Sweep) -> None:
         print(
             f"{len(sweep.unusable):,} results of cells cannot be used, and these cells run again: {reason}", flush=True
         )
-    for note in sweep.notes + ([f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []):
+    missing = [f"not prepared: {', '.join(sweep.missing)}"] if sweep.missing else []
+    for note in [*sweep.notes, *missing, *unpublished_warning(sweep.unpublished)]:
         print(note, flush=True)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline import random_numbers
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
-from pipeline.data.loading.loader import Loader, normalise, remembering_train_view, train_requests
+from pipeline.data.loading.loader import BadBudget, Loader, normalise, remembering_train_view, train_requests
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.storage.bucket import to_path
@@ -47,6 +47,7 @@ from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
 # Steps between two checks of the loss, which wait for the device.
@@ -115,7 +116,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
     size, augment = view_of(protocol, cell.task)
     model = models.load(
         config.weights, image_size=size, num_classes=dataset.num_classes, new_head=True, dropout=protocol.dropout,
-        drop_path=0.0, seed=cell.seed,
+        drop_path=0.0, seed=cell.seed, kernel=config.kernel,
     ).to(device)  # fmt: skip
     steps, diverged = train_model(model, train, cell, config, device)
     if diverged and cell.stage == "final":
@@ -130,9 +131,7 @@ def finetune(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.dev
             return model(read(images)).float()
 
     model.eval()
-    reading = SplitReader(tested, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
-    predictions = predict(logits, reading, "softmax")
-    _refuse_unreadable(predictions.problems, tested)
+    predictions = predict(logits, _reading(tested, size, augment, config, device), "softmax")
     scores = score(predictions, tested)
     return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
 
@@ -221,7 +220,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
-    model = models.load(config.weights, image_size=size, num_classes=0).eval().to(device)
+    model = models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel).eval().to(device)
     read = reader(protocol, device)
 
     def features(images: Tensor) -> Tensor:
@@ -232,9 +231,7 @@ def probe(cell: Cell, config: VtabConfig, dataset: Dataset, device: torch.device
     for name in (TRAIN, VAL, TEST):
         split = dataset.split(name, "none")
         rows = np.arange(len(split))
-        reading = SplitReader(split, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device))
-        seen = extract(features, reading, rows)
-        _refuse_unreadable(seen.problems, split)
+        seen = extract(features, _reading(split, size, augment, config, device), rows)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
@@ -281,7 +278,7 @@ def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -
     warmup = protocol.schedule.warmup.steps(num_samples, protocol.batch, steps)
     if warmup >= steps:
         raise UserError(
-            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {warmup:,} steps, but a training of {setting.length} "
+            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {counted(warmup, 'step')}, but a training of {setting.length} "
             f"has {steps:,}. Use protocol.schedule.warmup=5%."
         )
     return warmup
@@ -320,11 +317,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _refuse_unreadable(problems: dict[int, str], split: Split) -> None:
-    """Raise UserError if images cannot be read: a score on fewer images is not comparable."""
-    if problems:
-        row = min(problems)
-        raise UserError(
-            f"{len(problems)} of {len(split):,} images of {split.name} cannot be read, the first {split.keys([row])[0]}: "
-            f"{problems[row]}. Make the data set again with launch/vtab_prepare.py."
-        )
+def _reading(split: Split, size: int, augment: AugmentConfig, config: VtabConfig, device: torch.device) -> SplitReader:
+    """A reader that allows no unreadable image: a score on fewer images is not comparable."""
+    budget = BadBudget(0.0, "", "Make the data set again with launch/vtab_prepare.py.")
+    return SplitReader(split, size, augment, config.micro_batch, config.threads, Ranks(0, 0, 1, device), budget=budget)

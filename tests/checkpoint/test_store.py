@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 from pipeline import model as models
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import Index, Range, ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, read_state, verify, write_status
+from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
@@ -116,6 +116,30 @@ def test_another_formats_checkpoint_is_refused(found: int, said: str, tmp_path: 
     (tmp_path / "state.json").write_text(json.dumps({"format": found, "step": 1}))
     with pytest.raises(UserError, match=said):
         read_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"step": -2}, "step = -2"),
+        ({"step": 8}, "step = 8"),
+        ({"step": 10**400}, "step = 1000"),
+        ({"engine": {"optimizer_steps": 7, "global_steps": -7, "skipped_steps": 0}}, "engine.global_steps = -7"),
+        ({"left_out": [[3, 1], [4, -1]]}, r"left_out\[1\] = -1"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_though_its_checksum_is_right(
+    changed: dict, said: str, tmp_path: Path
+) -> None:
+    save_all(tmp_path, 7)
+    folder = tmp_path / "step-00000007"
+    state, sums = (json.loads((folder / name).read_text()) for name in ("state.json", "checksums.json"))
+    (folder / "state.json").write_text(json.dumps({**state, **changed}))
+    sums["state.json"] = asdict(checksum(folder / "state.json"))
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    assert verify(folder) is None
+    with pytest.raises(UserError, match=rf"state.json: {said}.* is impossible: the file is damaged"):
+        read_state(folder)
 
 
 # -------------------------------------------------------------------- damage
@@ -361,6 +385,41 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     save_all(folder, 30, token="again", damaged=["step-00000030"])
     assert verify(newest) is None
     assert "rank-0000.t.bin" not in newest.sizes()
+
+
+@pytest.mark.slow
+def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
+    s3: tuple[faulty_s3.S3, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's writer cannot read meanwhile, so it did not hear silence; rank 1's needs a moment to reach the store again."""
+    monkeypatch.setattr(store, "SILENCE_SECONDS", 0.5)
+    server, url = s3
+    folder = faulty_s3.bucket_path(f"{url}/a")
+    write_status(Checkpoints(folder).begin(10, "t"), 1, "t", WriterStatus(beat=1))
+    work, memory = job(folder, 10, 0, 2, retry=20.0)
+    failed: list[WriterError] = []
+
+    def save_first() -> None:
+        try:
+            save(work, memory, give_up=1.0)
+        except WriterError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=save_first)
+    thread.start()
+    time.sleep(0.5)
+    server.fail(faulty_s3.answer(503, "SlowDown"), "status-0001")
+    while sum("GET" in request and "status-0001" in request for request in server.requests) < 5:
+        time.sleep(0.01)
+    time.sleep(1.5)
+    server.reset()
+    while not any("GET" in request and "status-0001" in request for request in server.requests):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    save(*job(folder, 10, 1, 2))
+    thread.join(20)
+    assert not failed
+    assert [path.name for path in Checkpoints(folder).candidates()] == ["step-00000010"]
 
 
 def test_a_bucket_that_refuses_leaves_the_last_one(s3: tuple[faulty_s3.S3, str]) -> None:

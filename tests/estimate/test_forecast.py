@@ -46,6 +46,16 @@ def test_the_paper_s_run() -> None:
     assert any("312,012 steps" in line for line in describe(forecast))
 
 
+def test_the_cost_of_one_plan_is_the_same_in_both_tables() -> None:
+    """One counted the time that training waits for checkpoints, the other did not."""
+    forecast = make_forecast(load("cluster=8x8xH100-80GB", "price=2.5", "checkpoint.every=100 steps", "copy_rate=0.1"))
+    assert forecast.num_checkpoints * forecast.stall_seconds > 0.05 * 3600 * (forecast.hours or 0)
+    (total,) = [line for line in describe(forecast) if line.startswith("  in total")]
+    (row,) = [line for line in describe(forecast) if line.strip().startswith("* 8 ")]
+    assert row.split()[-2:] == [f"{forecast.hours:,.1f}", f"{forecast.cost:,.0f}"]
+    assert f"{forecast.cost:,.0f} at 2.5 per hour" in total
+
+
 @pytest.mark.slow
 def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
     file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"
@@ -163,14 +173,14 @@ def test_training_refuses_what_the_plan_refuses(
     [
         (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
         (["cluster=0x8xH100"], "write nodes x GPUs x kind"),
-        (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B200, H200"),
+        (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B300, GB300"),
         (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
         (["mfu=40"], "mfu = 40 must be from 0 to 1"),
         (
             ["cluster=8x8xH100", "network=dgx"],
-            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b200",
+            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b300",
         ),
         (["variant=ViT-L/16"], "set model.name for a new model"),
     ],

@@ -22,7 +22,7 @@ from pipeline.estimate.step_time import (
     step_time,
 )
 from pipeline.model import Config, configure, num_parameters, training_flops_per_image
-from pipeline.monitor.profile import Gpu, find_gpu
+from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings import schema
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.run import RunConfig
@@ -299,7 +299,7 @@ def test_numbers_of_nodes_that_are_impossible() -> None:
 @pytest.mark.parametrize("name", ["dgx", "0", "-1", "inf", "nan"])
 def test_networks_that_are_refused(name: str) -> None:
     with pytest.raises(
-        UserError, match=rf"network = {name}: give the Gb/s of a node \(network=400\), or one of: dgx-b200,"
+        UserError, match=rf"network = {name}: give the Gb/s of a node \(network=400\), or one of: dgx-b300,"
     ):
         find_network(name, H100)
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "predict": ["images=IMAGES"],
     "explain": ["out=OUT"],
+    "features": ["images=IMAGES", "out=TABLE"],
     "evaluate": ["data=IMAGES", "out=OUT", "shots=0"],
     "export": ["format=huggingface", "out=OUT"],
 }
@@ -45,7 +46,7 @@ def broken(kind: str, folder: Path) -> tuple[Path, str]:
 
 
 def arguments(command: str, weights: Path, folder: Path) -> list[str]:
-    places = {"IMAGES": str(folder / "photos"), "OUT": str(folder / "out")}
+    places = {"IMAGES": str(folder / "photos"), "OUT": str(folder / "out"), "TABLE": str(folder / "out.parquet")}
     given = [argument.partition("=") for argument in COMMANDS[command]]
     return [f"weights={weights}", *(f"{name}={places.get(value, value)}" for name, _, value in given)]
 
@@ -71,7 +72,7 @@ def test_broken_weights_are_one_line(
     assert stop.value.code == 2
     assert len(said) == 1, said
     assert message in said[0]
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.dataset.mapped_index import Index
+from pipeline.data.loading.loader import BadBudget
 from pipeline.distributed import Ranks
+from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.settings.run import AugmentConfig
@@ -41,9 +43,9 @@ class ThreadRanks(Ranks):
 
 
 def predict_on(
-    world_size: int, split: Split, table: np.ndarray, loss_kind: str = "softmax", batch: int = 4
+    world_size: int, split: Split, table: np.ndarray, loss_kind: str = "softmax", batch: int = 4, bad_share: float = 0.1
 ) -> list[Predictions]:
-    """What each rank returns when the model's logits of sample `row` are table[row]."""
+    """What each rank returns or raises when the model's logits of sample `row` are table[row]."""
     board = Board(world_size)
     results: list[Any] = [None] * world_size
 
@@ -53,7 +55,11 @@ def predict_on(
 
     def work(rank: int) -> None:
         ranks = ThreadRanks(rank, rank, world_size, torch.device("cpu"), board)
-        results[rank] = predict(forward, SplitReader(split, SIZE, WHOLE, batch, 1, ranks), loss_kind)
+        reader = SplitReader(split, SIZE, WHOLE, batch, 1, ranks, budget=BadBudget(bad_share))
+        try:
+            results[rank] = predict(forward, reader, loss_kind)
+        except UserError as error:
+            results[rank] = error
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -101,7 +107,7 @@ def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
     np.testing.assert_allclose(best[:, 0], shares.max(1))
     assert (scores.num_samples, scores.num_unreadable) == (n, 3)
     assert sorted(predictions.problems) == bad
-    assert "3 unreadable (counted as wrong)" in str(scores)
+    assert "3 unreadable (counted as wrong; the loss is that of the other 297)" in str(scores)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -118,6 +124,22 @@ def test_every_number_of_ranks_gives_the_same(make_dataset, world_size: int, n: 
         scores = score(predictions, split)
         assert scores.top1 == share_right(labels[ok], logits[ok], 1) / n if n > 1 else scores.top1 in (0, 1)
         assert scores.num_samples == n
+
+
+def test_too_many_unreadable_images_are_no_score_on_any_rank(make_dataset) -> None:
+    """Each rank alone is within the budget of 2 of 23; together they are not."""
+    labels, logits = random_case(23)
+    split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg"), {"val": [0, 9, 20]}).split("val")
+    for error in predict_on(3, split, logits, bad_share=0.1):
+        assert isinstance(error, UserError)
+        assert not error.on_one_rank
+        assert (
+            "3 samples of 23 cannot be read, more than data.max_bad_share = 0.1 allows (2); the first is val0: "
+            in str(error)
+        )
+    (error,) = predict_on(1, split, logits, bad_share=0.1)
+    assert isinstance(error, OneRankError)  # It says so before the end.
+    assert all(isinstance(found, Predictions) for found in predict_on(3, split, logits, bad_share=0.14))
 
 
 def test_classes_equal_scikit_learns() -> None:

@@ -2,7 +2,12 @@
 
 import csv
 import io
+import json
+import os
 import runpy
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +157,33 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     assert {row["class"] for row in named} == {"one", "two", "three"}
 
 
+def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -> None:
+    """Of the weights, else of the data set; the classes themselves are what is compared."""
+    readable = [f"the {name}" for name in CLASSES]
+    named = save(tmp_path / "named.pt", classes=CLASSES, class_names=readable)
+    plain = save(tmp_path / "plain.pt", classes=CLASSES)
+    for weights in (named, plain):
+        if weights == plain:
+            info = {name: value for name, value in data.info.items() if name != "checksum"}
+            (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": readable}))
+        rows = run(weights, data.path, "top=1")
+        assert {row["class"] for row in rows} <= {*readable, None}
+        assert rows[0]["label"] == ";".join(readable[c] for c in LABELS[0])
+    with pytest.raises(UserError, match="extra has 1 class_names for 3 classes"):
+        run(save(tmp_path / "odd.pt", classes=CLASSES, class_names=["one"]), data.path)
+
+
+def test_a_name_that_is_not_utf8(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "1.png").write_bytes(files_of(data)[0])
+    (row,) = run(weights, folder, "top=1", f"out={tmp_path / 'table.csv'}")
+    assert row["image"] == f"{tmp_path}/caf\\udce9/1.png"
+    assert row["class"] is not None
+    with pytest.raises(UserError, match=r"samples.parquet: its path is not UTF-8"):
+        run(weights, data.path.rename(folder / "data"))
+
+
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
@@ -164,7 +196,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
         ("from a bucket, only a single data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
-        ("none of the 1 images of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
+        ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
         ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
         ("missing.txt cannot be read: No such file", data.path, "class_names=missing.txt"),
         ("top = 0 must be at least 1", data.path, "top=0"),
@@ -173,7 +205,9 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="has no head, so it cannot predict classes"):
+    with pytest.raises(
+        UserError, match=r"has no head, .* launch/finetune.py .* launch/features.py writes the features"
+    ):
         run(save(tmp_path / "headless.pt", 0), data.path)
 
 
@@ -185,3 +219,19 @@ def test_a_part_of_a_split(data: Dataset) -> None:
     smaller = part.only(np.array([0, 2]))
     assert (len(smaller), smaller.keys([0, 1]), smaller.shard_sizes.tolist()) == (2, ["val1", "val4"], [2])
     assert smaller.offsets[1] == split.offsets[4]
+
+
+def test_names_that_are_no_utf_8_are_shown_and_written(weights: Path, data: Dataset, tmp_path: Path) -> None:
+    """A photo named in Latin-1 ended in a UnicodeEncodeError."""
+    name = os.fsdecode(b"caf\xe9.jpg")
+    (tmp_path / name).write_bytes(files_of(data)[0])
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        tar.add(tmp_path / name, name)
+    out = tmp_path / "out.csv"
+    command = [sys.executable, str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
+               f"images=[{tmp_path / name},{tmp_path / 'some.tar'}]", "device=cpu"]  # fmt: skip
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "utf-8:strict"}  # As of a locale in UTF-8.
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"caf\\udce9.jpg  " in done.stdout
+    assert "caf\\udce9.jpg" in out.read_text()

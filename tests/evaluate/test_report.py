@@ -1,8 +1,10 @@
 """launch/evaluate.py, from the command line to the folder it writes."""
 
 import csv
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +63,15 @@ def save(path: Path, num_classes: int, **extra: Any) -> Path:
 
 def command(*settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "evaluate.py"), "device=cpu", *settings], capture_output=True, text=True
+        [sys.executable, str(ROOT / "launch" / "evaluate.py"), "device=cpu", "max_bad_share=0.1", *settings],
+        capture_output=True,
+        text=True,
     )
 
 
 def config(weights: Path, data: Dataset, *more: str) -> ScoreConfig:
-    return schema.load(ScoreConfig, None, [f"weights={weights}", f"data={data.path}", "device=cpu", *more])
+    settings = [f"weights={weights}", f"data={data.path}", "device=cpu", "max_bad_share=0.1", *more]
+    return schema.load(ScoreConfig, None, settings)
 
 
 def pixels_of(data: Dataset, name: str) -> torch.Tensor:
@@ -152,7 +157,8 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
         "89 images",
     ):
         assert text in page
-    for text in ("top-1 accuracy", f"{scores['top1']:.2%}", "counted as wrong", f"report: {out / 'report.md'}"):
+    for text in ("top-1 accuracy", f"{scores['top1']:.2%}", "counted as wrong", "loss (sigmoid, of 64 images)",
+                 f"report: {out / 'report.md'}"):  # fmt: skip
         assert text in done.stdout
     assert Image.open(out / "confusion.png").size[0] > 400
 
@@ -213,7 +219,35 @@ def save_headless(path: Path) -> Path:
 def test_nothing_readable_is_no_score(make_dataset, weights: Path, tmp_path: Path) -> None:
     data = make_dataset({"val": [[0], [1]]}, CLASSES, {"val": [0, 1]})
     with pytest.raises(UserError, match=r"none of the 2 images .* can be read; the first is val0: "):
-        report.run(config(weights, data, "shots=0", f"out={tmp_path / 'out'}"))
+        report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
+
+
+@pytest.mark.parametrize("settings", [["shots=0"], ["classify=false"], ["classify=false", "shots=0", "neighbours=3"]])
+def test_too_many_unreadable_images_are_no_score(
+    settings: list[str], data: Dataset, weights: Path, tmp_path: Path
+) -> None:
+    out = f"out={tmp_path / 'out'}"
+    said = r"samples of 70 cannot be read, more than max_bad_share = 0.05 allows \(3\); the first is val5: .* raise max_bad"
+    with pytest.raises(UserError, match=said):
+        report.run(config(weights, data, out, *settings, "max_bad_share=0.05"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_shard_is_no_bad_image(data: Dataset, weights: Path, tmp_path: Path, monkeypatch) -> None:
+    """A score on the rest would be that of another split, whatever the budget. Root may read files of any mode."""
+    opened, denied = os.open, data.split("val").shard_paths[0]
+
+    def open_(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+        if str(path) == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", denied)
+        return opened(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", open_)
+    with pytest.raises(
+        UserError, match=r"val-000000.tar cannot be read: Permission denied. Restore the file or its perm"
+    ):
+        report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:
@@ -230,6 +264,15 @@ def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path
         name: whole[name] for name in ("top1", "top5", "loss")
     }
     assert "fewshot" not in neither
+
+
+def test_readable_names_are_shown(data: Dataset, weights: Path, tmp_path: Path) -> None:
+    info = {name: value for name, value in data.info.items() if name != "checksum"}
+    readable = ["crane", "bee", "crane", "doe", "eel", "fox"]
+    (data.path / "dataset.json").write_text(json.dumps({**info, "class_names": readable}))
+    scores = report.run(config(weights, data, "shots=0", f"out={tmp_path / 'out'}"))
+    assert [row["class"] for row in scores["per_class"]][:4] == ["crane (ant)", "bee", "crane (cat|dog)", "doe"]
+    assert {pair["true"] for pair in scores["confused"]} <= {row["class"] for row in scores["per_class"]}
 
 
 def test_a_run_keeps_its_reports(data: Dataset, tmp_path: Path) -> None:
@@ -272,7 +315,7 @@ def test_many_classes_are_shown_by_the_worst_and_the_most_confused() -> None:
     text = markdown("classes", list(render._classes({"per_class": rows})))
     shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| class")][1:]
     assert shown == [*names[1:16], *names[55:]]
-    assert "1 classes have no image in this split" in text
+    assert "Without an image in this split: 1 class;" in text
 
     true = np.array([50, 50, 50, 40, 40, 7, 1, 2])
     predicted = np.array([51, 51, 51, 41, 40, 7, 1, 2])

@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
+from pipeline import random_numbers
 from pipeline.errors import UserError
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
+from pipeline.random_numbers import Purpose
 from pipeline.settings import schema
 from pipeline.settings.weights import ExplainConfig
 
@@ -121,7 +123,7 @@ def test_drawings_that_do_not_apply_are_reported(
         (whole, "head = 3, but .*whole.pt has 2", "head=3"),
         (whole, "head = last must be a number from 1, all, or mean", "head=last"),
         (whole, "num_drawn = 0 must be at least 1", "num_drawn=0"),
-        (whole, "none of the 1 images chosen of .*bad.png can be read", f"images={tmp_path / 'bad.png'}"),
+        (whole, "none of the 1 image chosen of .*bad.png can be read", f"images={tmp_path / 'bad.png'}"),
     ):
         with pytest.raises(UserError, match=words) as error:
             run(weights, tmp_path / "none", *more)
@@ -138,6 +140,10 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     # A smaller choice is part of a larger one; given files keep their order.
     more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
     assert more["images"][:4] == few["images"]
+    order = random_numbers.permutation(11, 0, Purpose.EXPLAINED_IMAGES)  # As everywhere: the seed, then the purpose.
+    names = sorted(f"{path.parent.name}/{path.name}" for path in photos.glob("*/*.png"))
+    readable = [names[row] for row in order[:6] if names[row] != "ant/9.png"]
+    assert ["/".join(Path(key).parts[-2:]) for key in more["images"]] == readable
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
     assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
 

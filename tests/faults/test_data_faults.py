@@ -340,11 +340,10 @@ def read_all(of: Loader) -> list[Batch]:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b"\x07" * path.stat().st_size), "not those of the manifest"),
         (lambda path: path.write_bytes(b""), "ends before byte"),
     ],
-    ids=["deleted", "replaced", "emptied"],
+    ids=["replaced", "emptied"],
 )
 def test_a_shard_that_goes_while_a_run_trains(fault: Callable[[Path], None], reason: str, copy: Dataset) -> None:
     with loader(copy, max_bad_share=0.3) as patient, loader(copy, max_bad_share=0.01) as strict:
@@ -358,6 +357,23 @@ def test_a_shard_that_goes_while_a_run_trains(fault: Callable[[Path], None], rea
             read_all(strict)
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),  # pread() fails, as on a broken disk
+    ],
+    ids=["deleted", "unreadable"],
+)
+def test_a_shard_that_cannot_be_read_is_no_bad_image(fault: Callable[[Path], None], reason: str, copy: Dataset) -> None:
+    with loader(copy, max_bad_share=1.0) as patient:
+        fault(copy.path / SHARD)
+        said = rf"{SHARD} cannot be read: {reason}. Restore the file or its permissions"
+        with pytest.raises(StorageError, match=said):
+            read_all(patient)
+        assert not patient.bad
 
 
 # ------------------------------------------------------------------------------ while images are sharded

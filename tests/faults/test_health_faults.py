@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 from forked import Forge
-from planted import BAD_STEP
+from planted import BAD_STEP, EVALUATION_SECONDS
 from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline import model as models
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
 STEPS = 16
+DECAY = 0.8
+EMA = [f"optimizer.ema_decay={DECAY}", "checkpoint.every=2 steps"]
 
 
 def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
@@ -31,16 +34,29 @@ def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # More samples than the runs take: those that make the loss jump do not come again in a second epoch.
     dataset = make_dataset(folder / "data", {"train": 500, "val": 37})
     runs = [
-        *(("nan in a loss", of(dataset, folder, f"loss{stage}", f"engine.zero_stage={stage}")) for stage in range(4)),
-        ("nan in a loss", of(dataset, folder, "loss-bf16", "engine.precision=bf16")),
+        *(
+            ("nan in a loss", of(dataset, folder, f"loss{stage}", f"engine.zero_stage={stage}", *EMA))
+            for stage in range(4)
+        ),
+        ("nan in a loss", of(dataset, folder, "loss-bf16", "engine.precision=bf16", *EMA)),
+        *(
+            (
+                "nan in a loss",
+                of(dataset, folder, f"loss{stage}-fp16", f"engine.zero_stage={stage}", "engine.precision=fp16", *EMA),
+            )
+            for stage in (1, 3)
+        ),
         ("nan in a gradient", of(dataset, folder, "gradient0", "engine.zero_stage=0")),
         ("nan in a gradient", of(dataset, folder, "gradient1", "engine.zero_stage=1")),
         ("nan in a weight", of(dataset, folder, "weight", "engine.zero_stage=0", "train.max_skipped_steps=3")),
         ("spike", of(dataset, folder, "said")),
-        ("spike", of(dataset, folder, "skipped", "health.on_spike=skip")),
+        ("", of(dataset, folder, "said", f"train.length={STEPS + 1} steps")),  # A second start.
+        ("spike", of(dataset, folder, "skipped", "health.on_spike=skip", *EMA)),
         ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
         ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
         ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
+        ("", of(dataset, folder, "owed", "train.length=4 steps", "evaluate.every=4 steps")),
+        ("slow evaluation", of(dataset, folder, "owed", "train.length=6 steps", "evaluate.every=4 steps")),
     ]
     forge.start_work(2, "planted:train", runs).finish()
     return folder
@@ -50,7 +66,10 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return models.read_weights(run / "checkpoints" / f"step-{STEPS:08d}")[1]
 
 
-@pytest.mark.parametrize("name", ["loss0", "loss1", "loss2", "loss3", "loss-bf16", "gradient0", "gradient1"])
+LOSSES = ["loss0", "loss1", "loss2", "loss3", "loss-bf16", "loss1-fp16", "loss3-fp16"]
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "gradient0", "gradient1"])
 def test_what_is_no_number_never_reaches_the_weights(out: Path, name: str) -> None:
     skipped = metrics(out / name, "skipped_steps")
     assert [skipped[step] for step in (BAD_STEP - 1, BAD_STEP, STEPS)] == [0, 1, 1], "that step alone, on every rank"
@@ -69,6 +88,19 @@ def test_stages_agree_on_what_follows(out: Path) -> None:
             assert found[step] == pytest.approx(expected[step], rel=2e-5), (name, step)
 
 
+@pytest.mark.parametrize("name", [*LOSSES, "skipped"])
+def test_a_skipped_step_leaves_the_mean_of_the_weights_as_it_was(out: Path, name: str) -> None:
+    """Step 10 is skipped: the mean after it is that after step 9, and the weights of step 9 are still those."""
+    two_before, after = (
+        ShardedTensors.open(out / name / "checkpoints" / f"step-{step:08d}") for step in (BAD_STEP - 2, BAD_STEP)
+    )
+    means, weights, found = two_before.whole("ema"), after.whole("weights"), after.whole("ema")
+    for tensor, mean in means.items():
+        expected = torch.lerp(torch.from_numpy(mean), torch.from_numpy(weights[tensor]), 1 - DECAY).numpy()
+        assert np.array_equal(found[tensor], expected), tensor
+        assert not np.array_equal(expected, weights[tensor]), "it would move"
+
+
 def test_a_broken_weight_ends_the_run_in_one_line(out: Path) -> None:
     error = (out / "weight.error").read_text()
     assert "more than train.max_skipped_steps = 3" in error
@@ -84,6 +116,9 @@ def test_a_spike_is_said(out: Path) -> None:
     assert f"step {BAD_STEP}: a loss of" in log(out / "said")
     assert metrics(out / "said", "loss_spikes")[STEPS] == 1
     assert metrics(out / "said", "skipped_steps")[STEPS] == 0
+    # What was counted is in the checkpoint: a second start counts on, and describes the whole run.
+    assert metrics(out / "said", "loss_spikes")[STEPS + 1] == 1
+    assert "Warnings: 1 loss spikes." in (out / "said" / "page" / "end.json").read_text()
 
 
 def test_a_spike_can_be_left_out_of_the_weights(out: Path) -> None:
@@ -118,6 +153,11 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
         status = read_status(out / name)
         assert status is not None
         assert (status.status, status.code) == ("diverged", 2)
+
+
+def test_an_evaluation_that_is_made_up_is_no_time_of_training(out: Path) -> None:
+    assert sorted(metrics(out / "owed", "val_loss")) == [4, 6]
+    assert metrics(out / "owed", "images_per_second")[5] > 24 / EVALUATION_SECONDS
 
 
 def test_a_slow_rank_is_named(out: Path) -> None:

@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
+from pipeline.data.dataset.tables import info_checksum
 from pipeline.data.storage import checksum_cache
 from pipeline.errors import UserError
 
@@ -75,6 +77,40 @@ def flip(path: Path, generator: np.random.Generator) -> None:
     place = int(generator.integers(len(data)))
     data[place] ^= 1 << int(generator.integers(8))
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "said"),
+    [
+        ("labels", lambda values: [[-1], *values[1:]], "column labels has -1"),
+        ("labels", lambda values: [[0, None], *values[1:]], "column labels has a null"),
+        ("labels", lambda values: [None, *values[1:]], "column labels has a null"),
+        ("offset", lambda values: [-512, *values[1:]], "column offset has -512"),
+        ("size", lambda values: [None, *values[1:]], "column size has a null"),
+    ],
+)
+def test_impossible_numbers_behind_right_checksums(column: str, change: Any, said: str, tmp_path: Path) -> None:
+    dataset = make(tmp_path / "data")
+    shutil.rmtree(dataset.path / "index")
+    table = pq.read_table(dataset.path / SAMPLES_FILE)
+    place = table.schema.get_field_index(column)
+    values = pa.array(change(table[column].to_pylist()), table.schema.types[place])
+    pq.write_table(table.set_column(place, column, values), dataset.path / SAMPLES_FILE)
+    info = json.loads((dataset.path / INFO).read_text())
+    info["files"][SAMPLES_FILE] = hashlib.sha256((dataset.path / SAMPLES_FILE).read_bytes()).hexdigest()
+    info["checksum"] = info_checksum(info)
+    (dataset.path / INFO).write_text(json.dumps(info))
+    with pytest.raises(UserError, match=rf"samples.parquet is damaged \({said}\)\. Copy it again"):
+        open_dataset(dataset.path).split("train")
+
+
+def test_samples_without_a_label_are_counted(tmp_path: Path) -> None:
+    """An empty list is documented: of several labels, none. Beside samples of one label each, it is said."""
+    split = make(tmp_path / "data").split("train")
+    assert split.notes() == []
+    starts = np.minimum(np.arange(COUNT + 1), COUNT - 2)
+    single = replace(split.index, labels=np.zeros(COUNT - 2, np.int32), label_starts=starts, max_labels=1)
+    assert replace(split, index=single).notes() == ["train: 2 of 60 samples have no label"]
 
 
 def check_line(error: UserError, path: Path) -> None:

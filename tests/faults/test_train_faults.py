@@ -16,7 +16,7 @@ from ranks import metrics, settings
 from saving import save_all
 
 from pipeline import model as models
-from pipeline.checkpoint.store import Checkpoints
+from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.console import Console
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.distributed import Ranks
@@ -33,9 +33,9 @@ def load(overrides: list[str]) -> RunConfig:
     return schema.load(RunConfig, None, overrides)
 
 
-def spoil(dataset: Path, rows: list[int]) -> None:
-    """Overwrite the image bytes of training samples, as a bad disk would."""
-    split = open_dataset(dataset).split("train")
+def spoil(dataset: Path, rows: list[int], name: str = "train") -> None:
+    """Overwrite the image bytes of samples of a split, as a bad disk would."""
+    split = open_dataset(dataset).split(name)
     for row in rows:
         with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
             file.seek(int(split.offsets[row]))
@@ -45,24 +45,57 @@ def spoil(dataset: Path, rows: list[int]) -> None:
 def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
     forge: Forge, dataset: Path, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(dataset, broken)
-    spoil(broken, [3, 77])
-    patient, strict = (
-        settings(broken, tmp_path, name, "train.length=2 epochs", f"data.max_bad_share={share}")
-        for name, share in (("patient", 0.02), ("strict", 0.001))
-    )
-    said = forge.start(1, patient).finish()
-    assert metrics(tmp_path / "patient", "bad_samples")[12] == 2
+    """They count once for all starts, ranks and epochs: in the checkpoint, the metrics, the description and the budget."""
+    data = tmp_path / "data"
+    shutil.copytree(dataset, data)
+    spoil(data, [3, 77])
+
+    def of(name: str, steps: int, share: float = 0.02) -> list[str]:
+        return settings(
+            data,
+            tmp_path,
+            name,
+            "schedule.decay=constant",
+            f"train.length={steps} steps",
+            f"data.max_bad_share={share}",
+        )
+
+    forge.start(2, of("whole", 13), of("patient", 6)).finish()
+    said = forge.start(1, of("patient", 13)).finish()
+    counted = metrics(tmp_path / "patient", "bad_samples")
+    assert counted == metrics(tmp_path / "whole", "bad_samples")
+    assert (counted[1], counted[13]) == (0, 2)
+    for name in ("whole", "patient"):
+        state = read_state(tmp_path / name / "checkpoints" / "step-00000012")
+        assert [row for row, _ in state.counts.unreadable] == [3, 77]
+
+    # The images are readable again, and yet the run has left some out.
+    shutil.rmtree(data)
+    shutil.copytree(dataset, data)
+    said = forge.start(1, of("patient", 14)).finish()
     assert "left out train00003" in said
     assert "left out train00077" in said
+    assert "Warnings: 2 unreadable images." in (tmp_path / "patient" / "page" / "end.json").read_text()
+    run = forge.start(1, of("patient", 15, share=0.001))
+    assert run.wait() == [2], run.said()
+    assert "error: 2 samples of 150 cannot be read, more than data.max_bad_share = 0.001 allows (1)" in run.said()
 
-    run = forge.start(1, strict)
+    spoil(data, [3, 77])
+    run = forge.start(1, of("strict", 12, share=0.001))
     assert run.wait() == [2], run.said()
     errors = [line for line in run.said().splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "data.max_bad_share = 0.001" in errors[0]
     assert "Traceback" not in run.said()
+
+    # Held-out images have the same budget: a score on what is left would say nothing.
+    spoil(data, list(range(10)), "val")
+    run = forge.start(1, settings(data, tmp_path, "scored", "train.length=2 epochs", "data.max_bad_share=0.02"))
+    assert run.wait() == [2], run.said()
+    (error,) = [line for line in run.said().splitlines() if line.startswith("error:")]
+    assert "cannot be read, more than data.max_bad_share = 0.02 allows" in error
+    assert "the first is val0000" in error
+    assert not (tmp_path / "scored/scores.json").exists()
 
 
 def test_weights_of_another_class_count_are_refused(dataset: Path, tmp_path: Path) -> None:
@@ -79,6 +112,14 @@ def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_pa
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
+    assert model.config.kernel == "zoom"
+    by_bicubic = load(
+        [*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32", "init.kernel=bicubic"]
+    )
+    other = resume.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
+    assert "positions: 2 x 2 resampled to 4 x 4 by the kernel bicubic" in (tmp_path / "log.txt").read_text()
+    assert other.config.to_dict()["kernel"] == "bicubic"  # in the run's checkpoints, and so in what reads them
+    assert not torch.equal(other.positions, model.positions)
     assert float(model.head.weight.abs().max()) == 0
 
 

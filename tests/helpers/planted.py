@@ -7,28 +7,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from pipeline.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import loop, setup
+from pipeline.train.evaluators import SplitEvaluator
 from pipeline.train.run import run_training
 
 BAD_STEP = 10  # Counted from 1.
+EVALUATION_SECONDS = 1.5
 
 
 def train(runs: list[tuple[str, list[str]]]) -> None:
     """runs: (fault, overrides). Leaves NAME.RANK.txt, the rows of each step, and NAME.error, what a run ended with."""
     plain_step = loop.training_step
+    get_accelerator().is_fp16_supported = lambda: (
+        True
+    )  # DeepSpeed asks a CPU whether it is fast at fp16; any is able to.
     setup.dry_run_on_all_ranks = lambda *rest: None  # type: ignore[assignment]  Its step is no step of the run.
     for fault, overrides in runs:
         config = schema.load(RunConfig, None, overrides)
         seen = Path(config.out) / f"{config.name}.{os.environ.get('RANK', '0')}.txt"
         loop.training_step = _step_with(fault, plain_step, seen)
+        if fault == "slow evaluation":
+            _owe_a_slow_evaluation(Path(config.out) / config.name)
         try:
             run_training(config)
         except UserError as error:
             (Path(config.out) / f"{config.name}.error").write_text(str(error))
+
+
+def _owe_a_slow_evaluation(run: Path) -> None:
+    """As a kill during the evaluation leaves a run. The next evaluation takes EVALUATION_SECONDS."""
+    (run / "scores.json").unlink(missing_ok=True)
+    evaluate = SplitEvaluator.evaluate_on_all_ranks
+
+    def slow(*arguments: Any) -> None:
+        SplitEvaluator.evaluate_on_all_ranks = evaluate  # type: ignore[method-assign]
+        time.sleep(EVALUATION_SECONDS)
+        evaluate(*arguments)
+
+    SplitEvaluator.evaluate_on_all_ranks = slow  # type: ignore[method-assign]
 
 
 class _Faulty:

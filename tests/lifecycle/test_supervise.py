@@ -157,7 +157,7 @@ def test_a_host_that_failed_twice_is_left_out_and_the_batch_still_divides(tmp_pa
     case = Case(tmp_path, [{**KILLED, "failures": lost}, FINISHED], *options)
     code, output = case.end()
     assert code == 0, output
-    assert "going on without gone, on a (2), c (2); 1 slots stay idle, for the batch of 24" in output
+    assert "going on without gone, on a (2), c (2); 1 slot idle, for the batch of 24" in output
     assert read_hostfile(case.run / "hostfile") == {"a": 2, "c": 2}
     first, second = case.commands()
     assert first[:2] == options
@@ -215,11 +215,16 @@ def test_hostfiles_that_are_none(tmp_path: Path, text: str, said: str) -> None:
         read_hostfile(tmp_path / "hosts")
 
 
+WHOLE = ["name=no_such_run", "model.name=ViT-Ti/16", "data.path=here", "train.length=1 steps"]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         ([], "give the command that starts the run after --"),
         (["deepspeed", "launch/pretrain.py", "nmae=x"], "unknown setting nmae. Did you mean name?"),
+        (["nosuchlauncher", "launch/pretrain.py", *WHOLE], "error: 'nosuchlauncher': there is no such program"),
+        (["", "launch/pretrain.py", *WHOLE], "error: '': there is no such program"),
     ],
 )
 def test_commands_that_start_no_run(command: list[str], said: str) -> None:
@@ -232,3 +237,4 @@ def test_commands_that_start_no_run(command: list[str], said: str) -> None:
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (ROOT / "runs" / "no_such_run").exists()

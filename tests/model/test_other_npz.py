@@ -113,7 +113,7 @@ def test_assumptions_about_big_vision_files_are_reported(tmp_path, random_arrays
     said = []
     read_weights(write(tmp_path, arrays | {"params/t": np.ones(1, np.float32)}), said.append)
     assert said == [
-        "1 arrays outside of params/img/ are left out: not part of this model",
+        "1 array outside of params/img/ left out: not part of this model",
         "the class token has no position in the file: zeros",
     ]
     del arrays["params/img/pos_embedding"]

@@ -1,6 +1,7 @@
 """State dicts of timm, Hugging Face and DINOv2, against formulae and transformers' own models."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 /
     ],
 )
 def test_out_to_timm_and_in_again_is_exact(tmp_path, name, changes):
-    model = random_model(name, **changes)
+    model = random_model(name, kernel="bicubic_antialias", **changes)
     tensors, config = to_timm(model, None, {})
     assert same(load(folder(tmp_path, tensors, config)), model)
     if name.startswith("ViT"):
@@ -217,7 +218,15 @@ def test_out_to_timm_and_in_again_is_exact(tmp_path, name, changes):
 def test_resnets_in_timms_names_come_back(tmp_path):
     """These sizes have no name in timm, so to_timm refuses them."""
     hybrid = random_model(
-        "R26+S/32", stem=(2, 1), patch_size=1, depth=1, width=24, num_heads=3, mlp_width=40, gelu="erf"
+        "R26+S/32",
+        stem=(2, 1),
+        patch_size=1,
+        depth=1,
+        width=24,
+        num_heads=3,
+        mlp_width=40,
+        gelu="erf",
+        kernel="bicubic_antialias",
     )
     tensors = vit_entries(hybrid.config, NAMES["timm"]).write(hybrid.state_dict())
     assert tensors["patch_embed.backbone.stages.1.blocks.0.downsample.norm.bias"].shape == (512,)
@@ -248,7 +257,7 @@ def test_the_names_that_timm_knows():
     [dict, lambda s: {"model": s, "epoch": 3}, lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}}],
 )
 def test_a_lone_file_of_a_known_size(tmp_path, wrap, legacy):
-    model = random_model(gelu="erf")
+    model = random_model(gelu="erf", kernel="bicubic_antialias")
     content = wrap(to_timm(model, None, {})[0])
     torch.save(content, tmp_path / "weights.pth", _use_new_zipfile_serialization=not legacy)
     assert same(load(tmp_path / "weights.pth"), model)
@@ -380,13 +389,47 @@ def test_transposed_tensors_of_transformers_change_the_logits(tmp_path, transfor
 
 
 @torch.no_grad()
-def test_positions_of_another_size_are_transformers_with_the_bicubic_kernel(tmp_path, transformers):
-    theirs = randomised(transformers.ViTForImageClassification(hf_config(transformers)))
+@pytest.mark.parametrize("size", [(24, 32), (8, 12)])
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [("ViT", "bicubic"), ("Dinov2", "bicubic"), ("Dinov2WithRegisters", "bicubic_antialias")],
+)
+def test_positions_of_another_size_are_transformers(tmp_path, transformers, kind, kernel, size):
+    theirs = randomised(getattr(transformers, f"{kind}Model")(hf_config(transformers, kind)))
     theirs.save_pretrained(tmp_path)
-    x = torch.rand(2, 3, 24, 32) * 2 - 1
-    expected = theirs(x, interpolate_pos_encoding=True).logits
-    assert (load(tmp_path, image_size=(24, 32), kernel="bicubic").eval()(x) - expected).abs().max() < 5e-6
-    assert (load(tmp_path, image_size=(24, 32)).eval()(x) - expected).abs().max() > 1e-3
+    halves_beside(tmp_path)
+    x = torch.rand(2, 3, *size) * 2 - 1
+    expected = theirs(x, **({"interpolate_pos_encoding": True} if kind == "ViT" else {})).last_hidden_state
+
+    def difference(path, **kernel):
+        ours = load(path, image_size=size, **kernel).eval()
+        return float((ours.encode(ours.embed(x)) - expected).abs().max() / expected.abs().max())
+
+    assert difference(tmp_path) < 1e-5
+    assert difference(tmp_path, kernel="zoom") > 1e-3
+    # Our own file of these weights says so, and a model loaded with another kernel says that.
+    save_safetensors(load(tmp_path), tmp_path / "ours.safetensors")
+    assert read_weights(tmp_path / "ours.safetensors")[0].kernel == kernel
+    assert difference(tmp_path / "ours.safetensors") < 1e-5
+    save_safetensors(load(tmp_path, kernel="zoom"), tmp_path / "ours.safetensors")
+    assert difference(tmp_path / "ours.safetensors", kernel=kernel) < 1e-5 < difference(tmp_path / "ours.safetensors")
+
+
+def test_the_kernel_is_that_of_the_project_whose_names_a_file_has(tmp_path, timm_weights, dinov2):
+    def kernel(tensors):
+        return read_weights(folder(tmp_path, tensors, TIMM_CONFIG))[0].kernel
+
+    published = original_names(dinov2.state_dict())
+    assert "mask_token" in published
+    assert kernel(timm_weights) == "bicubic_antialias"
+    assert kernel(published) == "bicubic"
+    timms = {key: tensor for key, tensor in published.items() if key != "mask_token"}
+    assert kernel(timms) == "bicubic_antialias"
+    deit = {re.sub(r"ls(\d).gamma", r"gamma_\1", key): tensor for key, tensor in timms.items()}
+    assert kernel(deit) == "bicubic"
+    # DINOv2's models with registers resample with antialiasing.
+    size = {"pos_embed": published["pos_embed"], "register_tokens": torch.zeros(1, 3, D)}
+    assert kernel(published | size) == "bicubic_antialias"
 
 
 @torch.no_grad()
@@ -408,7 +451,7 @@ def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
     ],
 )
 def test_out_to_transformers_and_in_again(tmp_path, transformers, changes, preprocessing):
-    model, x = random_model(**changes), torch.rand(2, 3, 16, 16)
+    model, x = random_model(kernel="bicubic", **changes), torch.rand(2, 3, 16, 16)
     classes = list("abcde") if model.config.num_classes else None
     path = folder(tmp_path / "hf", *to_huggingface(model, classes, preprocessing))
     assert same(load(path), model)
@@ -572,7 +615,7 @@ def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
         ({"layer_norm_eps": 1e30}, None, "layer_norm_eps = 1e+30 must be"),
         ({"image_size": [16, -16]}, None, "config.json: image_size = [16, -16] must be"),
         ({"id2label": {"x": "cat"}}, None, "id2label has the key 'x'"),
-        ({"id2label": {"0": "cat"}}, None, "class names do not fit its head: 1 names, 16 classes"),
+        ({"id2label": {"0": "cat"}}, None, "class names do not fit its head: 1 name, 16 classes"),
         ({}, {"resample": 99}, "preprocessor_config.json: resample = 99 must be from 0 to 5"),
         ({}, {"size": -3}, "preprocessor_config.json: size = -3 must be from 1"),
         ({}, {"size": {"height": 10**9}}, "preprocessor_config.json: size = 1000000000 must be from 1"),

@@ -1,11 +1,21 @@
 import os
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.model import configure, create, load, read_weights, resample_positions, save, save_safetensors
+from pipeline.model import (
+    config_from_dict,
+    configure,
+    create,
+    load,
+    read_weights,
+    resample_positions,
+    save,
+    save_safetensors,
+)
 
 
 def tiny(**changes):
@@ -147,7 +157,10 @@ def test_pixels_beyond_the_last_patch_are_not_seen(file):
     said: list[str] = []
     model = load(file, image_size=(10, 12), say=said.append)
     assert (model.config.grid, model.config.unseen) == ((2, 3), (2, 0))
-    assert said == ["image_size = 10 x 12: patches of 4 pixels leave the last 2 rows and 0 columns unseen"]
+    assert said == [
+        "image_size = 10 x 12: patches of 4 pixels leave the last 2 rows and 0 columns unseen",
+        "positions: 2 x 2 resampled to 2 x 3 by the kernel zoom",
+    ]
     images = torch.rand(2, 3, 10, 12)
     assert torch.equal(model.eval()(images), load(file, image_size=(8, 12)).eval()(images[:, :, :8]))
     save(model, file)
@@ -190,6 +203,32 @@ def test_a_damaged_file_is_refused(file):
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
         assert "not a readable weights file" in one_line(file)
+
+
+def test_a_file_of_another_format_is_named_and_not_called_damaged(tmp_path, recwarn):
+    for name, content, said in (
+        (
+            "a.onnx",
+            b"\x08\x0a\x12\x07pytorch" + bytes(1000),
+            "is an ONNX graph, which this does not read. Use the weights",
+        ),
+        ("a.ONNX", b"", "is an ONNX graph"),
+        ("a.tflite", b"\x1c\0\0\0TFL3", "is a TensorFlow Lite graph"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        message = one_line(tmp_path / name)
+        assert said in message
+        assert "ownload" not in message
+    model = tiny().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.trace(model, torch.zeros(1, 3, 8, 8), check_trace=False), tmp_path / "script.pt")
+    recwarn.clear()
+    assert "is a TorchScript program" in one_line(tmp_path / "script.pt")
+    assert not recwarn.list
+    # The content counts, not the name.
+    save(tiny(), tmp_path / "weights.onnx")
+    assert same_values(load(tmp_path / "weights.onnx"), tiny())
 
 
 def test_a_flipped_bit_anywhere_in_a_tensor_is_refused(file):
@@ -239,7 +278,7 @@ def test_another_kind_of_file_is_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"classes": ["a"]}, "class names do not fit its head: 1 names, 5 classes"),
+        ({"classes": ["a"]}, "class names do not fit its head: 1 name, 5 classes"),
         ({"classes": ["a", "b", 3, "d", "e"]}, "extra: classes[2] = 3 must be text"),
         ({"classes": "abcde"}, "extra: classes = 'abcde' must be a list of text"),
         ({"preprocessing": {"image_size": "224"}}, "preprocessing.image_size = '224' must be a whole number"),
@@ -312,3 +351,9 @@ def test_the_error_for_a_pickle_does_not_advise_to_execute_it(tmp_path):
 def test_files_without_registers_say_nothing_of_them():
     assert "registers" not in tiny().config.to_dict()
     assert tiny(registers=2, num_classes=0).config.to_dict()["registers"] == 2
+
+
+def test_files_of_the_first_kernel_say_nothing_of_it():
+    assert "kernel" not in tiny().config.to_dict()
+    assert config_from_dict(tiny().config.to_dict()).kernel == "zoom"
+    assert tiny(kernel="bicubic").config.to_dict()["kernel"] == "bicubic"

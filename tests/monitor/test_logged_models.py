@@ -145,6 +145,29 @@ def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path, capfd:
     )
 
 
+def test_a_run_whose_name_has_dots_gets_its_logged_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every run of a grid has such a name, `lr-0.003`, and MLflow allows no dot in that of a model."""
+    tracked(tmp_path, "lr-0.003", [checkpoint(tmp_path, "lr-0.003", 20)], {20: 0.25})
+    (model,) = logged(tmp_path)
+    assert (model.name, model.tags["run"]) == ("lr-0_003-step-00000020", "lr-0.003")
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_what_mlflow_refuses_is_named_once_and_the_rest_arrives(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A registered model's name allows no slash: that is no outage, and no later start could send it."""
+    found = [checkpoint(tmp_path, "a", 10), checkpoint(tmp_path, "a", 20)]
+    tracked(tmp_path, "a", found, {10: 0.25, 20: 0.5}, register="vit/pets")
+    assert [len(model.metrics) for model in logged(tmp_path)] == [1, 1]
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2  # For each version.
+    assert "step-00000010 as a version of the registered model vit/pets (" in said[0]
+    assert "Invalid model name 'vit/pets'" in said[0]
+    assert "will never arrive" in said[0]
+    assert "cannot be reached" not in said[0]
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

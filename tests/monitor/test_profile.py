@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.distributed import Ranks
 from pipeline.monitor import profile
+from pipeline.monitor.gpus import find_gpu
 from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops, peak_memory
 
 CPU = torch.device("cpu")
@@ -79,6 +81,22 @@ def test_peak_is_the_settings_or_measured() -> None:
         ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
         ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100X", 318.5),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480),
     ],
 )
 def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,14 +108,59 @@ def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
-    [("NVIDIA H100 80GB HBM3", 80), ("A100-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80), ("H200", 141), ("L4", 24)],
+    [
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("A100-40GB", 40),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("H200", 141),
+        ("L4", 24),
+        ("NVIDIA H100 NVL", 94),
+        ("NVIDIA GH200 480GB", 96),  # 480 GB is the memory of its CPU.
+        ("NVIDIA GH200 144G HBM3e", 144),
+        ("Tesla V100-SXM2-32GB", 32),
+        ("v100-1 GB", 1),
+    ],
 )
 def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabytes: int) -> None:
-    gpu = profile.find_gpu(name)
+    gpu = find_gpu(name)
     assert gpu
     assert gpu.memory == gigabytes * 10**9
-    assert profile.find_gpu("TPU v5e") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TPU v5e",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA L400",
+        "NVIDIA",
+        "",
+    ],
+)
+def test_a_gpu_of_another_name_is_unknown(name: str) -> None:
+    assert find_gpu(name) is None
+
+
+def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.device_memory(CPU) is None
+    total = 85_028_765_696  # As CUDA reports for an H100-80GB.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    found = profile.device_memory(torch.device("cuda", 0))
+    assert found == pytest.approx(80e9, rel=0.01)
+
+
+def test_an_unknown_gpu_is_timed_with_a_product_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones take the time of a launch, here 20 us, however fast the device is."""
+    seconds = lambda side, device, dtype: 20e-6 + 2 * side**3 / 500e12  # noqa: E731
+    monkeypatch.setattr(profile, "_product_seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 4g.40gb")
+    peak, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, 0.0)
+    assert peak == pytest.approx(500e12, rel=0.02)
+    assert source == "matrix product timed at start"
 
 
 def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def write_run(
     digest: str = TEST.digest,
     model: models.Config = MODEL,
     tracked: bool = False,
+    train_split: str = "train",
 ) -> Path:
     """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db."""
     overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
@@ -47,7 +48,7 @@ def write_run(
         {"model": "ViT/16, width 32, depth 2", "device": "cpu", "torch": "2.13.0", **source_tags()},
         tuple(
             dataclasses.replace(TEST, digest=digest, split=split, num_samples=count, context=context)
-            for split, count, context in (("train", 1000, "training"), ("test", num_samples, "evaluation"))
+            for split, count, context in ((train_split, 1000, "training"), ("test", num_samples, "evaluation"))
         ),
         "A run.",
         {},

@@ -194,6 +194,39 @@ def test_thirty_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "run29" in capsys.readouterr().out
 
 
+def test_losses_that_cannot_be_compared_share_no_figure(tmp_path: Path) -> None:
+    """And a loss on the split that is trained on is not called held-out."""
+    evaluations = {10: 0.3, 20: 0.4}
+    a = write_run(tmp_path / "a", evaluations=evaluations)
+    b = write_run(tmp_path / "b", "train.loss=softmax", evaluations=evaluations)
+    c = write_run(tmp_path / "c", "optimizer.lr=0.1", evaluations=evaluations)
+    d = write_run(tmp_path / "d", "data.train_split=test", evaluations=evaluations, train_split="test")
+
+    def drawn(*folders: Path) -> dict[str, str]:
+        pictures = compare.curves(compare.named([from_folder(folder) for folder in folders]))
+        return {picture.name: picture.about.partition(" against")[0] for picture in pictures}
+
+    assert drawn(a, c) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of each run",
+        "held_out_loss.png": "Loss on held-out images of each run",
+        "training_loss.png": "Training loss of each run",
+    }
+    assert drawn(a, b, c) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of each run",
+        "held_out_loss.png": "Loss on held-out images (sigmoid) of a, c",
+        "held_out_loss_2.png": "Loss on held-out images (softmax) of b",
+        "training_loss.png": "Training loss (sigmoid) of a, c",
+        "training_loss_2.png": "Training loss (softmax) of b",
+    }
+    assert drawn(a, d) == {
+        "accuracy.png": "Top-1 accuracy on held-out images of a",
+        "accuracy_2.png": "Top-1 accuracy on training images of d",
+        "held_out_loss.png": "Loss on held-out images of a",
+        "held_out_loss_2.png": "Loss on training images of d",
+        "training_loss.png": "Training loss of each run",
+    }
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "run", evaluations={20: 0.5}) for parent in ("a", "b")]
     records = [from_folder(folder) for folder in (*folders, folders[0])]
@@ -238,3 +271,23 @@ def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
     assert group.pairs == []
     page = markdown("x", list(compare.page(records, groups, [])))
     assert "| VTAB-1k |" in page
+
+
+def test_a_run_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """runs=[a,a/] ranked it twice."""
+    write_run(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    for again in ("a/", "./a", "link", str(tmp_path / "a"), "a/config.json"):
+        config = schema.load(CompareConfig, None, [f"runs=[a,{again}]", "out=compared"])
+        with pytest.raises(UserError, match=rf"^runs: a and {again} are the same run\. Leave out one of them\.$"):
+            compare.run(config)
+    assert not (tmp_path / "compared").exists()
+
+
+def test_a_run_is_the_same_in_its_folder_and_in_mlflow(tmp_path: Path) -> None:
+    record = from_folder(write_run(tmp_path / "a"))
+    record = dataclasses.replace(record, run_id="1f")
+    with pytest.raises(UserError, match="are the same run"):
+        compare._refuse_twice(["a", "mlflow:1f"], [record, dataclasses.replace(record, folder=None)])
+    compare._refuse_twice(["a", "mlflow:2f"], [record, dataclasses.replace(record, folder=None, run_id="2f")])

@@ -138,11 +138,15 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     )
     page = markdown("a", list(report.page(from_folder(folder), reader(tmp_path))))
     for shown in (
-        "3 steps skipped", "1 log lines with a loss that is not finite", "1 damaged lines", "loss is NaN",
+        "3 steps skipped", "1 log line with a loss that is not finite", "1 damaged line of", "loss is NaN",
         f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |", "weights=" + str(folder / "checkpoints" / "step-00000010"),
         "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
     ):  # fmt: skip
         assert re.search(re.escape(shown), page, re.IGNORECASE), shown
+    places = [
+        page.index(text) for text in ("# Health", "to know before trusting the scores", "# Lineage", "![", "# Scores")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_run_on_gpus_has_its_predicted_speed_beside_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import RunFolder, Status
-from pipeline.monitor.mlflow.sender import Timing
+from pipeline.locks import FileLock
+from pipeline.monitor.mlflow.sender import LOCK_FILE, Timing
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
+from pipeline.settings import schema
 from pipeline.settings.reports import SyncConfig
 from pipeline.settings.run import TrackConfig
 
@@ -116,6 +119,53 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, capsys: pytest.Capture
         pid = int((tmp_path / "run" / "lock").read_text().split("pid ")[1].split(",")[0])
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_what_mlflow_refuses_does_not_keep_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    facts = RunFacts("lr-0.003", "finetune", {"seed": 1, "what?": 2, "lr": 0.003})
+    tracker = Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "lr-0.003", facts, 0, FAST)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    (sent,) = run(SyncConfig(runs=[str(tmp_path / "lr-0.003")]))
+    shown = MlflowStore(default_uri(tmp_path)).client.get_run(sent)
+    assert (shown.data.params, shown.data.metrics) == ({"seed": "1", "lr": "0.003"}, {"train/loss": 1.0})
+    assert shown.info.status == "FINISHED"
+    out = capfd.readouterr().out
+    assert "without parameter what?, which this MLflow refuses" in out
+    assert "will never arrive" in out
+
+
+def test_one_folder_is_sent_by_one_process_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "run", enabled=False)
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    if (pid := os.fork()) == 0:  # Another process, which has the lock of the folder.
+        lock = FileLock(tmp_path / "run" / LOCK_FILE, by_record=True)
+        lock.acquire()
+        lock.write_owner("host other, pid 1")
+        ready.touch()
+        while not go.exists():
+            time.sleep(0.01)
+        os._exit(0)
+    while not ready.exists():
+        time.sleep(0.01)
+    assert run(SyncConfig(runs=[str(tmp_path / "run")])) == []
+    assert "run: not sent, because MLflow receives" in (out := capfd.readouterr().out)
+    assert "from host other, pid 1 at this moment" in out
+    go.touch()
+    os.waitpid(pid, 0)
+    assert len(run(SyncConfig(runs=[str(tmp_path / "run")]))) == 1
+    assert page(default_uri(tmp_path), "run")["status"] == "FINISHED"  # Raises if there are two.
+
+
+def test_a_database_in_memory_is_no_place_to_send_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, "run", enabled=False)
+    for uri in ("sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:///file:x?mode=memory&uri=true"):
+        with pytest.raises(UserError, match="must be a tracking URI that outlives this process"):
+            schema.load(SyncConfig, None, ["runs=[runs]", f"uri={uri}"])
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(UserError, match="is a database in memory, which ends with this process"):
+            run(SyncConfig(runs=[str(tmp_path / "run")]))
+    assert not (tmp_path / "run" / "mlflow.json").exists()
 
 
 def test_folders_without_a_run(tmp_path: Path) -> None:

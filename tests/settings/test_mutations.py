@@ -20,7 +20,7 @@ CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.
 FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
          if path.name != "prepare.yaml"]  # fmt: skip
 OTHERS = [data.VerifyConfig, data.StatsConfig, data.BenchConfig, data.DedupConfig,
-          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.ExportConfig,
+          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ExportConfig,
           operate.SamplesConfig, operate.SuperviseConfig, operate.TrainBenchConfig, operate.PlanConfig,
           data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
 VALUES = [

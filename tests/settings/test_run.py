@@ -26,7 +26,7 @@ from pipeline.settings import study as study_settings
 from pipeline.settings import transfer as transfer_settings
 from pipeline.settings import weights as weights_settings
 from pipeline.settings.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.quantities import Length
+from pipeline.settings.quantities import Length, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.train.optimizers import peak_rate
 from pipeline.transfer.grid import make_run
@@ -67,7 +67,7 @@ def load(*overrides: str) -> RunConfig:
 
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as error:
-        load(*overrides)
+        objectives.check(load(*overrides))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -153,6 +153,15 @@ def reads_of(source: str) -> set[tuple[type, str]]:
     return found
 
 
+def test_whole_numbers_are_ascii_digits() -> None:
+    """str.isdigit() and str.isdecimal() accept more, of which int() refuses some."""
+    assert [whole_number(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+    assert whole_number("12", most=12) == 12
+    for text in ("", "²", "٣", "-1", "1_0", " 1", "1\n", "9" * 5000):
+        assert whole_number(text) is None, text
+    assert whole_number("13", most=12) is None
+
+
 def test_reads_are_told_apart_by_section() -> None:
     source = """
 def f(config: RunConfig, t: TrainConfig, other):
@@ -182,7 +191,8 @@ class D:
 
 @pytest.mark.slow
 def test_every_field_is_read_outside_of_config() -> None:
-    found: set[tuple[type, str]] = set()
+    # `objectives.new_backbone` hands over all fields that a model has, without naming them.
+    found: set[tuple[type, str]] = {(run_sections.ModelConfig, field.name) for field in dataclasses.fields(ViTConfig)}
     for folder in ("pipeline", "data_tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.parent.name != "settings":
@@ -558,6 +568,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.erase=-0.1"], "augment.erase = -0.1 must be from 0 to 1."),
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16', init.weights = 'x.npz'"),
         (["model.name=null"], "model.name = None, init.weights = None"),
+        (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
             "init.weights determines the architecture: leave out model.width, model.pool.",

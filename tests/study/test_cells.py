@@ -82,6 +82,9 @@ def test_a_trunk_is_counted_once(base: Path) -> None:
     assert [cell.run.config.schedule.cooldown.steps(150, 24) for cell in job] == [2, 4, 8]
     a_step = 24 * job[0].flops_per_image
     assert [flops / a_step for flops in new_flops(job)] == [10, 20 - 8, 40 - 16]
+    for odd in ("²", "9" * 5000, "99"):  # As array jobs pass a number.
+        with pytest.raises(UserError, match="there is no such cell"):
+            study.job_of(odd)
     assert [cell.name for cell in study.job_of("1")] == [job[0].name, job[1].name], "the shorter one comes first"
 
 
@@ -94,7 +97,7 @@ def test_hours_limit_a_plan_with_its_arithmetic(base: Path) -> None:
     assert estimated.total(names(study), 1) == pytest.approx(sum(hours))
     assert estimated.total(names(study), 12) == pytest.approx(max(hours))
     with pytest.raises(
-        UserError, match=r"hours = 30 cannot hold this study: 12 cells need .* h with 1 x 1e-09 TFLOP/s"
+        UserError, match=r"hours = 30 cannot hold this study: 12 cells would take .* h with 1 x 1e-09 TFLOP/s"
     ):
         refuse_too_long(study, estimated, study.cells, 0.0, 1)
     refuse_too_long(study, estimated, study.cells[:1], 0.0, 1)
@@ -246,3 +249,10 @@ def test_a_slurm_script_has_a_task_for_each_job(
     listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
     assert sorted(listed) == sorted(names(open_study(make(base, SIZES))))
     assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+
+
+def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"two cells would be called .*-0\.001EF-seed0: their lengths, budgets or models"
+    ):
+        open_study(make(base, SCALING, "budgets=[1e-3,1.0000004e-3]"))

@@ -34,6 +34,18 @@ def written(results: StudyResults, folder: Path) -> tuple[str, str]:
     return " ".join(sentences), text
 
 
+def one_family() -> StudyResults:
+    results = made_up.scaling(models=3)
+    return replace(results, cells=[cell for cell in results.cells if cell.family == "ViT"])
+
+
+def many_models() -> StudyResults:
+    cells = made_up.data_size(sizes=(6250, 12500)).cells
+    return made_up.study(
+        "data_size", [replace(c, model=f"{c.model}-{i}", family=f"{c.model}-{i}") for i in range(5) for c in cells]
+    )
+
+
 def test_data_size(tmp_path: Path) -> None:
     said, text = written(made_up.data_size(), tmp_path)
     assert said.startswith(
@@ -225,3 +237,23 @@ def test_many_models_have_laws_in_panels_of_their_own() -> None:
     assert figures.draw_laws(answers) is not None
     few = answer(made_up.study("data_size", cells[: 4 * 8]))
     assert figures.draw_laws(few) is None
+
+
+@pytest.mark.parametrize(
+    "results",
+    [made_up.scaling(models=3), made_up.data_size(), one_family(), many_models()],
+    ids=["families", "models", "one family", "many models"],
+)
+def test_no_two_lines_look_alike(results: StudyResults) -> None:
+    answers = answer(results)
+    lines = figures._Looks(answers).handles(answers.points)
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle(), line.get_linewidth()) for line in lines]
+    assert len(set(looks)) == len(looks) >= len(results.models)
+    colours = {line.get_color() for line in lines if line.get_marker() not in ("", "None")}
+    assert len(colours) == min(len(results.models), len(figures.COLOURS))
+
+
+def test_lines_without_a_prediction_are_named(tmp_path: Path) -> None:
+    said, _ = written(made_up.data_size(sizes=(6250, 12500)), tmp_path)
+    assert "There is no prediction for a larger run. No law is fitted to ViT-Ti/4" in said
+    assert "There is none for R26 either." in said

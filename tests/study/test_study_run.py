@@ -257,9 +257,9 @@ def test_hours_leave_out_what_does_not_fit(
     monkeypatch.setattr(driver, "_hours_of", lambda study, cells: 0.3 * len(cells[0].name))
     results = driver.run(config, driver.run_here)
     assert [cell.state for cell in by_name(results).values()] == ["not run", "not run"]
-    assert "2 cells are left out: one-seed0, two-seed0. A larger hours=... continues." in capsys.readouterr().out
+    assert "2 cells left out: one-seed0, two-seed0. A larger hours=... continues." in capsys.readouterr().out
     (base.parent / "runs" / "limited" / "spent.json").write_text('{"hours": 0.6}')
-    with pytest.raises(UserError, match=r"hours = 0.5 cannot hold this study: 0.6 h are spent, and 2 cells need"):
+    with pytest.raises(UserError, match=r"hours = 0.5 cannot hold this study: 0.6 h are spent, and 2 cells would take"):
         driver.run(config, driver.run_here)
 
 

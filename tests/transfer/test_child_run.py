@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.settings import schema
+from pipeline.settings.reports import GridConfig
+from pipeline.settings.run import RunConfig
+from pipeline.settings.study import StudyConfig
 from pipeline.transfer import child_run
 
 COMMAND = """
@@ -54,3 +58,23 @@ def test_a_machine_without_the_command_says_how_to_bring_it(monkeypatch: pytest.
     monkeypatch.setattr(child_run, "_COMMANDS", tmp_path)
     with pytest.raises(UserError, match=r"has no .*/pretrain.py. On a Ray cluster, use: ray job submit --working-dir"):
         child_run.start_command("pretrain", [])
+
+
+@pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8", "''", "/dev/null"])
+def test_a_launcher_that_cannot_be_started_is_refused_in_one_line(launcher: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^'.*': there is no such program, or it may not be run\. Name the launcher as"
+    ):
+        child_run.start_command("pretrain", [], launcher)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed --x 'y", 'torchrun "', "deepspeed \\"])
+def test_a_quote_that_is_not_closed_is_refused_with_the_settings(launcher: str) -> None:
+    for cls, settings in (
+        (GridConfig, ["name=g", "run=r", "lr=1"]),
+        (StudyConfig, ["name=s", "run=r", "question=ablation", "models=[{name: a},{name: b}]"]),
+    ):
+        with pytest.raises(UserError, match=r"launcher = .* has a quote that is not closed, or ends in a backslash\."):
+            schema.load(cls, None, [*settings, f"launcher={launcher}"])
+    with pytest.raises(UserError, match=r"launch\.env = .* has a quote that is not closed"):
+        schema.load(RunConfig, None, ["name=x", "data.path=d", "train.length=1 steps", "launch.env='A"])

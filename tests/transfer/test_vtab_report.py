@@ -13,6 +13,9 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.evaluate import intervals
+from pipeline.page import markdown
+from pipeline.review import report as run_report
+from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import report
@@ -127,7 +130,6 @@ def test_what_was_chosen_is_told_whatever_the_method(tmp_path: Path) -> None:
 def test_a_deviation_is_of_a_sample_and_there_is_none_of_one() -> None:
     assert intervals.sample_deviation([0.9, 0.92, 0.94]) == pytest.approx(0.02)
     assert intervals.sample_deviation([0.9]) is None
-    assert [intervals.in_seeds(count) for count in (1, 3)] == ["1 seed", "3 seeds"]
 
 
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
@@ -170,6 +172,28 @@ def test_no_mean_of_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "vtab_mean" not in report.for_mlflow(table[0])[0]
 
 
+def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    part = write(tmp_path / "part", whole() | {"unpublished": ["svhn"]})
+    table = report.run(VtabReportConfig(sweeps=[str(part), str(write(tmp_path / "other", whole()))]))
+    said = "Not VTAB-1k scores, because made from other files than the published ones (†): SVHN."
+    assert f"part: {said}" in capsys.readouterr().out
+    page = (part / "report" / "report.md").read_text()
+    assert page.index(f"part: {said}") < page.index("| task |")
+    assert "| SVHN | 56.0† [" in page
+    marked = [line.split("|")[2].strip(" *") for line in page.splitlines() if "†" in line.partition("|")[2]]
+    assert [cell.partition("†")[0] for cell in marked] == ["56.0", "53.00", "59.00"]  # Its group, and all tasks.
+    rows = list(csv.DictReader((part / "report" / "scores.csv").open()))
+    assert [row["name"] for row in rows if row["published_files"] == "0"] == ["svhn", "natural", "all"]
+    assert report.for_mlflow(table[0])[1]["not_published_files"] == "svhn"
+    record = from_folder(part)
+    assert str(record.last_score and record.last_score.name) == f"{OVERALL}, not all of the published files"
+    run_page = markdown("", list(run_report._scores(record)))
+    assert said in run_page
+    assert "†" not in markdown("", list(report.page(table[1:], dict.fromkeys(("means.png", "tasks.png"), b""))))
+
+
 @pytest.mark.slow
 def test_settings_to_folder_and_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from mlflow.tracking import MlflowClient
@@ -181,7 +205,7 @@ def test_settings_to_folder_and_mlflow(tmp_path: Path, capsys: pytest.CaptureFix
     assert "60.00" in capsys.readouterr().out
     out = tmp_path / "out"
     names = {"report.md", "report.html", "scores.csv", "tasks.png", "means.png"}
-    assert {path.name for path in out.iterdir()} == names | {"metrics.jsonl", "mlflow.json", "page"}
+    assert {path.name for path in out.iterdir()} == names | {"metrics.jsonl", "mlflow.json", "mlflow.lock", "page"}
     rows = list(csv.DictReader((out / "scores.csv").open()))
     assert len(rows) == 5 * (19 + 4)
     found = {(row["model"], row["name"]): row for row in rows}

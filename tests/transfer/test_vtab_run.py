@@ -18,7 +18,8 @@ from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.sweep import cell_name, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.sweep import cell_name, open_sweep, protocol_sha256, protocol_title, settings_of
+from pipeline.transfer.track.sweep_page import _facts
 from pipeline.transfer.vtab_cell import Cell, Job
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -70,6 +71,9 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     said = refused(finished, prepared, "protocol.lr=[0.2]", "precision=bf16")
     assert "holds another sweep: protocol.lr was [0.1], is [0.2]; " in said
     assert "precision was fp32, is bf16" in said
+    # A sweep of before there was a choice of kernels had zoom, and goes on with it alone.
+    assert "kernel was zoom, is bicubic" in refused(finished, prepared, "kernel=bicubic")
+    vtab.run(replace(config, kernel="zoom"), finished, run_nowhere)
     assert "micro_batch was 64, is 32" in refused(finished, prepared, "micro_batch=32")
     assert json.loads(before)["micro_batch"] == 64
     assert "method was finetune, is knn" in refused(finished, prepared, "method=knn")
@@ -217,15 +221,39 @@ def test_tasks_that_are_not_prepared_are_named(
     assert results["missing"] == [task.name for task in TASKS if task.name not in PREPARED]
     assert {type(row["l2"]) for row in results["scores"]} == {float}
     assert re.search(r"SVHN .*\(1 seed, 12 images\)  l2 \d+, \d+\.0 % on val200\n", capsys.readouterr().out)
-    assert [row["task"] for row in sweep(tmp_path / "out", prepared, "method=linear", "tasks=[svhn]")["scores"]] == [
-        "svhn"
-    ]
+    # A start of fewer tasks writes results.json with the scores of the others, as they were.
+    again = sweep(tmp_path / "out", prepared, "method=linear", "tasks=[svhn]")
+    assert (again["scores"], again["data"]) == (results["scores"], results["data"])
+    assert "2 scores of earlier starts are kept in results.json: dtd, pets" in capsys.readouterr().out
     said = refused(tmp_path / "out", prepared, "method=linear", "tasks=[svhn,eurosat]")
     assert said.endswith("/tasks/eurosat: no such data set. Make it with launch/vtab_prepare.py tasks=[eurosat] ...")
     assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(tmp_path, prepared, "tasks=[cifar]")
     assert "no such data set" in refused(tmp_path, prepared, f"data={tmp_path / 'nowhere'}")
     assert "copy the tasks' data sets to a disk" in refused(tmp_path, prepared, "data=s3://bucket/vtab")
     assert "2 steps, but a training of 2 steps has 2" in refused(tmp_path, prepared, "protocol.schedule.warmup=2 steps")
+
+
+def test_data_sets_of_other_files_than_the_published_ones_are_named(
+    prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, data = (setting.partition("=")[2] for setting in prepared[:2])
+    shutil.copytree(data, tmp_path / "tasks")
+    file = tmp_path / "tasks" / "pets" / "dataset.json"
+    about = json.loads(file.read_text())
+    about["source"]["vtab"] = {"task": "pets", "from": "originals", "published": False, "notes": []}
+    del about["checksum"]  # Of the unchanged file.
+    file.write_text(json.dumps(about))
+    settings = [*prepared, f"weights={weights}", f"data={tmp_path / 'tasks'}"]
+    results = sweep(tmp_path / "out", settings, "method=linear")
+    assert results["unpublished"] == ["pets"]
+    said = "Not VTAB-1k scores, because made from other files than the published ones (†): Pets."
+    assert capsys.readouterr().out.count(said) == 2  # At the beginning, and beside the scores.
+    vtab.run(schema.load(VtabConfig, None, [*settings, "method=linear", "plan=true"]), tmp_path / "out", run_nowhere)
+    assert said in capsys.readouterr().out
+    assert (
+        said
+        in _facts(open_sweep(schema.load(VtabConfig, None, settings), tmp_path / "new"), results, 1, "").description
+    )
 
 
 def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(

@@ -19,6 +19,7 @@ from data_tools.sources.listing import Collector
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
@@ -79,7 +80,7 @@ def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
     make_folder(staging)
     place = source.resolve() if isinstance(source, Path) else source
     identity = f"{place}\n{file_size(source)}\n{version(source)}"
-    return staging / (hashlib.sha256(identity.encode()).hexdigest()[:16] + suffix)
+    return staging / (hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16] + suffix)
 
 
 def remove_unpacked(staging: AnyPath) -> None:
@@ -160,7 +161,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
         if size < 0 or offset + size > end:
             raise tarfile.ReadError(f"cut off at byte {end} within {header.name}")
         if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE) and size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a name or pax header of {size:,} bytes at byte {offset - _BLOCK}")
+            raise tarfile.ReadError(f"a name or pax header of {counted(size, 'byte')} at byte {offset - _BLOCK}")
         if header.type == tarfile.GNUTYPE_LONGNAME:
             long_name = file.read(size).rstrip(b"\0").decode("utf-8", "surrogateescape")
         elif header.type == tarfile.XHDTYPE:
@@ -187,7 +188,7 @@ def _pax_records(data: bytes) -> dict[str, str]:
         record = data[position : position + length]
         name, is_record, value = record[len(digits) + 1 : -1].partition(b"=")
         if len(record) != length or not is_record or record[-1:] != b"\n":
-            raise ValueError(f"a record of {length} bytes does not end where it should")
+            raise ValueError(f"a record of {counted(length, 'byte')} does not end where it should")
         # Other encodings are kept by `surrogateescape`; callers check for UTF-8.
         records[name.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
         position += length

@@ -21,6 +21,7 @@ from data_tools.sources.reader import PIXELS
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 SPLITS = {"train": "train", "test": "test"}
 _BYTES = 3 * 32 * 32
@@ -120,7 +121,9 @@ def _of_binary(file: _File, kind: str) -> Iterator[tuple[int, int]]:
     num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
     if file.size % record or not file.size:
-        raise UserError(f"{file} has {file.size:,} bytes, which are no whole records of {record:,}. Fetch it again.")
+        raise UserError(
+            f"{file} has {counted(file.size, 'byte')}, which are no whole records of {record:,}. Fetch it again."
+        )
     labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
     for number, label in enumerate(labels.tolist()):
         yield label, number * record + num_labels

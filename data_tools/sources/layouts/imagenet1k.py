@@ -12,11 +12,13 @@ from typing import Any
 from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
 from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
-from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
+from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline import json_record
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.settings.quantities import whole_number
+from pipeline.words import counted
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
@@ -50,7 +52,7 @@ def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector)
     # With these settings, other classes are intended.
     if unknown and not (config.class_map or config.class_list):
         raise UserError(
-            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {len(of_flat):,} classes, "
+            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {counted(len(of_flat), 'class')}, "
             f"such as {min(unknown)!r}. Give the labels that go with it, or the classes to keep: class_list=FILE."
         )
 
@@ -74,11 +76,18 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
     if config.val_labels.endswith(".json"):
         labels, collector.classes = _read_real(config.val_labels, config.label_names, stems)
         bare = sum(not wnids for wnids in labels.values())
-        collector.notes.append(f"left out {bare:,} of {len(stems):,} images, which {config.val_labels} gives no class")
+        collector.notes.append(
+            f"left out {bare:,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no class"
+        )
     else:
         wnids = _read_wnids(config.val_labels, stems)
-        if wnids and all(wnid.isdecimal() for wnid in wnids.values()):
-            wnids, collector.classes = _by_name(wnids, config.val_labels, config.label_names)
+        numbers = {stem: number for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
+        if numbers and len(numbers) == len(wnids):
+            wnids, collector.classes = _by_name(numbers, config.val_labels, config.label_names)
+        elif config.label_names:
+            raise UserError(
+                f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names. Leave it out."
+            )
         labels = {stem: [wnid] for stem, wnid in wnids.items()}
     container = collector.add_container(path)
     for stem, name, offset, size in members:
@@ -110,27 +119,27 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
         wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
     else:
         if len(rows) != len(stems):
-            raise UserError(f"val_labels = {val_labels} has {len(rows):,} lines for {len(stems):,} images.")
+            raise UserError(f"val_labels = {val_labels} has {counted(len(rows), 'line')} for {len(stems):,} images.")
         column = [row[0] for row in rows]
-        if column[0].isdigit():
+        if whole_number(column[0]) is not None:
             column = _by_number(column, val_labels)
         wnids = dict(zip(stems, column, strict=True))
     missing = [stem for stem in stems if stem not in wnids]
     if missing:
         raise UserError(
-            f"val_labels = {val_labels} names no class for {len(missing):,} of {len(stems):,} images, such as {missing[0]}."
+            f"val_labels = {val_labels} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as {missing[0]}."
         )
     return {stem: wnids[stem] for stem in stems}
 
 
-def _by_name(numbers: dict[str, str], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
+def _by_name(numbers: dict[str, int], val_labels: str, label_names: str) -> tuple[dict[str, str], list[str]]:
     """(class of each image, all classes in order) from lines 'filename number', as in Caffe's val.txt."""
     if not label_names:
         raise UserError(
             f"val_labels = {val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
         )
     names = ClassNumbers(read_names(label_names, "label_names"))
-    wnids = {stem: names.name(int(number), f"{val_labels}, {stem}") for stem, number in numbers.items()}
+    wnids = {stem: names.name(number, f"{val_labels}, {stem}") for stem, number in numbers.items()}
     return wnids, names.classes()
 
 
@@ -138,7 +147,7 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
     """Wnids of ILSVRC2012_IDs, from meta.mat of the development kit (the IDs are not in the order of wnids)."""
     from scipy.io import loadmat
 
-    meta = Path(val_labels).expanduser().parent / "meta.mat"
+    meta = Path(val_labels).parent / "meta.mat"
     if not meta.is_file():
         raise UserError(
             f"val_labels = {val_labels} has numbers, and {meta} is missing, which says what they stand for (it is in "
@@ -148,5 +157,7 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
     wnids = {str(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
     unknown = [number for number in numbers if number not in wnids]
     if unknown:
-        raise UserError(f"val_labels = {val_labels}: {unknown[0]!r} is none of the {len(wnids):,} numbers in {meta}.")
+        raise UserError(
+            f"val_labels = {val_labels}: {unknown[0]!r} is none of the {counted(len(wnids), 'number')} in {meta}."
+        )
     return [wnids[number] for number in numbers]

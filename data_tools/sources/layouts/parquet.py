@@ -22,6 +22,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.json_record import shortened
 from pipeline.settings.data import ShardConfig
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16
@@ -39,14 +40,16 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             check_columns(
                 schema.names, {"image_column": config.image_column, "label_column": config.label_column}, str(path)
             )
+            label_field = schema.field(config.label_column)
             if labels is None:
                 where = f"{path}, its metadata `huggingface`"
                 known = given or _class_label_names(schema, config.label_column, where)
-                labels = LabelColumn(schema.field(config.label_column), str(path), known)
+                labels = LabelColumn(label_field, str(path), known)
+            labels.check(label_field, str(path))
             images, sizes = _unpack(path, file, config.image_column, staging)
             container, offset, row = collector.add_container(images), 0, 0
             for batch in file.iter_batches(_LABELS_AT_ONCE, columns=[config.label_column]):
-                for value in batch.column(0).to_pylist():
+                for value in batch.column(config.label_column).to_pylist():
                     where = f"{name}, row {row}"
                     names = labels.names(value, f"{path}, row {row}")
                     key = f"{name.removesuffix('.parquet')}/{row:06d}"
@@ -100,8 +103,11 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     """Returns (file of the column's concatenated images, their (rows,) int64 sizes). Unpacked once."""
     kind = file.schema_arrow.field(column).type
     is_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    if not (is_struct or types.is_binary(kind) or types.is_large_binary(kind)):
-        raise UserError(f"{path}: column {column!r} holds {kind}, not encoded images (binary, or struct<bytes, path>).")
+    of_bytes = kind.field("bytes").type if is_struct else kind
+    if not (types.is_binary(of_bytes) or types.is_large_binary(of_bytes)):
+        raise UserError(
+            f"{path}: column {column!r} holds {shortened(str(kind))}, not encoded images (binary, or struct<bytes, path>)."
+        )
     images, table = (staged_path(path, staging, f".{column}.{ext}") for ext in ("images", "npy"))
     if table.exists() and images.exists():
         with table.open("rb") as file_of_sizes:
@@ -109,7 +115,7 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     sizes: list[int] = []
     with replacing(images) as target:
         for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[column]):
-            for image in batch.column(0).to_pylist():
+            for image in batch.column(column).to_pylist():
                 data = image["bytes"] if is_struct and image else image
                 if data is None and image and image.get("path"):
                     raise UserError(

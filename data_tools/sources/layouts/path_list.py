@@ -9,8 +9,8 @@ import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
-from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8
-from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
+from data_tools.sources.listing import NOT_UTF8, Collector
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
@@ -33,11 +33,13 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         if not path.is_file():
             raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
         table = _read(path, config)
+        field = table.schema.field(config.label_column)
         if labels is None:
-            field = table.schema.field(config.label_column)
             if path.suffix != ".parquet" and _are_numbers(table[config.label_column], config.label_separator):
                 field = field.with_type(pa.int64())
             labels = LabelColumn(field, str(path), given, config.label_separator)
+        elif path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
+            labels.check(field, str(path))
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
@@ -64,6 +66,8 @@ def _read(path: AnyPath, config: ShardConfig) -> pa.Table:
     """Reads the columns of paths and of labels."""
     wanted = {"path_column": config.path_column, "label_column": config.label_column}
     columns = list(wanted.values())
+    if config.path_column == config.label_column:
+        raise UserError(f"path_column and label_column name the same column, {config.path_column!r}, of {path}.")
     try:
         if path.suffix == ".parquet":
             file = open_parquet(path)

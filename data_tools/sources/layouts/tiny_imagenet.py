@@ -2,23 +2,25 @@
 
     train/<wnid>/images/<wnid>_0.JPEG ...   val/images/val_0.JPEG ...   val/val_annotations.txt   test/images/test_0.JPEG ...
 
-val_annotations.txt has the classes of val, in lines `val_0.JPEG wnid x y w h`; those of test were not published. Boxes are not
-read; words.txt may be given as synset_names.
+val_annotations.txt has the classes of val, in lines `val_0.JPEG wnid x y w h`; those of test were not published. words.txt has
+the readable names of wnids, in lines `wnid name`. Boxes are not read.
 """
 
 import re
 import zipfile
 from collections.abc import Callable
 
+from data_tools.sources.class_numbers import names_of_synsets
 from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector, printable
 from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
-ANNOTATIONS = "val/val_annotations.txt"
+ANNOTATIONS, WORDS = "val/val_annotations.txt", "words.txt"
 _MAX_BYTES = 2**26
 _TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/images/([^/]+)")
 
@@ -30,13 +32,17 @@ def is_tiny_imagenet(folder: AnyPath) -> bool:
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every file to the collector, under the name `<split>/<class>/<name>`."""
-    collector.rename = _renaming(source, collector.splits)
+    before, texts = _read_texts(source)
+    collector.rename = _renaming(source, collector.splits, before, texts[ANNOTATIONS])
+    if WORDS in texts:
+        where = f"{source}: {before}{WORDS}"
+        collector.class_names = names_of_synsets(_lines(texts[WORDS], where), where)
+    collector.read = {f"{before}{name}" for name in texts}
     class_folders.walk(source, config, staging, collector)
 
 
-def _renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
-    """Returns `Collector.rename`. Raises UserError when annotations are missing, and for a split that has no labels."""
-    before, text = _read_annotations(source)
+def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes) -> Callable[[str], str]:
+    """Returns `Collector.rename`. before, text: the top folder and the annotations. Raises UserError for a split without labels."""
     wanted = {split: folder.strip("/").removeprefix(before) for split, folder in splits.items()}
     for split, folder in wanted.items():
         if folder not in SPLITS:
@@ -62,10 +68,7 @@ def _renaming(source: AnyPath, splits: dict[str, str]) -> Callable[[str], str]:
 
 def _parse(text: bytes, where: str) -> dict[str, str]:
     """Maps the name of a validation image to its class."""
-    try:
-        rows = [line.split() for line in text.decode().splitlines() if line.strip()]
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is no text in UTF-8. Fetch it again.") from None
+    rows = [line.split() for line in _lines(text, where) if line.strip()]
     for number, row in enumerate(rows, start=1):
         if len(row) < 2 or "/" in row[1]:
             raise UserError(
@@ -74,32 +77,37 @@ def _parse(text: bytes, where: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
-def _read_annotations(source: AnyPath) -> tuple[str, bytes]:
-    """Returns (the archive's top folder with a slash, or "", content of the annotations)."""
+def _lines(text: bytes, where: str) -> list[str]:
+    try:
+        return text.decode().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{where} is no text in UTF-8. Fetch it again.") from None
+
+
+def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
+    """Returns (the archive's top folder with a slash, or "", content of ANNOTATIONS and, if it exists, of WORDS)."""
+    found: dict[str, bytes] = {}
     if source.is_dir():
-        if not is_tiny_imagenet(source):
-            raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
-        return "", (source / ANNOTATIONS).read_bytes()
-    if archive.kind(source) == "zip":
+        found = {name: read_bytes(source / name) for name in (ANNOTATIONS, WORDS) if (source / name).is_file()}
+    elif archive.kind(source) == "zip":
         for member in archive.zip_members(source):
-            if _is_annotations(member.filename, member.file_size):
+            if _is_text(member.filename, member.file_size):
                 try:
                     with source.open("rb") as file, zipfile.ZipFile(file) as opened:
-                        return _before(member.filename), opened.read(member)
+                        found.setdefault(member.filename.removeprefix("./"), opened.read(member))
                 except archive.ZIP_ERRORS as error:
                     raise UserError(f"{source} is damaged ({member.filename}: {error}). Fetch it again.") from None
     else:
         with source.open("rb") as file:
             for tar_member in archive.tar_members(file, 0, file_size(source)):
-                if _is_annotations(tar_member.name, tar_member.size) and not tar_member.fault:
+                if _is_text(tar_member.name, tar_member.size) and not tar_member.fault:
                     file.seek(tar_member.offset)
-                    return _before(tar_member.name), file.read(tar_member.size)
-    raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
+                    found.setdefault(tar_member.name.removeprefix("./"), file.read(tar_member.size))
+    before = next((name.removesuffix(ANNOTATIONS) for name in found if name.endswith(ANNOTATIONS)), None)
+    if before is None:
+        raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
+    return before, {name: found[before + name] for name in (ANNOTATIONS, WORDS) if before + name in found}
 
 
-def _is_annotations(name: str, size: int) -> bool:
-    return f"/{name}".endswith(f"/{ANNOTATIONS}") and size <= _MAX_BYTES
-
-
-def _before(name: str) -> str:
-    return name.removeprefix("./").removesuffix(ANNOTATIONS)
+def _is_text(name: str, size: int) -> bool:
+    return f"/{name}".endswith((f"/{ANNOTATIONS}", f"/{WORDS}")) and size <= _MAX_BYTES

@@ -10,14 +10,15 @@ from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import Member, tar_members
-from data_tools.sources.listing import NOT_UTF8, Collector, is_utf8, printable
+from data_tools.sources.listing import NOT_UTF8, Collector, printable
 from data_tools.sources.split_files import split_files
 from pipeline import json_record
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
+from pipeline.words import counted
 
 NO_LABEL = "no .cls and no .json"
 _LABEL_KEYS = ("labels", "label", "cls")
@@ -125,7 +126,7 @@ def split_name(name: str) -> tuple[str, str]:
 def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int]:
     """Returns sorted, distinct labels. Raises ValueError for invalid content."""
     if member.fault or member.size > _MAX_LABEL_BYTES:
-        raise ValueError(member.fault or f"{member.size:,} bytes is too large for labels")
+        raise ValueError(member.fault or f"{counted(member.size, 'byte')} is too large for labels")
     data = read(member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):

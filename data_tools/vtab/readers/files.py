@@ -16,6 +16,7 @@ from data_tools.vtab.datasets import DataSet, File
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
 from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 # Other archives with the same files.
@@ -170,7 +171,9 @@ def sources_of(dataset: DataSet) -> str:
 def _check(path: AnyPath, file: File) -> None:
     size = file_size(path)
     if file.size and size != file.size:
-        raise UserError(f"{path} has {size:,} bytes, but {file.size:,} were published. Fetch it again: {file.url}")
+        raise UserError(
+            f"{path} has {counted(size, 'byte')}, but {file.size:,} were published. Fetch it again: {file.url}"
+        )
     if file.sha256 and _sha256(path, size, version(path)) != file.sha256:
         raise UserError(f"{path} does not have the published checksum. Fetch it again: {file.url}")
 

@@ -19,6 +19,7 @@ from data_tools.vtab.readers.files import Files, Place
 from data_tools.vtab.readers.original import Original, Pool
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 _CALTECH_TRAIN = "train.txt"
 _CALTECH_PER_CLASS, _CALTECH_SEED = 30, 1234
@@ -55,7 +56,9 @@ def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
     train: set[str] = set()
     for folder in sorted(by_folder):
         if len(by_folder[folder]) < _CALTECH_PER_CLASS:
-            raise UserError(f"caltech101: class {folder} has only {len(by_folder[folder])} images of 30 to train on.")
+            raise UserError(
+                f"caltech101: class {folder} has only {counted(len(by_folder[folder]), 'image')} of 30 to train on."
+            )
         train |= set(state.choice(sorted(by_folder[folder]), _CALTECH_PER_CLASS, replace=False).tolist())
     return train
 
@@ -245,5 +248,5 @@ def _pool(keys: list[str], places: dict[str, Place], label: Callable[[str], int]
 def _all(places: dict[str, Place], names: list[str], hint: str) -> list[Place]:
     missing = [name for name in names if name not in places]
     if missing:
-        raise UserError(f"{len(missing):,} of {len(names):,} images are missing, such as {missing[0]}.{hint}")
+        raise UserError(f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}.{hint}")
     return [places[name] for name in names]

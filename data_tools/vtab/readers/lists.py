@@ -1,14 +1,17 @@
 """Reads the copies of VTAB-1k that are common among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
 
-They were exported from tensorflow_datasets (NOAH's get_vtab1k.py and its derivatives); the images were encoded again and
+They were exported from tensorflow_datasets (NOAH/get_vtab1k.py and its derivatives); the images were encoded again and
 named by number. Without the original keys, the splits cannot be proved.
 """
 
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
+from pipeline.settings.quantities import whole_number
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 # Names of a task's folder in NOAH and other projects.
 _FOLDERS = {
@@ -63,14 +66,15 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
 def _read(path: AnyPath) -> list[tuple[str, int]]:
     rows = []
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bytes(path).decode().splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, start=1):
-        name, _, label = line.strip().rpartition(" ")
-        if not name or not label.isdecimal():
+        name, _, text = line.strip().rpartition(" ")
+        label = whole_number(text)
+        if not name or label is None:
             raise UserError(f"{path}, line {number}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
-        rows.append((name, int(label)))
+        rows.append((name, label))
     return rows
 
 
@@ -78,4 +82,4 @@ def _check_counts(task: Task, folder: AnyPath, rows: dict[str, list[tuple[str, i
     expected = dict(zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True))
     for split, count in expected.items():
         if len(rows[split]) != count:
-            raise UserError(f"{folder}: {split}.txt has {len(rows[split]):,} images, but VTAB has {count:,}.")
+            raise UserError(f"{folder}: {split}.txt has {counted(len(rows[split]), 'image')}, but VTAB has {count:,}.")

@@ -20,8 +20,10 @@ from data_tools.vtab.readers.original import Original, Pool
 from data_tools.vtab.split import hashed_order
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
+from pipeline.data.storage.whole import read_bytes
 from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
+from pipeline.words import counted
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]
@@ -57,7 +59,7 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
             found = content.add(path, 0, file_size(path), path.name)
             if found != expected:
-                raise UserError(f"{path} has {found:,} records, but dataset_info.json says {expected:,}.")
+                raise UserError(f"{path} has {counted(found, 'record')}, but dataset_info.json says {expected:,}.")
         if None in content.keys:
             # Notes are part of dataset.json: their text must not change.
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
@@ -117,7 +119,7 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
     where = f"{folder}/dataset_info.json"
     try:
-        info = json_record.parse((folder / "dataset_info.json").read_bytes(), _DatasetInfo, where)
+        info = json_record.parse(read_bytes(folder / "dataset_info.json"), _DatasetInfo, where)
     except OSError as error:
         raise UserError(f"{where} cannot be read ({error.strerror or error}).") from None
     counts: list[int] = []
@@ -157,7 +159,7 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
 def _label_names(folder: AnyPath) -> list[str]:
     path = folder / "label.labels.txt"
     try:
-        return path.read_text().split("\n")[:-1] if path.is_file() else []
+        return read_bytes(path).decode().split("\n")[:-1] if path.is_file() else []
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text. Prepare the data set again.") from None
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeline import json_record
 from pipeline.data.storage.bucket import AnyPath, locate
+from pipeline.data.storage.whole import read_bytes
 
 DEDUP_REPORT = "dedup/report.json"
 
@@ -42,6 +43,6 @@ def read_dedup_report(dataset: AnyPath) -> DedupReport:
     """Raises FileNotFoundError if the data set was not searched, and UserError for a damaged report."""
     path = locate(dataset, DEDUP_REPORT)
     try:
-        return json_record.parse(path.read_bytes(), DedupReport, str(path))
+        return json_record.parse(read_bytes(path), DedupReport, str(path))
     except NotADirectoryError:
         raise FileNotFoundError(str(path)) from None

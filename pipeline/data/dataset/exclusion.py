@@ -20,6 +20,7 @@ from pipeline.data.storage.whole import replacing
 from pipeline.errors import UserError
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import Limit
+from pipeline.words import counted
 
 FOLDER = "exclude"
 # row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.
@@ -90,7 +91,7 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     rows = np.delete(np.arange(num_rows), excluded)
     count = limit.count(len(rows))
     if not 0 < count <= len(rows):
-        raise UserError(f"data.limit = {limit} is {count:,} samples, and the split has {len(rows):,}.")
+        raise UserError(f"data.limit = {limit} is {counted(count, 'sample')}, and the split has {len(rows):,}.")
     places = random_numbers.bits(seed, Purpose.SUBSET, rows)
     last = np.partition(places, count - 1)[count - 1]
     return rows[places > last]

@@ -44,9 +44,10 @@ from pipeline.data.dataset.tables import (
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.retry import Retry
-from pipeline.data.storage.whole import replacing
+from pipeline.data.storage.whole import read_bytes, replacing
 from pipeline.errors import UserError
 from pipeline.settings.quantities import Limit
+from pipeline.words import counted
 
 __all__ = [
     "FORMAT", "INFO", "ROWS", "SAMPLES", "SAMPLES_FILE", "SHARDS", "SHARDS_FILE", "Dataset", "Shard", "Split", "file_sha256",
@@ -75,12 +76,12 @@ class Dataset(ManifestTables):
         index = self.index(name)
         if not len(index) == starts[-1] == self.info["samples"][name]:
             raise UserError(
-                f"{self.path}: split {name!r} has {len(index)} rows in {SAMPLES_FILE}, {starts[-1]} in "
+                f"{self.path}: split {name!r} has {counted(len(index), 'row')} in {SAMPLES_FILE}, {starts[-1]} in "
                 f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {REMEDY}"
             )
         if index.max_label >= self.num_classes:
             raise UserError(
-                f"{self.path / INFO} has {self.num_classes} classes, but split {name!r} has label {index.max_label}. {REMEDY}"
+                f"{self.path / INFO} has {counted(self.num_classes, 'class')}, but split {name!r} has label {index.max_label}. {REMEDY}"
             )
         excluded, excluded_by = excluded_rows(self, name, exclude)
         if limit != WHOLE:
@@ -129,9 +130,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     if not path.exists():
         raise UserError(f"{path}: no such data set. {remedy}")
     try:
-        with (path / INFO).open("rb") as file:
-            text = file.read()
-    except UserError:  # The bucket cannot be used.
+        text = read_bytes(path / INFO)
+    except UserError:  # The bucket cannot be used, or it is no regular file.
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is no finished data set (it has no {INFO}). {remedy}") from None
@@ -193,7 +193,9 @@ def _write_samples(
         waiting: list[pa.Table] = []
         num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, tables, strict=True)):
-            assert len(rows) == shard.samples, f"{shard.name}: {len(rows)} rows for {shard.samples} samples"
+            assert len(rows) == shard.samples, (
+                f"{shard.name}: {counted(len(rows), 'row')} for {counted(shard.samples, 'sample')}"
+            )
             _check_labels(rows, shard.name, num_classes)
             zeros = pa.array(np.zeros(len(rows), np.int32))
             split = pa.DictionaryArray.from_arrays(zeros, pa.array([shard.split], pa.string()))
@@ -247,7 +249,7 @@ def _check_shards(
         if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
         if size != expected and (complete or "://" in path):
-            raise UserError(f"{path} has {size} bytes, but {expected} in the manifest. {REMEDY}")
+            raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 
 def _object_sizes(paths: list[str], retry: Retry) -> dict[str, int]:

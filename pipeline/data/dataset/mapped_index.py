@@ -116,7 +116,10 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     except (_DamagedError, OSError) as error:
         return str(error)
     digests = {column: xxhash.xxh3_128() for column in COLUMNS}
-    largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
+    try:
+        largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
+    except ValueError as error:
+        return f"no index can be made of samples.parquet: {error}"
     derived = {column: digest.hexdigest() for column, digest in digests.items()}
     if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
         return "it does not match samples.parquet"
@@ -222,12 +225,16 @@ def _bytes(values: np.ndarray) -> memoryview:
 
 
 def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int, int]:
-    """Call append(column, values) for every column of the index, part by part; returns (max_labels, max_label)."""
+    """Call append(column, values) for every column of the index, part by part; returns (max_labels, max_label).
+
+    Raises ValueError for a missing or negative number.
+    """
     append("label_starts", np.zeros(1, COLUMNS["label_starts"]))
     num_labels = max_labels = 0
     max_label = -1
     for table in read(_PARQUET_COLUMNS):
-        counts = pc.list_value_length(table["labels"]).fill_null(0).to_numpy().astype(np.int64)
+        _refuse_impossible(table)
+        counts = pc.list_value_length(table["labels"]).to_numpy().astype(np.int64)
         ends = num_labels + np.cumsum(counts)
         num_labels, max_labels = int(ends[-1]) if len(ends) else num_labels, max(max_labels, int(counts.max(initial=0)))
         values = {"offsets": table["offset"], "sizes": table["size"], "labels": pc.list_flatten(table["labels"])}
@@ -238,6 +245,21 @@ def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int,
         if _HASHES in table.column_names:
             append("hashes", _fixed(table[_HASHES]))
     return max_labels, int(max_label)
+
+
+def _refuse_impossible(table: pa.Table) -> None:
+    """Raise ValueError for a number that is missing or negative: -1 as a label would train as "no label", which is []."""
+    labels = pc.list_flatten(table["labels"])
+    for name, column in (
+        ("offset", table["offset"]),
+        ("size", table["size"]),
+        ("labels", table["labels"]),
+        ("labels", labels),
+    ):
+        if column.null_count:
+            raise ValueError(f"column {name} has a null")
+        if pa.types.is_integer(column.type) and len(column) and (least := pc.min(column).as_py()) < 0:
+            raise ValueError(f"column {name} has {least}")
 
 
 def _fixed(column: pa.ChunkedArray) -> np.ndarray:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.data.storage.cache import Storage
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 NOTHING_EXCLUDED = "none"
 
@@ -88,15 +89,19 @@ class Split:
         if not len(self.excluded_rows):
             return NOTHING_EXCLUDED
         digest = hashlib.sha256(self.excluded_rows.astype("<i8").tobytes()).hexdigest()
-        return f"{len(self.excluded_rows):,} samples ({digest[:8]})"
+        number = f"{len(self.excluded_rows):,}"
+        return f"{number} samples ({digest[:8]})"  # Compared with the text in a checkpoint, so "1 samples" stays.
 
     def notes(self) -> list[str]:
         """Lines to print about how this split was opened; often none."""
         lines = [self.index.note] if self.index.note else []
+        # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
+        if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
+            lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if self.excluded_by:
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
             lines.append(
-                f"excluded from {self.name}: {len(self.excluded_rows):,} of {len(self.index):,} samples ({lists})"
+                f"excluded from {self.name}: {len(self.excluded_rows):,} of {counted(len(self.index), 'sample')} ({lists})"
             )
         return lines
 
@@ -111,7 +116,7 @@ class Split:
             raise UserError(f"split {self.name!r} has no sample {key!r}.")
         if len(rows) > 1:
             raise UserError(
-                f"split {self.name!r} has {len(rows):,} samples {key!r}, so the key does not tell which. Ask by step=..., or "
+                f"split {self.name!r} has {counted(len(rows), 'sample')} {key!r}, so the key does not tell which. Ask by step=..., or "
                 "write the tars anew with launch/shard.py, which gives each sample a key of its own."
             )
         row = rows[0]

@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 
 from pipeline import json_record
 from pipeline.data.dataset.split import SampleTable
-from pipeline.data.storage.bucket import AnyPath, locate
+from pipeline.data.storage.bucket import AnyPath, locate, open_file
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.errors import UserError
+from pipeline.words import counted
 
 FORMAT = "vit-dataset/2"
 # The first format differs in one column of ROWS, where the hash of an image was `sha256`. It can still be read.
@@ -107,8 +108,13 @@ class ManifestTables:
 
     @property
     def class_names(self) -> list[str]:
-        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given."""
-        return self.info.get("class_names", self.classes)
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given.
+
+        WordNet has "crane" twice: such names are followed by the class.
+        """
+        names = self.info.get("class_names", self.classes)
+        counts = Counter(names)
+        return [name if counts[name] == 1 else f"{name} ({of})" for name, of in zip(names, self.classes, strict=True)]
 
     @property
     def num_classes(self) -> int:
@@ -215,7 +221,9 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
     for name, number in (("num_classes", record.num_classes), ("class_names", record.class_names)):
         count = len(number) if isinstance(number, list) else number
         if count not in (None, len(record.classes)):
-            raise UserError(f"{where}: classes has {len(record.classes)} names, but {name} says {count}. {remedy}")
+            raise UserError(
+                f"{where}: classes has {counted(len(record.classes), 'name')}, but {name} says {count}. {remedy}"
+            )
     counts = [*record.samples.values(), *record.shards.values()]
     if list(record.samples) != list(record.shards) or min(counts, default=0) < 0:
         raise UserError(f"{where}: samples = {record.samples} and shards = {record.shards} do not fit. {remedy}")
@@ -239,7 +247,7 @@ def fingerprint(shards: Sequence[Shard], classes: Sequence[str]) -> str:
 
 def file_sha256(path: AnyPath) -> str:
     """Hex SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 

@@ -3,8 +3,8 @@
 import glob
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,17 +16,26 @@ from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 from pipeline.errors import UserError
+from pipeline.files import as_bytes
 
 
 @dataclass(frozen=True)
 class AdhocSplit:
-    """split: the images, with the known labels. label_names: the class names of these labels; may be empty."""
+    """split: the images, with the known labels. label_names: the class names of these labels; may be empty.
+
+    readable: class name -> name to show, of a data set that has them.
+    """
 
     split: Split
     label_names: list[str]
+    readable: dict[str, str] = field(default_factory=dict)
+
+    def labels(self, rows: Iterable[int]) -> list[str | None]:
+        """The known class names of samples, joined by ";"; None for a sample without."""
+        return [";".join(self.label_names[i] for i in self.split.labels_of(row)) or None for row in rows]
 
     def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
         """Returns this split, without labels unless they are labels of the classes `names`."""
@@ -51,7 +60,7 @@ def open_adhoc_split(places: Sequence[str], split: str, exclude: str, names: Seq
         opened = dataset.split(split, exclude)
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
-        return AdhocSplit(opened, dataset.classes)
+        return AdhocSplit(opened, dataset.classes, dict(zip(dataset.classes, dataset.class_names, strict=True)))
     files = [path for place in places for path in _expand(place)]
     label_names = {_names_of_tar(path) or tuple(names) for path in files if path.suffix == ".tar"} or {tuple(names)}
     if len(label_names) > 1:
@@ -94,7 +103,8 @@ def _expand(place: str) -> Iterator[Path]:
     elif (path / INFO).is_file():
         raise UserError(f"images = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+        files = (file for file, _ in walk_files(path) if isinstance(file, Path))
+        found = sorted(file for file in files if file.suffix.lower() in EXTENSIONS)
         if not found:
             raise UserError(f"images = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}.")
         yield from found
@@ -134,8 +144,10 @@ def _as_split(images: list[_Image]) -> Split:
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
     starts = np.array([*firsts, len(images)])
     labels = np.array([image.label for image in images], np.int32)
+    # Arrow holds UTF-8 only.
+    names = [as_bytes(image.key).decode() for image in images]
     keys = io.BytesIO()
-    pq.write_table(pa.table({"key": [image.key for image in images]}), keys)
+    pq.write_table(pa.table({"key": names}), keys)
     table = pq.ParquetFile(pa.BufferReader(keys.getvalue()))
     index = Index(
         np.array([image.offset for image in images]),

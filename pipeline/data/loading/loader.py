@@ -5,10 +5,9 @@ faster than worker processes (no pickling, no shared memory). An unreadable samp
 False, so that it changes no other sample; it is counted, and too many of them stop the run.
 """
 
-import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.errors import Interrupted, OneRankError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
+from pipeline.words import counted
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
@@ -46,6 +46,33 @@ class Batch:
     valid: Tensor
     rows: np.ndarray
     epochs: np.ndarray
+
+
+@dataclass(frozen=True)
+class BadBudget:
+    """How many distinct samples may be unreadable: a share of all that are read, and at least one unless the share is 0.
+
+    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error.
+    """
+
+    share: float
+    setting: str = "data.max_bad_share"
+    remedy: str = "Check the shards, or raise data.max_bad_share."
+
+    def allowed(self, num_samples: int) -> int:
+        """The largest number of unreadable samples of `num_samples`."""
+        return max(1, int(self.share * num_samples)) if self.share else 0
+
+    def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
+        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else empty."""
+        if len(bad) <= self.allowed(num_samples):
+            return ""
+        row = min(bad)
+        limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
+        return (
+            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
+            f"{self.remedy}"
+        )
 
 
 class Loader:
@@ -72,9 +99,9 @@ class Loader:
         self.reader = ShardReader(split)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self.max_bad_share = max_bad_share
-        self.max_bad = max(1, int(max_bad_share * len(split))) if max_bad_share else 0
+        self.max_bad = BadBudget(max_bad_share).allowed(len(split))
+        # Row -> why it cannot be read, of the batches yielded so far. Only the consumer's thread changes it.
         self.bad: dict[int, str] = {}
-        self._bad_lock = threading.Lock()
         # Batch size -> unused arrays of that many images.
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
@@ -95,7 +122,7 @@ class Loader:
         Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split allows, and Interrupted
         when a stop is requested before the next batch is ready.
         """
-        ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+        ahead: deque[tuple[Batch, list[Future[dict[int, str]]]]] = deque()
         for rows, epochs in self.reader.ahead(requests):
             ahead.append(self._start(rows, epochs))
             if len(ahead) > self.prefetch:
@@ -103,7 +130,7 @@ class Loader:
         while ahead:
             yield self._finish(*ahead.popleft())
 
-    def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[None]]]:
+    def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[dict[int, str]]]]:
         images = self._new_images(len(rows))
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
@@ -128,7 +155,9 @@ class Loader:
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
 
-    def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> None:
+    def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> dict[int, str]:
+        """Decode samples into their places of a batch. Returns row -> why it cannot be read."""
+        bad = {}
         images, all_labels, valid = batch.images.numpy(), batch.labels.numpy(), batch.valid.numpy()
         for i in places.tolist():
             row = int(batch.rows[i])
@@ -136,27 +165,23 @@ class Loader:
                 self.view(self.reader.read(row), images[i], int(epochs[i]), row)
             except (OSError, DecodeError) as error:
                 images[i] = 0
-                with self._bad_lock:
-                    self.bad.setdefault(row, str(error))
+                bad[row] = str(error)
                 continue
             labels = self.split.labels_of(row)
             all_labels[i, : len(labels)] = labels
             valid[i] = True
+        return bad
 
-    def _finish(self, batch: Batch, parts: list[Future[None]]) -> Batch:
+    def _finish(self, batch: Batch, parts: list[Future[dict[int, str]]]) -> Batch:
         for part in parts:
             while not part.done():
                 if self.is_stop_wanted():
                     raise Interrupted
                 wait([part], _STOP_CHECK_SECONDS)
-            part.result()
+            for row, reason in part.result().items():
+                self.bad.setdefault(row, reason)
         if len(self.bad) > self.max_bad:
-            row, reason = next(iter(self.bad.items()))
-            raise OneRankError(
-                f"{len(self.bad)} samples of {len(self.split)} cannot be read, more than data.max_bad_share = "
-                f"{self.max_bad_share} allows ({self.max_bad}); the first is {self.split.keys([row])[0]}: {reason}. "
-                "Check the shards, or raise data.max_bad_share."
-            )
+            raise OneRankError(BadBudget(self.max_bad_share).excess(dict(self.bad), self.split, len(self.split)))
         return batch
 
 
@@ -226,6 +251,6 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, H, W, 3) on the host -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
+    """uint8 (B, H, W, 3), on the host or the device -> `dtype` (B, 3, H, W) in [-1, 1] on the device."""
     moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
     return (moved.to(torch.float32) / 127.5 - 1).to(dtype)

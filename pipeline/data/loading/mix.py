@@ -82,13 +82,13 @@ def _partner(values: Tensor) -> Tensor:
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def _beta(alpha: float, *parts: int) -> float:
+def _beta(alpha: float, seed: int, purpose: Purpose, step: int) -> float:
     """Draw from Beta(alpha, alpha), alpha at most 1, by Johnk's method (1964).
 
     In logarithms, because u ** (1 / alpha) underflows for small alpha.
     """
     for attempt in count():
-        u, v = (1 - random_numbers.uniform(*parts, 2 * attempt + np.arange(2))).tolist()
+        u, v = (1 - random_numbers.uniform(seed, purpose, step, 2 * attempt + np.arange(2))).tolist()
         x, y = math.log(u) / alpha, math.log(v) / alpha
         if math.exp(x) + math.exp(y) <= 1:
             return 1 / (1 + math.exp(min(y - x, 700)))

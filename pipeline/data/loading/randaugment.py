@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al. 2020, arXiv 1909.13719) as the later ViT recipes use it, on uint8 (S, S, 3).
 
 Operations, their order, their strength at each magnitude and the fill value 128 are those of big_vision
-(pp/archive/autoaugment.py, `distort_image_with_randaugment`); its *level* is magnitude / 10, and recipes use magnitudes up to
+(pp/archive/autoaugment.py); its *level* is magnitude / 10, and recipes use magnitudes up to
 20. Two side effects of its TensorFlow code are always reproduced, because the published results include them (both observed
 by running its operations under TensorFlow 2.12):
 
@@ -158,7 +158,7 @@ def _center(image: np.ndarray, draws: np.ndarray) -> tuple[int, int]:
     return int(draws[0] * image.shape[0]), int(draws[1] * image.shape[1])
 
 
-# Names, order and strengths: big_vision, `available_ops` and `level_to_arg`.
+# Names, order and strengths: big_vision/pp/archive/autoaugment.py.
 OPERATIONS: dict[str, Operation] = {
     "AutoContrast": lambda image, level, draws: auto_contrast(image),
     "Equalize": lambda image, level, draws: equalize(image),

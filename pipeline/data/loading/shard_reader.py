@@ -16,7 +16,9 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
+from pipeline.data.storage.retry import StorageError
 from pipeline.launcher import ranks_on_host
+from pipeline.words import counted
 
 Request = TypeVar("Request", bound=tuple)
 
@@ -40,7 +42,7 @@ class ShardReader:
         self.split = split
         self.cache = split.storage.cache
         self._opened: OrderedDict[int, _File | _Ranges] = OrderedDict()
-        # Errors of shards that were found missing or changed: retrying for each of their samples would take hours.
+        # Errors of shards that were found changed: retrying for each of their samples would take hours.
         self._bad: dict[int, str] = {}
         self._lock = threading.Lock()
         self._ahead: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -49,11 +51,18 @@ class ShardReader:
     def read(self, row: int) -> bytes:
         """Returns the image file of sample `row`.
 
-        Raises OSError when its shard is missing, truncated or (in a bucket) was replaced, and when the bytes do not match the
-        hash in the manifest; StorageError when the bucket or the cache is not usable at all.
+        Raises OSError when its shard is truncated or (in a bucket) was replaced, and when the bytes do not match the hash in
+        the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or cannot be read
+        (permission, disk), or the bucket or the cache is not usable: that is no property of the images.
         """
         shard = int(self.split.shard_of(np.asarray(row)))
-        data = self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
+        try:
+            data = self._shard(shard).read_at(int(self.split.offsets[row]), int(self.split.sizes[row]))
+        except OSError as error:
+            if error.errno is None:  # Only errors of the operating system and of the store have a number.
+                raise
+            path, reason = self.split.shard_paths[shard], error.strerror or error
+            raise StorageError(f"{path} cannot be read: {reason}. Restore the file or its permissions.") from None
         expected = self.split.hash_of(row)
         if expected is not None and content_hash(data) != expected:
             raise OSError(f"its bytes in {self.split.shard_paths[shard]} are not those of the manifest (xxh128)")
@@ -133,7 +142,8 @@ class ShardReader:
                     return _File(file, str(path), cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
         except OSError as error:
-            self._bad[shard] = str(error)
+            if error.errno is None:
+                self._bad[shard] = str(error)
             raise
 
     def _path(self, shard: int) -> Path | BucketPath:
@@ -194,7 +204,9 @@ class _Ranges:
     def __init__(self, path: BucketPath, size: int, until: float) -> None:
         reader = path.reader()
         if reader.size() != size:
-            raise OSError(f"{path} has {reader.size()} bytes, but {size} in the manifest: it was replaced or damaged.")
+            raise OSError(
+                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
+            )
         self.read_at, self.until = reader.read_at, until
 
     def is_evicted(self) -> bool:

@@ -25,6 +25,7 @@ from pyarrow import fs
 from pipeline.data.storage.object_store import ObjectReader, Store
 from pipeline.data.storage.retry import Retry
 from pipeline.errors import UserError
+from pipeline.files import open_regular
 
 _READ_AHEAD = 2**20
 _OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}
@@ -176,12 +177,12 @@ class _ObjectFile(io.RawIOBase):
 
 
 def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> AnyPath:
-    """A local path (`~` is the home folder) or a URL as a path. Raises UserError for any other text."""
+    """A local path or a URL as a path. Raises UserError for a URL of another kind."""
     if not isinstance(location, str):
         return location
     scheme, is_url, rest = location.partition("://")
     if not is_url:
-        return Path(location).expanduser()
+        return Path(location)
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
     key, _, query = rest.partition("?")
@@ -211,11 +212,16 @@ def version(path: AnyPath) -> str:
     return path.store.version(path.key) if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
 
 
+def open_file(path: AnyPath) -> BinaryIO:
+    """A file or an object to read its bytes. Raises FileNotFoundError, and UserError for a local path that is no regular file."""
+    return path.open() if isinstance(path, BucketPath) else open_regular(path)
+
+
 @contextlib.contextmanager
 def fetched(path: AnyPath) -> Iterator[BinaryIO]:
     """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises FileNotFoundError."""
     if isinstance(path, Path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
         return
     with _temporary_file("download-") as copy:
@@ -236,11 +242,22 @@ def _temporary_file(prefix: str) -> Iterator[BinaryIO]:
 
 
 def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int]]:
-    """(path, bytes) of every file below a folder."""
+    """(path, bytes) of every file below a folder, also in linked folders. Raises OSError for a folder that cannot be read."""
     if isinstance(folder, BucketPath):
         yield from folder.walk()
-    else:
-        yield from ((path, path.stat().st_size) for path in folder.rglob("*") if path.is_file())
+        return
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    while waiting:
+        here, parents = waiting.pop()
+        status = here.stat()
+        own = status.st_dev, status.st_ino
+        if own in parents:
+            continue  # A link to a folder that it lies in: following it would not end.
+        for path in here.iterdir():
+            if path.is_dir():
+                waiting.append((path, parents | {own}))
+            elif path.is_file():
+                yield path, path.stat().st_size
 
 
 def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
@@ -250,6 +267,15 @@ def name_inside(path: AnyPath, folder: AnyPath) -> str | None:
     if isinstance(path, BucketPath) and isinstance(folder, BucketPath) and path.scheme == folder.scheme:
         return path.key.removeprefix(folder.key).lstrip("/") if f"{path.key}/".startswith(f"{folder.key}/") else None
     return None
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name decoded with `surrogateescape` is valid UTF-8, as tables and manifests require."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def make_folder(folder: AnyPath) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.errors import UserError
 from pipeline.locks import FileLock, locked
+from pipeline.waits import Wait, waiting
+from pipeline.words import counted
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -65,7 +68,8 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            with locked(coming) as lock:
+            # Of two processes one downloads, and the other waits for it.
+            with _downloading(path), locked(coming) as lock:
                 # While we waited, another process may have finished the download, or removed the partial file.
                 if ready.exists() or not lock.is_current():
                     continue
@@ -119,7 +123,9 @@ class ShardCache:
         for _ in range(_ATTEMPTS):
             reader = path.reader()
             if (there := reader.size()) != size:
-                raise OSError(f"{path} has {there} bytes, but {size} in the manifest: it was replaced or damaged.")
+                raise OSError(
+                    f"{path} has {counted(there, 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
+                )
             reader.copy_to(file)
             os.ftruncate(file, size)
             with open(os.dup(file), "rb") as content:
@@ -133,6 +139,10 @@ class ShardCache:
             f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "
             "Copy it again, or run the same launch/shard.py again to re-make it."
         )
+
+
+def _downloading(path: BucketPath) -> AbstractContextManager[Wait]:
+    return waiting(f"{path} to be downloaded", path.retry.seconds, path.retry.setting, kind="a shard")
 
 
 def _remove_abandoned(path: Path) -> bool:
@@ -154,4 +164,4 @@ class Storage:
     def create(cls, retry_minutes: float, cache: str, cache_gb: float) -> "Storage":
         """From the settings data.retry_minutes, data.cache (a folder, created here; "" for none) and data.cache_gb."""
         retry = Retry(retry_minutes * 60, "data.retry_minutes")
-        return cls(retry, ShardCache(Path(cache).expanduser(), int(cache_gb * 1e9)) if cache else None)
+        return cls(retry, ShardCache(Path(cache), int(cache_gb * 1e9)) if cache else None)

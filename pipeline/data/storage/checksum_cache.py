@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline import files, json_record
-from pipeline.data.storage.bucket import AnyPath, version
+from pipeline.data.storage.bucket import AnyPath, open_file, version
 from pipeline.errors import UserError
 from pipeline.locks import locked
 
@@ -65,7 +65,7 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
 
 def _digest(path: AnyPath, algorithm: Callable) -> str:
     digest = algorithm()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while part := file.read(_CHUNK):
             digest.update(part)
     return digest.hexdigest()

@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pipeline.data.storage.retry import Retry, StorageError
+from pipeline.words import counted
 
 T = TypeVar("T")
 
@@ -86,12 +87,12 @@ class Store:
             stream.close()
             arrived = self._connection().get_file_info(key).size
             if arrived != size:
-                raise OSError(f"{arrived} bytes arrived of {size}")
+                raise OSError(f"{counted(arrived, 'byte')} arrived of {size:,}")
 
         # Outside of the attempt: retrying does not help when this machine runs out of memory.
         with pa.memory_map(local) if size else pa.BufferReader(b"") as source:
             content = source.read_buffer()
-            self.request(key, attempt)
+            self.request(key, attempt, is_transfer=True)
 
     def delete(self, key: str) -> None:
         self.request(key, lambda: self._connection().delete_file(key))
@@ -100,10 +101,10 @@ class Store:
         """Delete every object below a folder, which must exist."""
         self.request(key, lambda: self._connection().delete_dir(key))
 
-    def request(self, key: str, action: Callable[[], T]) -> T:
-        """Call `action`, with retries."""
+    def request(self, key: str, action: Callable[[], T], is_transfer: bool = False) -> T:
+        """Call `action`, with retries; see `Retry.call`."""
         try:
-            return self.retry.call(self.url(key), action)
+            return self.retry.call(self.url(key), action, is_transfer)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
 
@@ -136,7 +137,7 @@ class ObjectReader:
                     return None
                 data = file.read_at(size, offset)
                 if len(data) != size:
-                    raise OSError(f"{len(data)} bytes arrived of {size}")
+                    raise OSError(f"{counted(len(data), 'byte')} arrived of {size:,}")
             except OSError:
                 self._file = None
                 raise

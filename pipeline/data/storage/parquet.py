@@ -7,12 +7,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, is_utf8
+from pipeline.errors import UserError
+from pipeline.files import open_regular
 
 
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file. Raises FileNotFoundError, and pa.ArrowException or OSError for a damaged one."""
+    """Open a Parquet file.
+
+    Raises FileNotFoundError, pa.ArrowException or OSError for a damaged one, and UserError for a name that is not UTF-8 and
+    for what is no regular file.
+    """
     if isinstance(path, Path):
+        if not is_utf8(str(path)):
+            raise UserError(f"{path}: its path is not UTF-8, as Arrow requires. Rename it.")
+        open_regular(path).close()  # Arrow would wait for the writer of a FIFO.
         return pq.ParquetFile(path, memory_map=memory_map, **options)
     return _SingleThreaded(path.open(), **options)
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.errors import OneRankError
-from pipeline.process import rank
+from pipeline.waits import Wait, waiting
 
 T = TypeVar("T")
 
@@ -31,7 +30,10 @@ _PERMANENT = {
 
 
 class StorageError(OneRankError):
-    """A bucket cannot be reached or may not be used. It is no fault of a sample, so it does not count as a bad one."""
+    """A bucket cannot be reached or may not be used, or a file of a data set is missing or may not be read.
+
+    It is no fault of a sample, so it does not count as a bad one.
+    """
 
 
 @dataclass
@@ -40,60 +42,39 @@ class Retry:
 
     seconds: how long a request is retried. setting: the setting that gave `seconds`, named in messages. stall_seconds: a
     connection that transfers nothing for so long is closed, and the request retried. upload_attempts: of each part, by
-    the client library, before the whole upload is retried (a shard of 1 GiB has 100 parts). notice_seconds: if the first
-    request takes longer, it is printed what is waited for. retries: the number of retries so far.
+    the client library, before the whole upload is retried (a shard of 1 GiB has 100 parts). retries: the number of retries
+    so far.
     """
 
     seconds: float = 600.0
     setting: str = ""
     stall_seconds: float = 20.0
     upload_attempts: int = 5
-    notice_seconds: float = 2.0
     retries: int = 0
-    has_answered: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple:
-        return Retry, (self.seconds, self.setting, self.stall_seconds, self.upload_attempts, self.notice_seconds)
+        return Retry, (self.seconds, self.setting, self.stall_seconds, self.upload_attempts)
 
-    def call(self, url: str, action: Callable[[], T]) -> T:
-        """Returns action(), which is repeated while it fails for a passing reason.
+    def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
+        """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/waits.py).
 
+        is_transfer: it takes long if all is well, as the upload of a shard does, and is mentioned once an attempt failed.
         Raises StorageError for a permanent failure and after `seconds`, and FileNotFoundError for a missing object.
         """
-        if self.has_answered:
-            return self._call(url, action)
-        # Only before the first answer: later on, a run's log lines have the number of retries.
-        notice = threading.Timer(self.notice_seconds, self._print_notice, [url])
-        notice.daemon = True
-        notice.start()
-        try:
-            return self._call(url, action)
-        finally:
-            notice.cancel()
-
-    def _print_notice(self, url: str) -> None:
-        if rank() == 0:
-            print(
-                f"waiting for {url}: no answer yet; requests are retried for at most {self._limit()}",
-                file=sys.stderr,
-                flush=True,
-            )
+        store = "/".join(url.split("/", 3)[:3])
+        with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
+            return self._call(url, action, wait)
 
     def _limit(self) -> str:
         return f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
 
-    def _call(self, url: str, action: Callable[[], T]) -> T:
+    def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
         deadline, pause = 0.0, _FIRST_PAUSE
         while True:
             try:
-                answer = action()
-                self.has_answered = True
-                return answer
-            except FileNotFoundError:
-                self.has_answered = True
-                raise
-            except StorageError:
+                return action()
+            except (FileNotFoundError, StorageError):
                 raise
             except OSError as error:
                 reason = " ".join(str(error).split())
@@ -103,7 +84,8 @@ class Retry:
                     if re.search(pattern, reason):
                         raise StorageError(f"{url}: {advice}. ({short})") from None
                 now = time.monotonic()
-                deadline = deadline or now + self.seconds
+                if not deadline:
+                    deadline, wait.is_silent = now + self.seconds, False
                 if now >= deadline:
                     raise StorageError(
                         f"{url} was unreachable for {self._limit()}: {short}. Check the network and the endpoint; "

@@ -1,4 +1,4 @@
 """Few-shot linear and nearest-neighbour accuracy of features.
 
-May import what evaluate/ may. Called by train/ during a run, by evaluate/report.py, and by transfer/ for VTAB.
+Imports what evaluate/ may import. Used by evaluate/, explain/, train/, transfer/, review/ and study/.
 """

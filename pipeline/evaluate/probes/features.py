@@ -24,10 +24,11 @@ def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.
     """Run `features` (uint8 (B, H, W, 3) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
 
     Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so that
-    values are equal bit for bit on any number of ranks. Raises Stopped on all ranks when they agree to stop.
+    values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than the reader's budget
+    allows, and Stopped on all ranks when they agree to stop.
     """
     values, readable, ranks, batch = [], [], reader.ranks, reader.batch
-    with reader.open(requests(rows, batch, ranks.rank, ranks.world_size)) as (batches, problems):
+    with reader.open(requests(rows, batch, ranks.rank, ranks.world_size), len(rows)) as (batches, problems):
         for loaded in batches:
             values.append(features(loaded.images).float().cpu().numpy())
             readable.append(loaded.valid.numpy())
@@ -36,7 +37,7 @@ def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.
     return Features(
         np.concatenate([gathered[rank][0][turn] for turn, rank in turns]),
         np.concatenate([gathered[rank][1][turn] for turn, rank in turns]),
-        {row: why for _, _, bad in gathered for row, why in bad.items()},
+        reader.problems_of_all((bad for _, _, bad in gathered), len(rows)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Weighted nearest neighbours of features (Wu et al. 2018, arXiv 1805.01978), as in DINO's eval_knn.py.
+"""Weighted nearest neighbours of features (Wu et al. 2018, arXiv 1805.01978), as in dino/eval_knn.py.
 
 Shapes: n training samples, m test samples, D features, K classes, k neighbours.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# DINO: arXiv 2104.14294, section 4.1 (20 neighbours), and its eval_knn.py (0.07).
+# DINO: arXiv 2104.14294, section 4.1 (20 neighbours), and dino/eval_knn.py (0.07).
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 
 

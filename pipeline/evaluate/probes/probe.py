@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline import random_numbers
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.loading.loader import BadBudget
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.distributed import Ranks, StopRequest
@@ -161,6 +162,7 @@ class RunProbe:
                 config.data.threads,
                 ranks,
                 stop=stop,
+                budget=BadBudget(config.data.max_bad_share),
             )
             for split in (self.train, self.test)
         )

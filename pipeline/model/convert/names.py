@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from pipeline.errors import UserError
 from pipeline.model.convert import resnets
 from pipeline.model.convert.entries import Entries, Tensors, key_pattern
-from pipeline.model.variants import VARIANTS, Gelu, ViTConfig, stem_reduction
+from pipeline.model.variants import VARIANTS, Gelu, Kernel, ViTConfig, stem_reduction
+from pipeline.words import counted
 
 
 class PoolNames(NamedTuple):
@@ -100,6 +101,7 @@ class Hints:
     num_heads: int | None = None  # None: from the tensors, else of the named size that they fit
     image_size: tuple[int, int] | None = None  # None: the grid is square
     without_table: Literal["none", "sincos2d"] | None = None  # if the file has no positions; None: refused
+    kernel: Kernel = "zoom"  # by which the project resamples positions
 
 
 def vit_entries(config: ViTConfig, names: Names) -> Entries:
@@ -212,6 +214,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         positions="learned" if rows is not None else hints.without_table or "none",
         stem=stem,
         layer_norm_eps=hints.layer_norm_eps,
+        kernel=hints.kernel,
     )
 
 
@@ -250,5 +253,5 @@ def _image_size(
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
         token = "a class token and " if has_token else ""
-        raise UserError(f'"{table}" has {rows} rows, which is not {token}a square grid of patches.')
+        raise UserError(f'"{table}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
     return side * cell, side * cell

@@ -9,25 +9,25 @@
 The keys are in names.py and resnets.py. The defaults of these projects: tanh GELU, LayerNorm eps 1e-6.
 """
 
-import math
 import re
-import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import json_record
+from pipeline import npz
 from pipeline.errors import UserError
 from pipeline.model.convert.entries import Entries, Weights
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
-from pipeline.model.files import StrPath, check_sizes, naming, one_line
+from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
+from pipeline.words import counted
 
 Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]
@@ -105,7 +105,7 @@ def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], li
     if prefix:
         kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if others := len(tensors) - len(kept):
-            notes.append(f"{others} arrays outside of {prefix} are left out: not part of this model")
+            notes.append(f"{counted(others, 'array')} outside of {prefix} left out: not part of this model")
         tensors = kept
     # Some BiT files number their convolutions.
     tensors = {re.sub(r"(standardized_conv2d)_\d+", r"\1", key): tensor for key, tensor in tensors.items()}
@@ -140,33 +140,8 @@ def _tensor(key: str, array: np.ndarray) -> Tensor:
 
 def _read_arrays(path: StrPath) -> dict[str, np.ndarray]:
     try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise UserError(f"{path}: holds one array; an .npz of named arrays is needed.")
-        with file:
-            check_sizes(file.zip)
-            for entry in file.zip.infolist():
-                _check_array(file.zip, entry)
-            return {key: file[key] for key in file.files}
-    except UserError:
-        raise
+        return npz.read_arrays(Path(path), str(path))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file.") from error
-    # A damaged zip or array header can raise nearly anything; an array of objects raises ValueError.
-    except Exception as error:
-        reason = one_line(error)
-        if "allow_pickle" in reason or "pickled" in reason:
-            reason = "it holds Python objects, which are never loaded because that can run code"
-        raise UserError(f"{path}: not a readable .npz ({reason}). Download it again and compare its size.") from error
-
-
-def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise ValueError if the array's header claims more values than the entry has; numpy would allocate memory for them."""
-    with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        if math.prod(shape) * dtype.itemsize > entry.file_size:
-            raise ValueError(
-                f'"{entry.filename}" claims {json_record.quoted(shape)} values, and has {entry.file_size:,} bytes'
-            )
+    except UserError as error:
+        raise UserError(f"{error} Download it again and compare its size.") from error

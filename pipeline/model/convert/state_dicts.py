@@ -21,8 +21,9 @@ from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, ResNetConfig, stem_reduction
+from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.model.vit import VisionTransformer
+from pipeline.words import counted
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
@@ -166,6 +167,7 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
         _check_normalisation(images)
         return Weights(bit, bit_entries(bit, flax=False).read(tensors), _with_view(extra, images), notes)
 
+    kernel = _timm_kernel(tensors)
     if "register_tokens" in tensors:  # the name in facebookresearch/dinov2
         tensors["reg_token"] = tensors.pop("register_tokens")
     pool = args.global_pool or found.global_pool or "token"
@@ -180,7 +182,7 @@ def _from_timm(tensors: dict[str, Tensor], config: Json) -> Weights:
         images = _assume_imagenet("config.json", notes)
     hints = Hints(
         _gelu(args.act_layer or "gelu"), num_heads=args.num_heads, image_size=size,
-        without_table="none" if args.pos_embed in ("none", "") else None,
+        without_table="none" if args.pos_embed in ("none", "") else None, kernel=kernel,
     )  # fmt: skip
     return _read(tensors, "timm", hints, images, extra, notes)
 
@@ -214,8 +216,9 @@ def _from_huggingface(tensors: dict[str, Tensor], beside: ConfigFiles) -> Weight
     default_eps = 1e-6 if kind == "dinov2" else 1e-12
     eps = default_eps if config.layer_norm_eps is None else config.layer_norm_eps
     hints = Hints(
-        _gelu(config.hidden_act or "gelu"), eps, config.num_attention_heads, _pair("image_size", config.image_size)
-    )
+        _gelu(config.hidden_act or "gelu"), eps, config.num_attention_heads, _pair("image_size", config.image_size),
+        kernel="bicubic_antialias" if NAMES["dinov2"].registers in tensors else "bicubic",
+    )  # fmt: skip
     return _read(tensors, kind, hints, images, {"classes": names} if names else {}, notes)
 
 
@@ -258,7 +261,7 @@ def _simplify(tensors: dict[str, Tensor], notes: list[str]) -> bool:
             tensors[f"{name}.bias"] = (tensors[f"{name}.bias"].double() * scale).float()
             folded += 1
     if folded:
-        notes.append(f"LayerScale's {folded} tensors folded into the layers that they scale")
+        notes.append(f"LayerScale's {counted(folded, 'tensor')} folded into the layers that they scale")
     for name in ("mask_token", "embeddings.mask_token"):
         if tensors.pop(name, None) is not None:
             notes.append("the mask token, which only pre-training uses, is left out")
@@ -378,11 +381,18 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
     """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class number."""
     if odd := sorted(labels.keys() - {str(i) for i in range(len(labels))}):
         raise UserError(
-            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {len(labels)} classes have the numbers 0 "
+            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {counted(len(labels), 'class')} should have the numbers 0 "
             f"to {len(labels) - 1}."
         )
     names = [labels[str(i)] for i in range(len(labels))]
     return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
+
+
+def _timm_kernel(tensors: dict[str, Tensor]) -> Kernel:
+    """timm's kernel; or that of DINOv2 and DeiT III as published, whose files have timm's names."""
+    last = {key.rpartition(".")[2] for key in tensors}
+    published = "mask_token" in last or "gamma_1" in last  # timm has no mask token, and other names for LayerScale
+    return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
 
 
 def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) -> bool:

@@ -1,21 +1,28 @@
 """Keeps the artifacts and logged models of an MLflow run equal to its run folder. Used by the sender's thread."""
 
+import contextlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import path_inside
 from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, hide_passwords
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, is_loss
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
 # After so many files in a row that could not be sent, the server is down: the rest waits.
 _MAX_FAILURES = 2
 _WEIGHTS = "model.safetensors"
+# MLflow refuses these in the name of a logged model.
+_NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class RunMirror:
         update: Callable[..., None], warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.page, self.facts, self.find_models, self.settings = PageFolder(folder), facts, find_models, settings
-        self.update, self.warn = update, warn
+        self.update, self.warn, self.refusals = update, warn, Refusals(warn)
         self.has_new_scores = False
         self._next_look = self._next_models = 0.0
         self._uploaded_at: dict[str, float] = {}
@@ -74,12 +81,14 @@ class RunMirror:
                 continue
             try:
                 version = _version(path)
-                store.log_artifact(state.run_id, path, folder)
+                upload = partial(store.log_artifact, state.run_id, path, folder)
+                if not self.refusals.allows(store, state.run_id, str(path), upload):
+                    continue
             except Exception as error:  # Whatever the server or the file system raises.
                 store.is_active(state.run_id)  # Raises if the server is down, which the sender says, once.
                 if name not in self._warned:
                     self._warned.add(name)
-                    self.warn(f"MLflow refused {path} ({one_line(error)}); it is tried again.")
+                    self.warn(f"{path} cannot be sent to MLflow ({one_line(error)}); it is tried again.")
                 failures += 1
                 if failures == _MAX_FAILURES:
                     return False
@@ -113,33 +122,46 @@ class RunMirror:
             )
             if known and known.roles == model.roles and not awaits_scores:
                 continue
-            experiment_id, points = fetched = fetched or store.scores(state.run_id)
-            sent = known or self._create(store, experiment_id, state.run_id, model)
-            if sent.roles != model.roles:
-                store.set_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
-            of_model = points.get(model.step, [])
-            store.link_scores(state.run_id, sent.model_id, of_model, self._evaluation_data())
-            scores = {point.key: point.value for point in of_model}
-            sent = replace(sent, roles=model.roles, num_scores=len(scores))
-            if self.settings.register:
-                sent = self._register(store, state.run_id, model, sent, scores)
-            if sent != known:
-                self.update(state, models={**state.models, sha256: sent})
+            fetched = fetched or store.scores(state.run_id)
+            show = partial(self._show_model, store, state, model, *fetched)
+            if self.refusals.allows(store, state.run_id, f"the logged model of {model.path}", show):
+                register = partial(self._register, store, state, model, fetched[1])
+                if self.settings.register:
+                    version = f"{model.path} as a version of the registered model {self.settings.register}"
+                    self.refusals.allows(store, state.run_id, version, register)
+
+    def _show_model(
+        self, store: ModelStore, state: SyncState, model: ModelFacts, experiment_id: str, points: dict[int, list[Any]]
+    ) -> None:
+        """Create the logged model of a checkpoint, or bring it up to date. points: the run's scores by step."""
+        assert state.run_id is not None
+        known = state.models.get(model.sha256)
+        sent = known or self._create(store, experiment_id, state.run_id, model)
+        if sent.roles != model.roles:
+            store.set_model_tags(sent.model_id, {"roles": ", ".join(model.roles)})
+        of_model = points.get(model.step, [])
+        store.link_scores(state.run_id, sent.model_id, of_model, self._evaluation_data())
+        sent = replace(sent, roles=model.roles, num_scores=len({point.key for point in of_model}))
+        if sent != known:
+            self.update(state, models={**state.models, model.sha256: sent})
 
     def _evaluation_data(self) -> DatasetFacts | None:
         return next((facts for facts in self.facts.datasets if facts.context == "evaluation"), None)
 
     def _create(self, store: ModelStore, experiment_id: str, run_id: str, model: ModelFacts) -> SentModel:
-        files = [Path(model.path) / _WEIGHTS] if self.settings.upload_weights and "://" not in model.path else []
+        files: list[Path] = []
+        if self.settings.upload_weights and "://" not in model.path:
+            with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
+                files = [path_inside(Path(model.path), _WEIGHTS)]
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
-        name = f"{self.facts.name}-step-{model.step:08d}"
+        name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
         return SentModel(store.create_model(experiment_id, run_id, name, model.step, kind, tags, files), model.roles)
 
-    def _register(
-        self, store: ModelStore, run_id: str, model: ModelFacts, sent: SentModel, scores: dict[str, float]
-    ) -> SentModel:
+    def _register(self, store: ModelStore, state: SyncState, model: ModelFacts, points: dict[int, list[Any]]) -> None:
         """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
+        assert state.run_id is not None
+        sent, scores = state.models[model.sha256], {point.key: point.value for point in points.get(model.step, [])}
         name = self.settings.register
         score = scores.get(f"eval/{self.facts.score}")
         evaluated = self._evaluation_data()
@@ -148,15 +170,16 @@ class RunMirror:
         if score is not None:
             tags |= {"score": repr(score), "score_name": self.facts.score, "score_data": data}
         if sent.version is None:
-            sent = replace(sent, version=store.register(name, run_id, sent.model_id, tags))
+            sent = replace(sent, version=store.register(name, state.run_id, sent.model_id, tags))
+            self.update(state, models={**state.models, model.sha256: sent})
         assert sent.version is not None
         store.set_version_tags(name, sent.version, tags)
         if "last" in model.roles:
             store.set_alias(name, "last", sent.version)
         if score is None:
-            return sent
+            return
         best = store.tags_of_alias(name, "best")
-        sign = -1 if self.facts.score.endswith("loss") else 1
+        sign = -1 if is_loss(self.facts.score) else 1
         if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
             self.warn(
                 f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
@@ -164,12 +187,6 @@ class RunMirror:
             )
         elif best is None or sign * score > sign * float(best.get("score", "nan")):
             store.set_alias(name, "best", sent.version)
-        return sent
-
-
-def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords."""
-    return hide_passwords(" ".join(str(error).split()))[:300]
 
 
 def _version(path: Path) -> str:

@@ -1,25 +1,36 @@
 """Sends metrics.jsonl to an MLflow run from a background thread, and retries while the server is unreachable."""
 
+import contextlib
 import hashlib
+import os
+import socket
 import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import open_regular, write_text
+from pipeline.locks import FileLock
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
-from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror, one_line
+from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, write_states
+from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
-from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, is_score, metric_name
+from pipeline.words import counted
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"
+# Locked by the process that sends a folder. It stays.
+LOCK_FILE = "mlflow.lock"
 _METRICS_PER_REQUEST = 500
 # How long the end of a run tries a database to which it never connected.
 _FRESH_SECONDS = 15.0
@@ -46,11 +57,16 @@ class Experiment:
     artifact_location: str | None
 
 
+class FolderInUseError(UserError):
+    """Another process sends the folder at this moment."""
+
+
 class MlflowSender:
     """Sends the metrics of one run folder to one tracking URI.
 
     The thread reads metrics.jsonl from the byte that mlflow.json names. The lock protects the states and the content of the file;
-    it is never held during a request, so `rewrite` does not wait for MLflow.
+    it is never held during a request, so `rewrite` does not wait for MLflow. Another lock, on a file, keeps processes from sending one
+    folder at the same time, which would make two MLflow runs.
     start: step that the run continues from; None for a file without repeated steps.
     """
 
@@ -74,6 +90,7 @@ class MlflowSender:
         self._all_sent = False
         self._stop = threading.Event()
         self._store: ModelStore | None = None
+        self._folder_lock: FileLock | None = None  # Held from connecting to the end.
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     # ---------------------------------------------------------------- called by the training thread
@@ -109,11 +126,22 @@ class MlflowSender:
             )
 
     def send_all(self, end: End) -> None:
-        """Send everything that MLflow lacks of a run that has ended, in this thread. Raises what MLflow raises."""
+        """Send everything that MLflow lacks of a run that has ended, in this thread.
+
+        Raises what MLflow raises, and FolderInUseError while another process sends this folder.
+        """
         self._end = end
-        self._connect(starts=False)
-        if not self._close(*self._send()):
-            raise UserError("some files were refused, see above")
+        try:
+            self._connect(starts=False)
+            if not self._close(*self._send()):
+                raise UserError("some files could not be sent, see above")
+        finally:
+            self._unlock_folder()
+
+    @property
+    def refusals(self) -> Refusals:
+        """What the store refused since this sender began."""
+        return self._mirror.refusals
 
     @property
     def run_id(self) -> str:
@@ -124,6 +152,12 @@ class MlflowSender:
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
+        try:
+            self._send_until_the_end()
+        finally:
+            self._unlock_folder()
+
+    def _send_until_the_end(self) -> None:
         num_failures, first_failure = 0, float("inf")
         while True:
             stopping = self._stop.is_set()
@@ -141,7 +175,8 @@ class MlflowSender:
                     self._store = None  # Connecting again creates a run.
                     continue
                 if not num_failures:
-                    trouble = str(error) if isinstance(error, UserError) else f"cannot be reached ({one_line(error)})"
+                    why = f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"
+                    trouble = str(error) if isinstance(error, UserError) else why
                     _warn(
                         f"MLflow at {self.shown_uri} {trouble}: training continues, metrics are kept in metrics.jsonl."
                     )
@@ -171,6 +206,12 @@ class MlflowSender:
                 self._save()
             rewrites = self._num_rewrites
             lines = self._unsent_lines(state)
+        run_id = state.run_id
+
+        def log(records: Sequence[Record]) -> None:
+            shown = [replace(record, metrics=self.facts.with_score(record.metrics)) for record in records]
+            store.log_metrics(run_id, shown, self._tags_of(records))
+
         while lines:
             num_bytes, num_metrics = 0, 0
             records: list[Record] = []
@@ -182,7 +223,7 @@ class MlflowSender:
                     num_metrics += len(record.metrics)
                 elif line.strip():
                     _warn(f"skipped a damaged line of metrics.jsonl, perhaps cut short by a kill: {line[:60]!r}")
-            store.log_metrics(state.run_id, records, self._progress(records))
+            self.refusals.send_each(store, run_id, records, lambda r: f"the metrics of step {r.step:,}", log)
             if any(is_score(metric_name(name)) for record in records for name in record.metrics):
                 self._mirror.has_new_scores = True
             with self._lock:
@@ -192,16 +233,20 @@ class MlflowSender:
                 self._save()
         return store, state
 
-    def _progress(self, records: list[Record]) -> dict[str, str]:
-        """The tag that shows in the list of runs how far this one is."""
-        if not self.facts.steps or not records:
-            return {}
-        step = max(record.step for record in records)
-        return {"progress": f"{step / self.facts.steps:.0%} ({step:,} of {self.facts.steps:,} steps)"}
+    def _tags_of(self, records: Sequence[Record]) -> dict[str, str]:
+        """The tags that show in the list of runs how far this one is, and how good."""
+        tags = {}
+        if self.facts.steps and records:
+            step = max(record.step for record in records)
+            tags["progress"] = f"{step / self.facts.steps:.0%} ({step:,} of {counted(self.facts.steps, 'step')})"
+        for record in records:
+            if (name := self.facts.score_among(record.metrics.keys())) in record.metrics:
+                tags[SCORE] = self.facts.score_in_words(name, record.metrics[name])
+        return tags
 
     def _unsent_lines(self, state: SyncState) -> deque[bytes]:
         """The complete lines from `sent_bytes` on; all lines if that is not at the end of a line."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             if state.sent_bytes:
                 file.seek(state.sent_bytes - 1)
                 if file.read(1) != b"\n":  # The file was removed, and this is another one.
@@ -214,6 +259,7 @@ class MlflowSender:
         """Open the store, and find or create the MLflow run, once. starts: mark it as running."""
         if self._store is not None:
             return self._store, self._states[self.shown_uri]
+        self._lock_folder()
         store = ModelStore(self.uri)
         with self._lock:
             state = self._states.setdefault(self.shown_uri, SyncState())
@@ -224,8 +270,7 @@ class MlflowSender:
                 _warn(f"MLflow at {self.shown_uri} has no run {deleted} (deleted?): all is sent to {state.run_id}.")
         assert state.run_id is not None
         if not state.has_parameters:
-            store.log_parameters(state.run_id, self.facts.parameters)
-            store.log_datasets(state.run_id, self.facts.datasets)
+            self._send_parameters(store, state.run_id)
             self._update(state, has_parameters=True)
         if state.replaces:
             store.delete_run(state.replaces)
@@ -235,11 +280,48 @@ class MlflowSender:
                 self._links[f"`{parent}`"] = link
         tags = self._linked({**self.tags, **self._tags_of_starts()})
         if starts:
-            store.start_run(state.run_id, tags)
-        else:
-            store.set_tags(state.run_id, tags)
+            store.start_run(state.run_id)
+        self.refusals.allows(store, state.run_id, "the tags", partial(store.set_tags, state.run_id, tags))
         self._store = store
         return store, state
+
+    def _send_parameters(self, store: ModelStore, run_id: str) -> None:
+        def log(parameters: Sequence[tuple[str, Any]]) -> None:
+            store.log_parameters(run_id, dict(parameters))
+
+        self.refusals.send_each(store, run_id, list(self.facts.parameters.items()), lambda p: f"parameter {p[0]}", log)
+        datasets = partial(store.log_datasets, run_id, self.facts.datasets)
+        self.refusals.allows(store, run_id, "the data sets", datasets)
+
+    def _lock_folder(self) -> None:
+        """Keep other processes from sending this folder. Raises FolderInUseError while another one does.
+
+        A file system without locks keeps nobody out.
+        """
+        if self._folder_lock is not None:
+            return
+        lock, is_free = FileLock(self.path.parent / LOCK_FILE, by_record=True), True
+        with contextlib.suppress(OSError):
+            is_free = lock.acquire(wait=False)
+        if not is_free:
+            who = lock.read_owner() or "another process"
+            lock.close()
+            raise FolderInUseError(f"receives {self.path.parent} from {who} at this moment")
+        self._folder_lock = lock
+        lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}")
+        with self._lock:  # Another process may have sent since the state was read.
+            found, _ = read_states(self.state_path)
+            for uri, state in found.items():
+                mine = self._states.get(uri)
+                if self._num_rewrites:
+                    state.sent_bytes = min(state.sent_bytes, mine.sent_bytes) if mine else 0
+                    state.back_to = mine.back_to if mine else self.start
+            self._states |= found
+
+    def _unlock_folder(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.close()
+            self._folder_lock = None
 
     def _find_or_create_run(self, store: ModelStore, state: SyncState) -> None:
         """Continue the MLflow run that carries this folder's tag, or create one."""
@@ -313,7 +395,8 @@ class MlflowSender:
         assert state.run_id is not None
         assert self._end is not None
         # The status first: little time may be left.
-        store.set_tags(state.run_id, self._linked(self._end.tags))
+        tags = self._linked(self._end.tags)
+        self.refusals.allows(store, state.run_id, "how the run ended", partial(store.set_tags, state.run_id, tags))
         store.end_run(state.run_id, self._end.status)
         return self._mirror.look(store, state, final=True)
 

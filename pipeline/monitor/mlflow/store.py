@@ -20,6 +20,7 @@ from pipeline.monitor.run_page import (
     dataset_name,
     metric_name,
 )
+from pipeline.tracking_uri import sqlite_file
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000
@@ -32,9 +33,13 @@ _CHILD, _CHILDREN = "made_from_this.", "\n\n**Made from this run**\n\n"
 
 
 class MlflowStore:
-    """An MLflow server, or a database that this process opens itself. Methods raise what MLflow raises."""
+    """An MLflow server, or a database that this process opens itself. Methods raise what MLflow raises.
+
+    The constructor raises UserError for a database in memory, and for one that a killed process left half made.
+    """
 
     def __init__(self, uri: str) -> None:
+        database = sqlite_file(uri)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -45,7 +50,7 @@ class MlflowStore:
 
         _open_databases_in_one_try()
         self.uri = uri
-        if (database := _sqlite_file(uri)) and not database.exists():
+        if database and not database.exists():
             _create_database(database)
         try:
             self.client: Any = MlflowClient(tracking_uri=uri)
@@ -110,7 +115,7 @@ class MlflowStore:
 
     def create_run(self, experiment_id: str, name: str, tags: dict[str, str], started: int | None = None) -> str:
         """Returns the ID of a new run. started: in milliseconds, if that was before now."""
-        tags = {tag: text for tag, text in tags.items() if tag != NOTE}  # `start_run` sets it.
+        tags = {tag: text for tag, text in tags.items() if tag != NOTE}  # `set_tags` sets it.
         return self.client.create_run(experiment_id, start_time=started, run_name=name, tags=tags).info.run_id
 
     def create_copy(self, run_id: str) -> str:
@@ -140,10 +145,9 @@ class MlflowStore:
         if self.is_active(run_id):
             self.client.delete_run(run_id)
 
-    def start_run(self, run_id: str, tags: dict[str, str]) -> None:
-        """Mark a run as running, and set its tags."""
+    def start_run(self, run_id: str) -> None:
+        """Mark a run as running."""
         self.client.update_run(run_id, status="RUNNING")
-        self.set_tags(run_id, tags)
 
     def set_tags(self, run_id: str, tags: dict[str, str]) -> None:
         """Set tags of a run. A description that someone has edited stays; under another one the runs made from it are listed."""
@@ -270,21 +274,14 @@ def _link(name: str, info: Any) -> str:
 def _open_databases_in_one_try() -> None:
     """MLflow tries to open a database ten times over 100 s, and logs three lines each time. The sender tries again by itself.
 
-    MLflow has no setting for it. Without this, a wrong password is reported after 100 s.
+    MLflow has no setting for it. Without this, a wrong password is reported after 100 s. Nor does it create folders, which it
+    names by the URI: `a%3Fb` for a database in `a?b`.
     """
     from mlflow.store.db import utils
 
     utils.MAX_RETRY_COUNT = 1
+    utils._make_parent_dirs_if_sqlite = lambda uri: None
     logging.getLogger(utils.__name__).setLevel(logging.WARNING)  # The import has set it to INFO.
-
-
-def _sqlite_file(uri: str) -> Path | None:
-    """File of an SQLite database; None for another store."""
-    from sqlalchemy.engine import make_url
-
-    if not uri.startswith("sqlite:") or (name := make_url(uri).database) in (None, "", ":memory:"):
-        return None
-    return Path(name)
 
 
 def _create_database(path: Path) -> None:
@@ -306,6 +303,11 @@ def _create_database(path: Path) -> None:
     engine.dispose()
     path.parent.mkdir(parents=True, exist_ok=True)
     create(path, content)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store answered that a request is wrong, so that it would refuse it again."""
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 def _digest(text: str) -> str:

@@ -13,13 +13,13 @@ _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by i
 
 # Of the run list, from left to right, and their widths in pixels. Columns without content in a store are not shown.
 _COLUMNS = {
+    "metrics.`score`": 70,  # In per cent: sorts. The tag says it in words, with the data.
+    "tags.`score`": 170,
     "tags.`kind`": 90,
+    "tags.`outcome`": 150,
     "tags.`model`": 100,
-    "tags.`dataset`": 110,
-    "metrics.`eval/val_top1`": 110,
-    "metrics.`eval/test_top1`": 110,
+    "tags.`parent`": 150,
     "tags.`progress`": 170,
-    "tags.`outcome`": 220,
     "attributes.`Models`": 150,
     "attributes.`Source`": 160,
 }

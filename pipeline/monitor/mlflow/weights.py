@@ -18,6 +18,7 @@ from pipeline.committed import read_checksums
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.tracking_uri import sqlite_uri
 
 C = TypeVar("C", bound="_HasWeights")
 
@@ -82,4 +83,4 @@ def _default_store(weights: str) -> str:
         raise UserError(
             f"{weights}: set MLFLOW_TRACKING_URI to the MLflow server's; there is no {_DEFAULT_STORE} here."
         )
-    return f"sqlite:///{_DEFAULT_STORE.resolve()}"
+    return sqlite_uri(_DEFAULT_STORE)

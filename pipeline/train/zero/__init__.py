@@ -1,5 +1,5 @@
 """DeepSpeed: the engine that trains under ZeRO, and where each ZeRO stage keeps weights and optimizer state.
 
-May import: settings, random numbers, distributed, estimate (memory), checkpoint (tensors), monitor (clock).
-Called by `pipeline.train` alone. `deepspeed_import.py` is the only file that imports DeepSpeed.
+Imports checkpoint/ (tensors), estimate/ (memory), monitor/ (clock), data/loading (batches), settings and the ground floor.
+`deepspeed_import.py` is the only file that imports DeepSpeed. Used by train/ and data_tools/.
 """

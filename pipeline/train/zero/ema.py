@@ -7,7 +7,7 @@ from pipeline.train.zero.layout import Shard
 
 
 class Ema:
-    """mean = decay * mean + (1 - decay) * weights after every step; starts as the weights."""
+    """mean = decay * mean + (1 - decay) * weights after every step that is not skipped; starts as the weights."""
 
     def __init__(self, shards: list[Shard], decay: float) -> None:
         self.weights = [shard.weights.detach() for shard in shards]

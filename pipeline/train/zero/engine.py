@@ -21,11 +21,10 @@ from pipeline import random_numbers
 from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, all_started
 from pipeline.errors import Stopped
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
-from pipeline.launcher import busy_port
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective, stored_parameters
 from pipeline.random_numbers import Purpose
@@ -39,18 +38,18 @@ _FIRST_SCALE_POWER = 12
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def start_ranks(ranks: Ranks, timeout_minutes: float) -> None:
-    """Initialise the process group; must precede any collective. No-op if it is initialised."""
+def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0) -> None:
+    """Initialise the process group; must precede any collective. No-op if it is initialised.
+
+    timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait while the
+    others are in a collective call. Raises CrashError if a rank does not start.
+    """
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
-    try:
-        with _quiet():
-            deepspeed.init_distributed(timeout=datetime.timedelta(minutes=timeout_minutes), auto_mpi_discovery=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):  # The port was free when the run started.
-            raise busy_port() from None
-        raise
+    with all_started(ranks, timeout_minutes), _quiet():
+        limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
+        deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         # Otherwise its threads abort the interpreter at exit (code -6) when another rank has exited before.
         atexit.register(torch.distributed.destroy_process_group)
@@ -76,6 +75,7 @@ class Engine:
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
         self._step = 0
+        self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
         num_parameters = sum(math.prod(shape) for shape in self.shapes.values())
@@ -92,7 +92,7 @@ class Engine:
     # ------------------------------------------------------------------ interface of `training_step` (loop.Trainer)
     def begin_step(self, step: int, lr: float) -> None:
         """Set training mode and the learning rate of step `step` (from 0)."""
-        self._step, self._norm = step, None
+        self._step, self._skipped_before, self._norm = step, self.skipped_steps, None
         self.engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -118,11 +118,11 @@ class Engine:
         self.engine.step()
 
     def end_step(self) -> Tensor | float:
-        """Update the EMA; return the gradient norm before clipping, NaN if DeepSpeed has none.
+        """Update the EMA unless the step was skipped; return the gradient norm before clipping, NaN if DeepSpeed has none.
 
         It may be a scalar on the device, to be read before the next step: reading it waits for the device.
         """
-        if self.ema:
+        if self.ema and self.skipped_steps == self._skipped_before:
             self.ema.update()
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         return math.nan if norm is None else norm

@@ -56,8 +56,3 @@ class ChildStore(MlflowStore):
         if not self.is_active(run_id):
             raise LookupError(run_id)
         self.client.set_tag(run_id, PARENT_TAG, parent)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether the store answered that a request is wrong, so that it would refuse it again."""
-    return getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"

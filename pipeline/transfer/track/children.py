@@ -18,13 +18,14 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
-from pipeline.monitor.mlflow.store import MlflowStore
+from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
-from pipeline.monitor.run_page import DatasetFacts, hide_passwords
+from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords
 from pipeline.progress import duration
-from pipeline.transfer.track.child_store import ChildStore, KnownChild, is_refusal
+from pipeline.transfer.track.child_store import ChildStore, KnownChild
+from pipeline.words import counted
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.
@@ -51,7 +52,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class ChildRun:
-    """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970."""
+    """key: unique among the children. status: FINISHED or FAILED. started, ended: milliseconds since 1970. score: a metric."""
 
     key: str
     name: str
@@ -62,9 +63,14 @@ class ChildRun:
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetFacts, ...] = ()
+    score: str = ""
+
+    def facts(self) -> RunFacts:
+        """What its line of the list of runs says of its score."""
+        return RunFacts(self.name, "cell", datasets=self.datasets, score=self.score)
 
     def digest(self) -> str:
-        """Of what is sent, except times, which a copied folder changes."""
+        """Hash of what is sent, without times, because copying a folder changes these."""
         content = json.dumps([self.status, self.metrics, self.parameters, self.tags], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -107,7 +113,7 @@ class ChildSender:
         seconds = len(self._queue) * REQUESTS_PER_CHILD / self.pace.requests
         if seconds > self.pace.finish:
             print(
-                f"sending {len(self._queue):,} cells to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
+                f"sending {counted(len(self._queue), 'cell')} to MLflow at {hide_passwords(self.uri)}, at most {duration(seconds)}; Ctrl-C "
                 "leaves those that are missing to the next start of this command",
                 flush=True,
             )
@@ -116,7 +122,7 @@ class ChildSender:
         self._thread.join()
         if self._queue:
             _warn(
-                f"MLflow at {hide_passwords(self.uri)} has not received {len(self._queue):,} cells of {self.folder}: the same "
+                f"MLflow at {hide_passwords(self.uri)} has not received {counted(len(self._queue), 'cell')} of {self.folder}: the same "
                 "command sends them at its next start."
             )
         return not self._queue
@@ -216,8 +222,11 @@ class ChildSender:
             self._known[child.key] = known
         self._pause()
         # The tags may have changed: a cell that failed before has an outcome now.
-        record = Record(0, child.ended, child.metrics)
-        store.log_metrics(known.run_id, [record], {**child.tags, DIGEST_TAG: digest}, child.parameters)
+        facts = child.facts()
+        record = Record(0, child.ended, facts.with_score(child.metrics))
+        scored = child.metrics.get(child.score)
+        tags = {} if scored is None else {SCORE: facts.score_in_words(child.score, scored)}
+        store.log_metrics(known.run_id, [record], {**child.tags, **tags, DIGEST_TAG: digest}, child.parameters)
         if child.datasets:
             self._pause()
             store.log_datasets(known.run_id, child.datasets)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.page import png
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73")
@@ -32,14 +33,16 @@ def draw_rates_of_groups(tried: dict[str, dict[float, tuple[float, int, int]]]) 
         whole = [tried[task.name] for task in members if set(tried[task.name]) == set(rates)]
         if whole:
             means = [100 * float(np.mean([of_task[rate][0] for of_task in whole])) for rate in rates]
-            axes.plot(rates, means, color=colour, linewidth=2.6, marker="o", label=f"mean of {len(whole)} tasks")
+            axes.plot(
+                rates, means, color=colour, linewidth=2.6, marker="o", label=f"mean of {counted(len(whole), 'task')}"
+            )
             axes.legend(frameon=False, loc="lower center")
-        axes.set_title(f"{group} ({len(members)} of {sum(task.group == group for task in TASKS)} tasks)")
+        axes.set_title(f"{group} ({len(members)} of {counted(sum(task.group == group for task in TASKS), 'task')})")
         if not members:
             axes.text(0.5, 0.5, "no task tried yet", transform=axes.transAxes, ha="center", color="0.5")
         _style(axes, rates, "top-1 on val200, %" if number == 0 else "")
     num_diverged = sum(diverged for of_task in tried.values() for _, _, diverged in of_task.values())
-    note = f"; × {num_diverged:,} cells diverged, which count as 0" if num_diverged else ""
+    note = f"; × {counted(num_diverged, 'cell')} diverged, which count as 0" if num_diverged else ""
     figure.suptitle(f"Accuracy by learning rate, the best of the other settings{note}")
     return png(figure)
 

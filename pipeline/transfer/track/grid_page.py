@@ -1,16 +1,21 @@
 """The MLflow page of a fine-tuning grid: a parent run, below which its runs, which send themselves, are shown."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate.intervals import in_seeds
+from pipeline.errors import UserError
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import DatasetFacts, RunFacts
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage
+from pipeline.words import counted
 
 
 class GridPage(ParentPage):
@@ -47,14 +52,26 @@ class GridPage(ParentPage):
         self.log(metrics)
         spread = "" if result["std"] is None else f" ± {100 * result['std']:.2f} (standard deviation)"
         self.result = (
-            f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {result['split']}, {in_seeds(len(result['runs']))}, with "
+            f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {result['split']}, {counted(len(result['runs']), 'seed')}, with "
             f"learning rate {result['lr']:g}."
         )
 
 
+def _origin(folder: Path, weights: str) -> Origin | None:
+    """The weights of a grid as its first start found them, or as they are now; None for weights that only MLflow names."""
+    with contextlib.suppress(UserError):
+        saved = PageFolder(folder).read_facts().facts
+        if saved.tags.get("weights") == weights:
+            return saved.origin
+    with contextlib.suppress(UserError, OSError):  # The first run says what is wrong with them.
+        return find_origin(find_file(Path(weights)))
+    return None
+
+
 def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: int) -> RunFacts:
     weights, data = settings.init.weights, settings.data
-    parent = run_of_weights(str(weights))
+    origin = _origin(Path(config.out) / config.name, str(weights))
+    parent = origin.run_id if origin else run_of_weights(str(weights))
     parameters = {
         "run": config.run, "settings": " ".join(config.settings), "lr": config.lr, "seeds": config.seeds,
         "dev_share": config.dev_share, "also": config.also,
@@ -75,9 +92,9 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_runs: 
     description = (
         f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
         f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of `{data.train_split}`, held out; the best "
-        f"one trains on all of it, {in_seeds(len(config.seeds))}. {num_runs} runs, which are shown below this one."
+        f"one trains on all of it, {counted(len(config.seeds), 'seed')}. {counted(num_runs, 'run')}, which are shown below this one."
     )
     return RunFacts(
         config.name, "grid", parameters, tags, tuple(datasets), description, {"parent": parent} if parent else {},
-        artifacts=("report.md", "results.json"),
+        artifacts=("report.md", "results.json"), score="top1", origin=origin,
     )  # fmt: skip

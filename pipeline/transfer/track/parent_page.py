@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.files import replacing
-from pipeline.monitor.mlflow.mirror import one_line
+from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.page_folder import PAGE

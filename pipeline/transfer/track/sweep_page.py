@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
+from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
@@ -15,12 +16,13 @@ from pipeline.settings.run import TrackConfig
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import charts
 from pipeline.transfer.report import for_mlflow, tags_of
-from pipeline.transfer.score_table import Column, column_of
+from pipeline.transfer.score_table import Column, column_of, unpublished_warning
 from pipeline.transfer.sweep import SWEEP_FILE, Outcome, Sweep, cell_name, settings_of
 from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell
 from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.words import counted
 
 EXPERIMENT = "vtab"
 _LOG_EVERY = 60.0  # Seconds between two points of the number of cells.
@@ -82,9 +84,7 @@ class SweepPage:
         if error is not None:
             outcome = f"failed: {error}"
         elif self.failed:
-            outcome = (
-                f"failed: {len(self.failed):,} of {self.num_cells:,} cells, such as {next(iter(self.failed.values()))}"
-            )
+            outcome = f"failed: {len(self.failed):,} of {counted(self.num_cells, 'cell')}, such as {next(iter(self.failed.values()))}"
         self._tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=self._result())
 
     def ended(self, cell: Cell, outcome: Outcome) -> None:
@@ -124,7 +124,7 @@ class SweepPage:
         tried = _tried(outcomes)
         if len({rate for of_task in tried.values() for rate in of_task}) > 1:
             pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(tried)
-        column = self._column or _column_so_far(outcomes)
+        column = self._column or _column_so_far(outcomes, self.sweep.unpublished)
         if column.tasks:
             pictures["accuracy_by_task.png"] = charts.draw_tasks([column])
         return pictures
@@ -199,6 +199,7 @@ def _child(
         cell_name(cell), _short_name(cell), status, round(1000 * (ended - seconds)), round(1000 * ended), parameters, metrics,
         {"outcome": outcome, "dataset": cell.task.name, "stage": cell.stage, **tags},
         tuple(_split_facts(cell.task.name, dataset, split, context) for split, context in splits),
+        "val_top1" if cell.stage == "search" else "test_top1",
     )  # fmt: skip
 
 
@@ -238,16 +239,17 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     found = any(count is not None for count in (header["contamination"] or {}).values())
     description = [
         f"**VTAB-1k of `{Path(config.weights).name}`** (`{sweep.sha256[:16]}`) by protocol {protocol['name']}, {config.method}: "
-        f"{num_cells:,} cells on {len(sweep.datasets)} of {len(TASKS)} tasks, {len(settings_of(config.protocol))} settings.",
+        f"{counted(num_cells, 'cell')} on {len(sweep.datasets)} of {counted(len(TASKS), 'task')}, {len(settings_of(config.protocol))} settings.",
         "Each cell is a run below this one: parameters `task`, `lr`, ..., metrics `eval/val_top1` (search) and `eval/test_top1`.",
         "Copies of test images in the pre-training data: " + (", ".join(searched) if found else "not searched") + ".",
     ]
+    description += unpublished_warning(sweep.unpublished)
     if sweep.missing:
         description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
     return RunFacts(
         f"{_weights_name(config.weights, run)} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
         tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
-        artifacts=("results.json", SWEEP_FILE),
+        artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights)),
     )  # fmt: skip
 
 
@@ -266,9 +268,9 @@ def _tried(outcomes: dict[Cell, Outcome]) -> dict[str, dict[float, tuple[float, 
     return tried
 
 
-def _column_so_far(outcomes: dict[Cell, Outcome]) -> Column:
+def _column_so_far(outcomes: dict[Cell, Outcome], unpublished: list[str]) -> Column:
     scores = [_row(cell, outcome) for cell, outcome in outcomes.items() if cell.stage != "search"]
-    return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": []})
+    return column_of("this sweep, so far", {"scores": scores, "failed": [], "missing": [], "unpublished": unpublished})
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     ("damage", "said"),
     [
         (lambda path: (path / "train-000001.tar").unlink(), r"train-000001.tar is missing\. .*launch/shard.py"),
-        (lambda path: (path / "train-000001.tar").write_bytes(b"x"), r"train-000001.tar has 1 bytes, but 1000"),
+        (lambda path: (path / "train-000001.tar").write_bytes(b"x"), r"train-000001.tar has 1 byte, but 1,000 in"),
         (lambda path: (path / "samples.parquet").unlink(), r"samples.parquet is missing"),
         (lambda path: (path / "shards.parquet").write_bytes(b"?"), r"shards.parquet is damaged"),
         (

@@ -1,6 +1,7 @@
 """Batches: the same for any number of threads; a bad sample is counted and changes no other; too many stop the run."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> N
         assert torch.equal(b.valid, ~is_bad)
         assert torch.equal(a.images[~is_bad], b.images[~is_bad])
         assert (b.images[is_bad] == 0).all()
-    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7: its bytes in .*xxh128"):
+    with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7: its bytes in .*xxh128"):
         load(split, max_bad_share=0.0)
 
 
@@ -225,8 +226,21 @@ def test_too_many_bad_samples_stop_the_run(dataset: Dataset) -> None:
 def test_no_budget_stops_at_the_first(dataset: Dataset) -> None:
     split = dataset.split("train")
     spoil(split, 7)
-    with pytest.raises(UserError, match=r"1 samples of 40 cannot be read.*class/7"):
+    with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7"):
         load(split, max_bad_share=0.0)
+
+
+def test_bad_samples_are_those_of_the_batches_read_so_far(dataset: Dataset) -> None:
+    """Not of those decoded ahead: the count after a batch is the same at any speed, and threads do not change it meanwhile."""
+    split = dataset.split("train")
+    for row in range(COUNT):
+        spoil(split, row)
+    with Loader(split, train_view(AugmentConfig(), 3), 24, 4, 3, max_bad_share=1.0) as loader:
+        seen: set[int] = set()
+        for batch in loader.batches(requests()):
+            time.sleep(0.01)  # The threads decode ahead.
+            seen |= set(batch.rows.tolist())
+            assert set(loader.bad) == seen
 
 
 def test_a_small_split_may_have_one_bad_sample(dataset: Dataset) -> None:

@@ -193,10 +193,10 @@ def test_seeks_reach_any_step() -> None:
 
 def test_random_bits_are_splitmix64() -> None:
     # First outputs of SplitMix64 for seeds 0 and 1234567 (Vigna's splitmix64.c; Rosetta Code, "Pseudo-random numbers").
-    assert int(random_numbers.bits(0)) == 0xE220A8397B1DCDAF
-    assert int(random_numbers.bits(1234567)) == 6457827717110365317
+    assert int(random_numbers.splitmix(0)) == 0xE220A8397B1DCDAF
+    assert int(random_numbers.splitmix(1234567)) == 6457827717110365317
     np.testing.assert_array_equal(
-        random_numbers.bits(np.array([0, 1234567])), [0xE220A8397B1DCDAF, 6457827717110365317]
+        random_numbers.splitmix(np.array([0, 1234567])), [0xE220A8397B1DCDAF, 6457827717110365317]
     )
 
 
@@ -204,7 +204,7 @@ def test_random_bits_are_splitmix64() -> None:
 def test_permutations_sort_equal_hashes_by_place(num_bits: int) -> None:
     """As NumPy's stable sort, also where hashes agree in the high bits, in the low bits, or in all."""
     for length in (0, 1, 2, 3, 64, 65, 5000):
-        hashes = random_numbers.bits(length, np.arange(length))
+        hashes = random_numbers.splitmix(length, np.arange(length))
         for of in (
             hashes,
             hashes >> np.uint64(64 - num_bits) if num_bits else hashes * 0,
@@ -212,21 +212,21 @@ def test_permutations_sort_equal_hashes_by_place(num_bits: int) -> None:
         ):
             np.testing.assert_array_equal(random_numbers._stable_argsort(of), np.argsort(of, kind="stable"))
     assert (
-        random_numbers.permutation(5000, 7).tolist()
-        == np.argsort(random_numbers.bits(7, np.arange(5000)), kind="stable").tolist()
+        random_numbers.permutation(5000, 7, 1).tolist()
+        == np.argsort(random_numbers.bits(7, 1, np.arange(5000)), kind="stable").tolist()
     )
 
 
 def test_parts_are_not_interchangeable() -> None:
     seen = {
-        int(random_numbers.bits(*parts))
+        int(random_numbers.splitmix(*parts))
         for parts in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (3,), (1,), (-1,), (2**63,)]
     }
     assert len(seen) == 8
 
 
 def test_uniform_fills_its_range() -> None:
-    draws = random_numbers.uniform(5, np.arange(100_000))
+    draws = random_numbers.uniform(5, 1, np.arange(100_000))
     assert 0 <= draws.min() < 1e-3
     assert 1 - 1e-3 < draws.max() < 1
     counts = np.histogram(draws, 20, (0, 1))[0]
@@ -257,6 +257,6 @@ def test_evaluation_covers_every_row(num_samples: int, batch: int, world_size: i
 
 
 def test_single_draws_are_the_same_numbers() -> None:
-    for parts in [(), (5,), (0, 3, 2, 12_345_678), (2**63 - 1, -1, 2**64 - 1)]:
+    for parts in [(5, 1), (0, 3, 2, 12_345_678), (2**63 - 1, -1, 2**64 - 1)]:
         draw = random_numbers.draws(*parts)
         assert [draw(i) for i in range(50)] == random_numbers.uniform(*parts, np.arange(50)).tolist()

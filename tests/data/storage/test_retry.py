@@ -4,7 +4,14 @@ import time
 
 import pytest
 
+from pipeline import waits
 from pipeline.data.storage.retry import Retry, StorageError
+
+
+@pytest.fixture(autouse=True)
+def short_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "_board", waits._Board())
 
 
 def slow() -> str:
@@ -12,28 +19,35 @@ def slow() -> str:
     return "content"
 
 
-def test_a_wait_for_the_first_answer_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = Retry(seconds=600, setting="data.retry_minutes", notice_seconds=0.1)
-    assert [waiting.call("s3://bucket/x", slow) for _ in range(3)] == ["content"] * 3
-    said = (
-        "waiting for s3://bucket/x: no answer yet; requests are retried for at most 10 minutes (data.retry_minutes)\n"
-    )
-    assert capsys.readouterr().err == said
+def test_a_wait_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    retry = Retry(seconds=600, setting="data.retry_minutes")
+    assert [retry.call(f"s3://bucket/{name}", slow) for name in "xyz"] == ["content"] * 3
+    assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min (data.retry_minutes)\n"
 
 
 def test_an_answer_in_time_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = Retry(notice_seconds=0.1)
-    assert waiting.call("s3://bucket/x", lambda: 1) == 1
-    waiting = Retry(notice_seconds=0.1)
+    retry = Retry()
+    assert retry.call("s3://bucket/x", lambda: 1) == 1
 
     def missing() -> None:
         raise FileNotFoundError
 
     with pytest.raises(FileNotFoundError):
-        waiting.call("s3://bucket/x", missing)
-    waiting.call("s3://bucket/x", slow)
+        retry.call("s3://bucket/x", missing)
+    retry.call("s3://bucket/x", slow, is_transfer=True)
     time.sleep(0.2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_transfer_is_mentioned_once_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [OSError("503"), OSError("503")]
+
+    def upload() -> None:
+        if failures:
+            raise failures.pop()
+
+    Retry().call("s3://bucket/x", upload, is_transfer=True)
+    assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min\n"
 
 
 def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,9 +56,9 @@ def test_one_rank_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(StorageError):
-        Retry(seconds=0.3, notice_seconds=0.1).call("s3://bucket/x", fail)
+        Retry(seconds=0.3).call("s3://bucket/x", fail)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(StorageError, match=r"x was unreachable for 0.005 minutes: Couldn't"):
-        Retry(seconds=0.3, notice_seconds=0.1).call("s3://bucket/x", fail)
-    assert capsys.readouterr().err.startswith("waiting for s3://bucket/x: no answer yet")
+        Retry(seconds=0.3).call("s3://other/x", fail)
+    assert capsys.readouterr().err.startswith("waiting for s3://other/x, at most 0 s")

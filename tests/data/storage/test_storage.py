@@ -43,7 +43,6 @@ def downloads(s3: S3) -> list[str]:
 
 def test_locations() -> None:
     assert to_path("data/x") == Path("data/x")
-    assert to_path("~/x") == Path.home() / "x"
     path = to_path("s3://bucket//a/b/?region=eu-west-1")
     assert str(path) == "s3://bucket/a/b?region=eu-west-1"
     assert str(path / "c.tar") == "s3://bucket/a/b/c.tar?region=eu-west-1"
@@ -56,6 +55,21 @@ def test_locations() -> None:
                         ("s3://a/b?regoin=x", "unknown option 'regoin'")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             to_path(wrong)
+
+
+def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None:
+    for name in ("in/a/1", "elsewhere/b/2"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "in/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/again").symlink_to("linked")
+    (tmp_path / "in/a/circle").symlink_to(tmp_path / "in")
+    (tmp_path / "elsewhere/b/self").symlink_to(".")
+    (tmp_path / "in/broken").symlink_to("nowhere")
+    (tmp_path / "start").symlink_to("in")
+    for start in ("in", "start"):
+        found = {name_inside(path, tmp_path / start): size for path, size in walk_files(tmp_path / start)}
+        assert found == {"a/1": 6, "linked/b/2": 13, "again/b/2": 13}
 
 
 @pytest.mark.slow

@@ -76,6 +76,22 @@ def test_numbers_of_a_manifest_without_tars(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "out" / "contact_sheet.png").exists()
 
 
+def test_a_data_set_without_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As shard.py makes of a list whose labels are all empty."""
+    data = synthetic(tmp_path / "data", [[[], [], []], [[], []]], 0)
+    found = run(data.path, tmp_path / "out", sheet=4)
+    assert (found["num_classes"], found["splits"]["train"]["samples"]) == (0, 5)
+    assert found["splits"]["train"]["classes"]["largest"] == ""
+    assert found["splits"]["train"]["labels_per_sample"] == {"0": 5}
+    assert "no image has a label" in capsys.readouterr().out
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet, Image.open(tmp_path / "out/histograms.png"):
+        assert sheet.width > 4 * 168
+    assert len(contact_sheet._choose(data, np.empty(0, np.int64), 4)) == 4
+    # A class list whose classes no sample has.
+    found = run(synthetic(tmp_path / "other", [[[], []]], 2).path, tmp_path / "other-out", sheet=2)
+    assert found["splits"]["train"]["classes"]["empty"] == 2
+
+
 def test_a_mixed_shard_is_as_uneven_as_chance_and_a_sorted_one_is_not(tmp_path: Path) -> None:
     labels = np.repeat(np.arange(50), 80)
     mixed = np.random.default_rng(0).permutation(labels)

@@ -1,14 +1,17 @@
 """Class rules: merged, chosen, ordered, large enough, held out; and readable names."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar
+from test_layouts import TINY
 
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, small_classes
 from data_tools.sharding.holdout import hold_out
 from data_tools.sources import Listing, list_source
+from pipeline.data.dataset.manifest import INFO
 from pipeline.errors import UserError
 
 SIZES = {"ant": 1, "bee": 3, "cat": 5, "dog": 6}
@@ -114,10 +117,17 @@ def test_a_class_with_one_image_is_named(zoo: Path) -> None:
 
 def test_readable_names(tmp_path: Path) -> None:
     path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
-    assert readable_names(["n01", "n02", "n03"], path) == ["gold fish", "tench, Tinca tinca", "n03"]
-    assert readable_names(["n01"], "") is None
-    with pytest.raises(UserError, match="names none of the 1 classes, such as cat"):
-        readable_names(["cat"], path)
+    assert readable_names(["n01", "n02", "n03"], path, {}) == ["gold fish", "tench, Tinca tinca", "n03"]
+    assert readable_names(["n01"], "", {}) is None
+    # Those of the source itself, unless a file is given.
+    assert readable_names(["n01", "n02"], "", {"n01": "one"}) == ["one", "n02"]
+    assert readable_names(["cat"], "", {"n01": "one"}) is None
+    assert readable_names(["n01"], path, {"n01": "one"}) == ["gold fish"]
+    with pytest.raises(UserError, match="names none of the 1 class, such as cat"):
+        readable_names(["cat"], path, {})
+    path = text(tmp_path, "n01 crane\nn01 crane\nn02 tench\nn01 heron\n")
+    with pytest.raises(UserError, match=r"synset_names = .* names 'n01' twice, 'crane' and 'heron'"):
+        readable_names(["n01"], path, {})
 
 
 def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -> None:
@@ -139,6 +149,19 @@ def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -
     for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
         with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
             shard.run(settings(source, tmp_path / "out", **{**others, **changed}))
+
+
+def test_the_names_of_tiny_imagenet_are_taken(ray_cluster: int, tmp_path: Path) -> None:
+    from data_tools.sharding import shard
+
+    source = write_folder({**TINY, "words.txt": b"n01\tcrane\nn02\tcrane\n"}, tmp_path / "raw")
+    dataset = shard.run(settings(source, tmp_path / "out"))
+    assert dataset.info["class_names"] == ["crane", "crane"]
+    assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["crane (n01)", "crane (n02)"])
+    # A data set of an earlier version, which ignored them, is checked as it was.
+    info = {name: value for name, value in dataset.info.items() if name not in ("class_names", "checksum")}
+    (dataset.path / INFO).write_text(json.dumps(info))
+    assert shard.run(settings(source, tmp_path / "out")).class_names == ["n01", "n02"]
 
 
 def test_classes_that_training_does_not_have_are_refused_in_every_layout(tmp_path: Path) -> None:

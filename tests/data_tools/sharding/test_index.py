@@ -115,6 +115,16 @@ def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> N
     assert np.array_equal(open_dataset(dataset.path).split("train").label_values, [0])
 
 
+def test_no_sample_of_a_split_is_no_data_set(ray_cluster: int, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, tmp_path / "t/train-0.tar")
+    write_tar({"2.jpg": b"no image", "2.cls": b"1"}, tmp_path / "t/val-0.tar")
+    splits = {"train": "train", "val": "val"}
+    with pytest.raises(UserError, match=r"no tar of split 'val' has an image that can be used.*val-0.tar: 2.jpg \("):
+        run(config(tmp_path / "t", tmp_path / "out", splits=splits, max_bad_share=1.0))
+    assert not (tmp_path / "out/dataset.json").exists()
+
+
 def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
     source = write_tar({"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2)[:-9], "2.cls": b"0"}, tmp_path / "a.tar")
     for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
@@ -132,7 +142,7 @@ def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> 
     again = [part for sample in zip(images, labels, strict=True) for part in sample]
     write_tar(again, tmp_path / "t/train-1.tar")
     dataset = run(config(tmp_path / "t", splits={"train": ""}))
-    assert "note: 3 samples have the key of an earlier sample" in capfd.readouterr().out
+    assert "note: 3 samples with the key of an earlier sample" in capfd.readouterr().out
     report = verify.run(VerifyConfig(data=str(dataset.path)))
     assert report["is_whole"], report["kinds"]
     split = dataset.split("train")

@@ -292,6 +292,15 @@ def test_a_shard_of_bad_images_only_is_left_out(ray_cluster, tmp_path: Path) -> 
     assert shard.run(settings(source, tmp_path / "out", samples_per_shard=1)).fingerprint == dataset.fingerprint
 
 
+def test_no_image_of_a_split_is_no_data_set(ray_cluster, tmp_path: Path) -> None:
+    files = {"train/cat/1.jpg": jpeg(1), "val/cat/2.jpg": b"text", "val/cat/3.jpg": b""}
+    splits = {"train": "train", "val": "val"}
+    config = settings(write_folder(files, tmp_path / "raw"), tmp_path / "out", splits=splits, max_bad_share=1.0)
+    with pytest.raises(UserError, match=r"no image of split 'val' can be used: val/cat/2.jpg \(.*; val/cat/3.jpg \("):
+        shard.run(config)
+    assert not (tmp_path / "out/dataset.json").exists()
+
+
 def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_path: Path) -> None:
     exif = noise(1).getexif()
     exif[0x0112] = 6  # rotated by a quarter

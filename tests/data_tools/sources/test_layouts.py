@@ -157,7 +157,7 @@ def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, there are 3 class"),
+        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, the number of class names is 3;"),
         ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
         ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
     ],
@@ -260,7 +260,7 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert "has class numbers: label_names=FILE names the wnids" in refused(source, val_labels=str(few))
     names = tmp_path / "wnids.txt"
     for text, said in (
-        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, there are 2 class names"),
+        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, the number of class names is 2"),
         ("n01\nn09\nn08\n", "lacks 'n02', a class of the train tar"),
         ("n01\nn02\nn09\n", "the train tar does not have 1 of the 3 classes, such as 'n09'"),
     ):
@@ -309,6 +309,8 @@ def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
     listing = listed(source, layout=layout)
     assert samples(listing) == TINY_SAMPLES
     assert listing.classes == ["n01", "n02"]
+    assert listing.class_names == {"n01": "one", "n02": "two"}
+    assert not any("words.txt" in note or "val_annotations" in note for note in listing.notes)
     assert any(note.startswith("ignored 1 image outside") and "test_0.JPEG" in note for note in listing.notes)
     # Whoever names the splits, as our messages used to propose, gets the same.
     start = "" if form == "folder" else "tiny-imagenet-200/"
@@ -327,6 +329,12 @@ def test_bad_tiny_imagenet(tmp_path: Path) -> None:
     for text, said in ((b"val_0.JPEG\n", "line 1: 'val_0.JPEG' is not of the form"), (b"\xff", "no text in UTF-8")):
         (source / "val/val_annotations.txt").write_bytes(text)
         assert said in refused(source)
+    (source / "val/val_annotations.txt").write_bytes(TINY["val/val_annotations.txt"])
+    for text, said in ((b"n01 a\nn01 b\n", "words.txt names 'n01' twice, 'a' and 'b'"), (b"\xff", "no text in UTF-8")):
+        (source / "words.txt").write_bytes(text)
+        assert said in refused(source)
+    (source / "words.txt").unlink()
+    assert listed(source).class_names == {}
     (source / "val/val_annotations.txt").unlink()
     assert "is no Tiny-ImageNet: it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
 
@@ -422,7 +430,7 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
 
 def test_bad_parquet(tmp_path: Path) -> None:
     path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
-    assert "row 3: label 3 is out of range, there are 3 class names" in refused(path)
+    assert "row 3: label 3 is out of range, the number of class names is 3" in refused(path)
     assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
     assert "column 'label' holds int64, not encoded images" in refused(path, image_column="label", layout="parquet")
     assert "column 'image' holds struct<" in refused(path, label_column="image")
@@ -438,6 +446,49 @@ def test_bad_parquet(tmp_path: Path) -> None:
     names = _text("plane\ncar\nplane\n")(tmp_path)
     hugging_face(tmp_path / "a.parquet", pa.array([0, 0, 0, 0, 0]))
     assert "names 'plane' 2 times" in refused(path, label_names=str(names))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (pa.array([[0], [0, None], [], None, [1]]), "row 1: [0, None] has a missing label (null)"),
+        (pa.array([["a"], None, [None], [], ["b"]]), "row 2: [None] has a missing label"),
+        (pa.array([1.5, 2, 3, 4, 5]), "column 'label' holds double, but labels are text"),
+        (pa.array([True, False, True, True, True]), "column 'label' holds bool, but labels are text"),
+        (pa.array([[[0]], [[1]], [], [], []]), "column 'label' holds list<element: list<"),
+        (pa.array([2**64 - 1, 0, 0, 0, 0], pa.uint64()), "row 0: label 18446744073709551615 is out of range"),
+        (pa.nulls(5), "column 'label' holds null, but labels are text"),
+        (pa.array([{"a": 1}] * 5), "column 'label' holds struct<a: int64>, but labels are text"),
+    ],
+)  # fmt: skip
+def test_odd_labels_in_parquet(labels: pa.Array, said: str, tmp_path: Path) -> None:
+    assert said in refused(hugging_face(tmp_path / "a.parquet", labels))
+
+
+def test_odd_columns_in_parquet(tmp_path: Path) -> None:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    columns = [pa.array(IMAGES), pa.array([0, 1, 0, 1, 0]), pa.array([1, 0, 1, 0, 1])]
+    pq.write_table(pa.table(columns, ["image", "label", "label"]), folder / "a.parquet")
+    assert "a.parquet has 2 columns 'label' (label_column). Rename all but one." in refused(folder)
+    # Parquet selects nested columns by the beginning of their names.
+    pq.write_table(pa.table([columns[2], *columns[:2]], ["label.x", "image", "label"]), folder / "a.parquet")
+    assert [labels for _, labels, _ in samples(listed(folder)).values()] == [("0",), ("1",), ("0",), ("1",), ("0",)]
+    # Numbers in one file and text in another; int32 beside int64 is nothing.
+    hugging_face(folder / "a.parquet", columns[1])
+    hugging_face(folder / "b.parquet", columns[1].cast(pa.int32()))
+    assert len(listed(folder)) == 10
+    hugging_face(folder / "b.parquet", pa.array(list("abcde")))
+    said = refused(folder)
+    assert "b.parquet: column 'label' holds text, but numbers in" in said
+    assert "a.parquet. Give all files the same type." in said
+    pq.write_table(pa.table({"image": pa.array([], pa.binary()), "label": columns[1][:0]}), folder / "b.parquet")
+    assert len(listed(folder)) == 5
+    (folder / "a.parquet").unlink()
+    assert "split 'train' (all of it) has no images" in refused(folder)
+    text = [{"bytes": "no bytes"}] * 5
+    pq.write_table(pa.table({"image": text, "label": columns[1]}), folder / "b.parquet")
+    assert "column 'image' holds struct<bytes: string>, not encoded images" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +570,7 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     assert listing.classes == [str(number) for number in range(11)]
     names = _text("\n".join(NAMES))(tmp_path)
     said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
-    assert "a.csv, row 1: label 10 is out of range, there are 3 class names" in said
+    assert "a.csv, row 1: label 10 is out of range, the number of class names is 3" in said
 
 
 @pytest.mark.parametrize(
@@ -544,12 +595,33 @@ def test_bad_list(tmp_path: Path) -> None:
     path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
     assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
     assert "row 2: file is empty" in refused(path, path_column="file")
+    assert "path_column and label_column name the same column, 'file'" in refused(
+        path, path_column="file", label_column="file"
+    )
+    for header in ("path,label,label", "path,path,label"):
+        path.write_text(f"{header}\na,b,c\n")
+        assert f"has 2 columns '{header.split(',')[1]}'" in refused(path)
+    # str.isdigit() takes these for numbers, and int() does not.
+    for odd in ("²", "9" * 5000, "--3", "1_0"):
+        table(path, [("a.jpg", odd), ("b.jpg", 1)])
+        assert f"label ['{odd[:100]}" in refused(path, label_names=str(_text("zero\none")(tmp_path)))
+        assert len(listed(path).classes) == 2
     table(path, [("gone.jpg", "cat")])
     # A missing file is the job's to find, count and name.
     assert listed(path).table["size"].to_pylist() == [0]
     table(path, [("a.jpg", "cat"), ("a.png", "cat")])
     assert "a.jpg and a.png have the same key, 'a'" in refused(path)
     assert "is no list of images (split 'train')" in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "tiny"])
+def test_names_of_numbers_are_refused_where_folders_name_the_classes(form: str, tmp_path: Path) -> None:
+    files = {name: data for name, data in FILES.items() if "/" in name}
+    source = write_tar(files, tmp_path / "a.tar") if form == "tar" else tmp_path / "raw"
+    if form != "tar":
+        write_folder(TINY if form == "tiny" else files, source)
+    names = _text("cat\ndog\n")(tmp_path)
+    assert "folders name the classes. Leave it out" in refused(source, label_names=str(names))
 
 
 # --- webdataset -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar
 
@@ -35,6 +37,31 @@ def listed(source: Path, **others: object) -> Listing:
 
 def skipped(listing: Listing) -> dict[str, str]:
     return {where: reason for _, where, reason in listing.skipped}
+
+
+@pytest.mark.parametrize("command", ["shard", "index", "stats", "verify"])
+def test_a_path_that_is_not_utf8_is_refused_before_ray(command: str, tmp_path: Path) -> None:
+    """Neither Ray nor Arrow can pass it on."""
+    source = write_folder(GOOD, tmp_path / LATIN)
+    run = {
+        "shard": lambda: shard.run(settings(source, tmp_path / "out")),
+        "index": lambda: index(IndexConfig(source=str(source), out=str(tmp_path / "out"))),
+        "stats": lambda: stats.run(StatsConfig(data=str(source))),
+        "verify": lambda: verify.run(VerifyConfig(data=str(source))),
+    }[command]
+    with pytest.raises(UserError, match=r"^(source|data) = .* is not UTF-8, as Ray and Parquet require. Rename"):
+        run()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"^out = .* is not UTF-8"):
+        shard.run(settings(write_folder(GOOD, tmp_path / "raw"), tmp_path / LATIN / "out"))
+
+
+def test_a_parquet_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    with open(tmp_path / "raw" / f"{LATIN}.parquet", "wb") as file:
+        pq.write_table(pa.table({"image": [jpeg(1)], "label": [0]}), file)
+    with pytest.raises(UserError, match=r"its path is not UTF-8, as Arrow requires. Rename it"):
+        listed(tmp_path / "raw")
 
 
 # ---------------------------------------------------------------- folders

@@ -190,7 +190,7 @@ def test_a_forgery_is_not_proved(
     folder = shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "svhn")
     rewrite(folder / file, change)
     unsigned = refused(settings(tmp_path, prove=True))
-    assert unsigned == "1 of 1 tasks are not proved: svhn."
+    assert unsigned == "1 of 1 task are not proved: svhn."
     assert "with" in capsys.readouterr().out
     sign(folder)
     assert refused(settings(tmp_path, prove=True)) == unsigned
@@ -288,7 +288,7 @@ def test_lists_are_taken_and_said_not_to_be_proved(
     run(config)
     assert "1 of 19 tasks are ready: cifar100" in capsys.readouterr().out
     assert open_dataset(tmp_path / "out" / "cifar100").info["samples"] == sizes
-    assert refused(settings(tmp_path / "out", prove=True)) == "1 of 1 tasks are not proved: cifar100."
+    assert refused(settings(tmp_path / "out", prove=True)) == "1 of 1 task are not proved: cifar100."
     assert "it was made from lists, which have no keys" in capsys.readouterr().out
     checked = VtabPrepareConfig(out=str(tmp_path / "other"), lists=str(tmp_path / "lists"))
     assert "train800.txt has 6 images, but VTAB has 800" in refused(checked)
@@ -322,7 +322,7 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
         tmp_path / "out", originals=str(originals), tfds=str(tmp_path), lists=str(tmp_path / "lists"), tasks=["svhn"]
     )
     assert (
-        f"1 of 1 tasks were not made: svhn: {originals / 'svhn'}, {tmp_path / 'svhn_cropped'}, "
+        f"1 of 1 task were not made: svhn: {originals / 'svhn'}, {tmp_path / 'svhn_cropped'}, "
         f"{tmp_path / 'lists' / 'svhn' / 'test.txt'}: not found, or empty. svhn consists of train_32x32.mat (http://ufldl"
     ) in refused(three)
     assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(
@@ -405,6 +405,16 @@ def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
     ):
         said("azimuth")
     assert capsys.readouterr().err.startswith(hashed)
+
+
+def test_a_linked_folder_of_files_is_read(tmp_path: Path) -> None:
+    """As launch/shard.py does. Files may lie on another disk than the folder that names them."""
+    (tmp_path / "disk/labels").mkdir(parents=True)
+    (tmp_path / "disk/labels/train1.txt").write_text("banded/1.jpg")
+    (tmp_path / "originals/dtd").mkdir(parents=True)
+    (tmp_path / "originals/dtd/dtd").symlink_to(tmp_path / "disk")
+    files = Files(DATASETS["dtd"], tmp_path / "originals/dtd", tmp_path / "staging", check=True)
+    assert files.text("labels/train1.txt") == "banded/1.jpg"
 
 
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
@@ -492,4 +502,4 @@ def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple
     # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
     assert done.returncode == 2
     assert "eurosat: NOT PROVED: eurosat: 120 samples of 'train' are too few" in done.stdout
-    assert done.stderr == "error: 1 of 1 tasks are not proved: eurosat.\n"
+    assert done.stderr == "error: 1 of 1 task are not proved: eurosat.\n"

@@ -1,0 +1,147 @@
+"""Writes the features of images as a table, and draws the images that are most similar to a given one; entry point: `run`.
+
+Shapes: D features, n images.
+"""
+
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.whole import replacing
+from pipeline.errors import UserError
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.evaluate.predict import read_class_names
+from pipeline.evaluate.probes.features import Features, extract
+from pipeline.explain import figures, galleries
+from pipeline.explain.explain import read_images
+from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.settings.weights import FeaturesConfig
+from pipeline.words import counted
+
+# Images whose features are in memory at a time, about.
+_PART = 8192
+
+
+def run(config: FeaturesConfig) -> list[tuple[str, float]]:
+    """Write the features of all images to `config.out`, and with `config.like` the sheet of the most similar ones.
+
+    Returns (key, cosine similarity) of these, the most similar first; none without `config.like`. Raises UserError before
+    anything is written.
+    """
+    config = with_local_weights(config)
+    loaded = load_model(config)
+    names = read_class_names(config) or loaded.extra.get("classes") or []
+    images = open_adhoc_split(config.images, config.split, config.exclude, names)
+    for line in images.split.notes():
+        print(line)
+    query = _open_query(config) if config.like else None
+    wanted = None if query is None else _features_of(config, loaded, query)
+    similarities = _write_table(config, loaded, images, wanted)
+    if query is None:
+        return []
+    # Stable: of equally similar images, the first comes first.
+    rows = np.argsort(-similarities, kind="stable")[: min(config.num_like, int(np.isfinite(similarities).sum()))]
+    return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
+
+
+def _open_query(config: FeaturesConfig) -> AdhocSplit:
+    path = to_path(config.like)
+    if not (isinstance(path, Path) and path.is_file()):
+        raise UserError(f"like = {config.like} is no image file on this machine. Give the path of one.")
+    query = open_adhoc_split([config.like], "", "none", [])
+    if len(query.split) != 1:
+        raise UserError(f"like = {config.like} has {len(query.split):,} images. Give the path of one.")
+    return query
+
+
+def _features_of(config: FeaturesConfig, loaded: LoadedModel, query: AdhocSplit) -> np.ndarray:
+    """float64 (D,), of length 1."""
+    with loaded.reading(query.split, config, 1) as reader:
+        seen = extract(loaded.features, reader, np.zeros(1, np.int64))
+    check_outputs(config.weights, f"like = {config.like}", seen, query.split)
+    return _unit(seen.values)[0]
+
+
+def _write_table(
+    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, wanted: np.ndarray | None
+) -> np.ndarray:
+    """Write the table, a part at a time. Returns the cosine similarity of each image to `wanted`, float64 (n,).
+
+    It is minus infinity for an unreadable image, and 0 for all if nothing is wanted.
+    """
+    split, out = images.split, Path(config.out)
+    similarities = np.full(len(split), -np.inf)
+    problems: dict[int, str] = {}
+    # Whole batches, so that the parts do not change the values.
+    step = max(1, _PART // config.batch) * config.batch
+    with loaded.reading(split, config, len(split)) as reader, replacing(out) as file:
+        writer = None
+        for start in range(0, len(split), step):
+            rows = np.arange(start, min(start + step, len(split)))
+            seen = extract(loaded.features, reader, rows)
+            problems |= seen.problems
+            if seen.readable.any():
+                check_outputs(config.weights, ", ".join(config.images), seen, split.only(rows))
+            found = np.zeros(len(rows)) if wanted is None else _unit(seen.values) @ wanted
+            similarities[rows] = np.where(seen.readable, found, -np.inf)
+            table = _table(config, loaded, images, rows, seen)
+            writer = writer or pq.ParquetWriter(file, table.schema)
+            writer.write_table(table)
+        if len(problems) == len(split):
+            none = Features(np.empty((len(split), 0), np.float32), np.zeros(len(split), bool), problems)
+            check_outputs(config.weights, ", ".join(config.images), none, split)
+        assert writer is not None, "a split of no image is refused"
+        writer.close()
+    for row, reason in list(problems.items())[:20]:
+        print(f"{split.keys([row])[0]}  cannot be read: {reason}")
+    unread = f", {len(problems):,} of them unreadable" if problems else ""
+    print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
+    return similarities
+
+
+def _table(
+    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, seen: Features
+) -> pa.Table:
+    """Some rows of the table. An unreadable image has no vector, and the reason in `problem`."""
+    # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
+    ends = np.cumsum(seen.readable) * seen.values.shape[1]
+    vectors = pa.ListArray.from_arrays(
+        pa.array(np.concatenate([[0], ends]), pa.int32()), pa.array(seen.values[seen.readable].ravel()),
+        mask=pa.array(~seen.readable),
+    )  # fmt: skip
+    fields = [("key", pa.string()), ("label", pa.string()), ("vector", vectors.type), ("problem", pa.string())]
+    about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
+    columns = [images.split.keys(rows), images.labels(rows), vectors, [seen.problems.get(row) for row in rows.tolist()]]
+    return pa.table(columns, pa.schema(fields, metadata=about))
+
+
+def _draw_neighbours(
+    config: FeaturesConfig, loaded: LoadedModel, query: AdhocSplit, images: AdhocSplit, rows: np.ndarray,
+    similarities: np.ndarray,
+) -> list[tuple[str, float]]:  # fmt: skip
+    _, (image,) = read_images(config, loaded, query.split, np.zeros(1, np.int64))
+    _, pixels = read_images(config, loaded, images.split, rows)
+    keys, labels = images.split.keys(rows), images.labels(rows)
+    captions = [
+        [*([label] if label else []), PurePosixPath(key).stem, f"{similarity:.3f}"]
+        for key, label, similarity in zip(keys, labels, similarities.tolist(), strict=True)
+    ]
+    figure = galleries.draw_neighbours(image.numpy(), Path(config.like).stem, pixels.numpy(), captions)
+    sheet = Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
+    with replacing(sheet) as file:
+        file.write(figures.png(figure))
+    found = list(zip(keys, similarities.tolist(), strict=True))
+    for (key, similarity), label in zip(found, labels, strict=True):
+        print(f"{similarity:.4f}  {key}" + (f"  {label}" if label else ""))
+    print(f"sheet: {sheet}")
+    return found
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    """(n, D) -> float64 (n, D), each row of length 1, or 0 if it is 0."""
+    values = values.astype(np.float64)
+    return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-300)

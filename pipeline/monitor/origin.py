@@ -1,0 +1,89 @@
+"""Finds out what weights are at the moment when something begins with them: path, SHA-256, run, step, and what they scored.
+
+A run in progress goes on: its last score is later not that of the weights that were taken from it.
+"""
+
+import contextlib
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import json_record
+from pipeline.committed import NAME, read_checksums
+from pipeline.errors import UserError
+from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
+from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
+from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.monitor.run_page import Origin
+
+_MAX_HEADER = 1 << 26  # Bytes of the header of a .safetensors.
+
+
+def find_origin(file: Path) -> Origin:
+    """What a weights file is. Reads all of it, unless a checkpoint has its checksum. Raises OSError."""
+    made_by = _made_by(file)
+    is_checkpoint = NAME.fullmatch(file.parent.name)
+    step = int(is_checkpoint[1]) if is_checkpoint else made_by.step
+    folder = _run_folder(file)
+    run_id = run_id_of(folder) if folder else None
+    name, score = _described_by_its_run(folder, step) if folder else (made_by.run, "")
+    return Origin(str(file), _sha256(file), name, run_id or "", step, score)
+
+
+@dataclass(frozen=True)
+class _MadeBy:
+    """What our weights files say of their run."""
+
+    run: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class _Description:
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _made_by(file: Path) -> _MadeBy:
+    if file.suffix != ".safetensors":
+        return _MadeBy()
+    from pipeline.model.weights import METADATA  # Late: imports torch.
+
+    with contextlib.suppress(OSError, UserError), open(file, "rb") as stream:  # `load` says what is wrong with a file.
+        header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER))
+        tensors = json_record.parse(header, dict[str, Any], str(file))
+        metadata = json_record.convert(tensors.get("__metadata__", {}), dict[str, str], str(file))
+        described = json_record.parse(metadata.get(METADATA, "{}"), _Description, str(file))
+        return json_record.convert({"run": "", "step": None, **described.extra}, _MadeBy, str(file))
+    return _MadeBy()
+
+
+def _sha256(file: Path) -> str:
+    checksums = read_checksums(file.parent) or {}
+    if file.name in checksums:
+        return checksums[file.name].sha256
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _run_folder(file: Path) -> Path | None:
+    """The folder of the run that a weights file lies in; None for other weights."""
+    beside = (folder for folder in file.absolute().parents[:3] if (folder / PAGE).is_dir())
+    return next(beside, None) or tracked_folder_of(str(file))
+
+
+def _described_by_its_run(folder: Path, step: int | None) -> tuple[str, str]:
+    """(name of the run, its score at a step in words, or at the last evaluation before it; "" if there was none)."""
+    try:
+        facts = PageFolder(folder).read_facts().facts
+        records, _ = read_metrics(folder / METRICS_FILE)
+    except (UserError, OSError):
+        return folder.name, ""
+    points = by_name(records)
+    scored = facts.score_among(points.keys())
+    steps = [at for at in points.get(scored, {}) if step is None or at <= step]
+    if not steps:
+        return facts.name, ""
+    last = max(steps)
+    words = facts.score_in_words(scored, points[scored][last])
+    return facts.name, words if last == step else f"{words} at step {last:,}"

@@ -1,0 +1,18 @@
+"""Counts in sentences: "1 rank", "2 ranks". Standard library only; every message that counts something uses it."""
+
+
+def counted(count: int | float, noun: str) -> str:
+    """The number and its noun, in the plural unless the number is 1: "1 class", "1,024 copies", "0.5 hours".
+
+    noun: singular; its last word is what is counted ("test image").
+    """
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """The regular plural of a noun."""
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"

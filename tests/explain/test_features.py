@@ -1,0 +1,171 @@
+"""launch/features.py: the vectors are the model's own, for any place of images; similar images are those of numpy."""
+
+import io
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import model as models
+from pipeline.errors import UserError
+from pipeline.explain import features
+from pipeline.settings import schema
+from pipeline.settings.weights import FeaturesConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE, NUM_IMAGES, BAD = 8, 9, 4
+CLASSES = ["ant", "bee"]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Images in folders of their classes and one without, and a file that is not an image."""
+    rng = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        place = tmp_path / "photos" / ("unsorted" if number == 8 else CLASSES[number % 2])
+        place.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(buffer, "PNG")
+        (place / f"{number}.png").write_bytes(b"junk" if number == BAD else buffer.getvalue())
+    return tmp_path / "photos"
+
+
+def save(path: Path, num_classes: int = 2, **changes: object) -> Path:
+    model = models.create("ViT-mu/4", SIDE, num_classes, **changes)
+    own = {"classes": CLASSES} if num_classes else {}
+    models.save(model, path, {"preprocessing": {"image_size": SIDE, "eval_crop": "resize"}, **own})
+    return path
+
+
+def settings(weights: Path, images: object, out: Path, *more: str) -> list[str]:
+    return [f"weights={weights}", f"images={images}", f"out={out}", "device=cpu", "batch=2", *more]
+
+
+def run(weights: Path, images: object, out: Path, *more: str) -> list[tuple[str, float]]:
+    return features.run(schema.load(FeaturesConfig, None, settings(weights, images, out, *more)))
+
+
+def expected(weights: Path, keys: list[str], **changes: object) -> np.ndarray:
+    """Pillow's pixels and the model, without any other code of the pipeline."""
+    model = models.load(weights, **changes).eval()
+    pixels = [np.array(Image.open(key)) for key in keys]
+    images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        return model.features(images.float() / 127.5 - 1).numpy()
+
+
+def test_the_table_has_what_the_head_reads(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, out = save(tmp_path / "random.pt", representation=True), tmp_path / "table.parquet"
+    command = runpy.run_path(str(ROOT / "launch" / "features.py"))["features"]
+    command(schema.load(FeaturesConfig, None, settings(weights, photos, out)))
+    said = capsys.readouterr().out
+    assert "4.png  cannot be read: no image: begins with b'junk'" in said
+    assert f"9 images, 1 of them unreadable, 32 features each. table: {out}" in said
+
+    table = pq.read_table(out)
+    rows = {Path(row["key"]).stem: row for row in table.to_pylist()}
+    assert list(rows) == [
+        "0",
+        "2",
+        "4",
+        "6",
+        "1",
+        "3",
+        "5",
+        "7",
+        "8",
+    ]  # the folders of ants, of bees, and the other one
+    assert [rows[str(n)]["label"] for n in range(NUM_IMAGES)] == [*(CLASSES[n % 2] for n in range(8)), None]
+    assert [(row["vector"], row["problem"]) for row in rows.values() if row["problem"]] == [
+        (None, "no image: begins with b'junk'")
+    ]
+    vectors = np.stack(table["vector"].drop_null().to_numpy())  # as --help says
+    keys = [row["key"] for row in rows.values() if row["vector"] is not None]
+    np.testing.assert_allclose(vectors, expected(weights, keys), atol=1e-6)
+    assert vectors.dtype == np.float32
+    assert table.schema.metadata[b"weights"] == str(weights).encode()
+
+    # The same bytes again, and the same rows in parts of one batch each.
+    run(weights, photos, tmp_path / "again.parquet")
+    assert (tmp_path / "again.parquet").read_bytes() == out.read_bytes()
+    monkeypatch.setattr(features, "_PART", 3)
+    run(weights, photos, tmp_path / "parts.parquet")
+    assert pq.read_table(tmp_path / "parts.parquet").equals(table)
+    assert pq.read_metadata(tmp_path / "parts.parquet").num_row_groups == 5
+
+
+def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) -> None:
+    weights, out = save(tmp_path / "headless.pt", 0), tmp_path / "table.parquet"
+    run(weights, dataset, out, "split=val")
+    table = pq.read_table(out).to_pylist()
+    assert len(table) > 10
+    assert all(row["label"] and len(row["vector"]) == 32 for row in table)
+
+
+def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_path: Path, capsys) -> None:
+    weights, out = save(tmp_path / "bicubic.pt", kernel="bicubic"), tmp_path / "table.parquet"
+    keys = [str(tmp_path / "large.png")]
+    Image.open(photos / "bee" / "1.png").resize((16, 16)).save(keys[0])
+    found = {}
+    for kernel, more in (("bicubic", []), ("zoom", ["kernel=zoom"])):
+        run(weights, keys[0], out, "image_size=16", *more)
+        assert f"positions: 2 x 2 resampled to 4 x 4 by the kernel {kernel}" in capsys.readouterr().out
+        found[kernel] = np.array(pq.read_table(out)["vector"].to_pylist())
+        np.testing.assert_allclose(found[kernel], expected(weights, keys, image_size=16, kernel=kernel), atol=1e-5)
+    assert np.abs(found["zoom"] - found["bicubic"]).max() > 1e-3
+    weights = tmp_path / "resnet.pt"
+    models.save(models.create("BiT-R50x1", 32, 2, units=(1,), width=32), weights)
+    with pytest.raises(UserError, match="kernel = zoom resamples positions, and a ResNet has none"):
+        run(weights, photos, out, "kernel=zoom")
+    run(weights, photos, out)
+    assert len(pq.read_table(out)["vector"][0]) == 128
+
+
+def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys) -> None:
+    weights, out = save(tmp_path / "random.pt", 0), tmp_path / "table.parquet"
+    (tmp_path / "query.png").write_bytes((photos / "bee" / "3.png").read_bytes())
+    found = run(weights, photos, out, f"like={tmp_path / 'query.png'}", "num_like=3")
+    said = capsys.readouterr().out
+
+    rows = [row for row in pq.read_table(out).to_pylist() if row["vector"]]
+    vectors = np.array([row["vector"] for row in rows])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    query = vectors[[Path(row["key"]).stem for row in rows].index("3")]
+    cosines = vectors @ query
+    order = np.argsort(-cosines)[:3]
+    assert [key for key, _ in found] == [rows[i]["key"] for i in order]
+    np.testing.assert_allclose([cosine for _, cosine in found], cosines[order], atol=1e-6)
+    assert found[0] == (str(photos / "bee" / "3.png"), pytest.approx(1))
+    assert f"1.0000  {photos / 'bee' / '3.png'}\n{found[1][1]:.4f}  {found[1][0]}\n" in said
+    assert said.endswith(f"sheet: {tmp_path / 'table.png'}\n")
+    sheet = np.asarray(Image.open(tmp_path / "table.png").convert("RGB"))
+    assert sheet.std() > 10
+
+    # More than there are: all that can be read.
+    more = run(weights, photos, out, f"like={tmp_path / 'query.png'}", f"sheet={tmp_path / 'other.png'}")
+    assert len(more) == NUM_IMAGES - 1
+    assert np.asarray(Image.open(tmp_path / "other.png")).shape[1] > sheet.shape[1]
+
+
+def test_mistakes_are_one_line_and_write_nothing(photos: Path, tmp_path: Path) -> None:
+    weights, out = save(tmp_path / "random.pt"), tmp_path / "table.parquet"
+    bad = photos / "ant" / f"{BAD}.png"
+    for said, images, *more in (
+        ("nowhere: no such file or folder", "nowhere"),
+        ("out = table.csv must end with .parquet", photos, "out=table.csv"),
+        ("sheet = a.jpg must end with .png, and needs like", photos, "sheet=a.jpg", f"like={bad}"),
+        ("sheet = a.png must end with .png, and needs like", photos, "sheet=a.png"),
+        ("like = .*photos is no image file on this machine", photos, f"like={photos}"),
+        ("none of the 1 images of like = .*4.png can be read", photos, f"like={bad}"),
+        ("none of the 1 images of .*4.png can be read", bad),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as error:
+            run(weights, images, out, *more)
+        assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "random.pt"}

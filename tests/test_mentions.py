@@ -1,0 +1,308 @@
+"""Whatever documentation, docstrings, comments and config headers mention exists: files, sections, settings, names, commands.
+
+One rule each, without a list of exceptions: what is written as the name of a thing of this project is looked up.
+"""
+
+import ast
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from pipeline.command import read_settings
+from pipeline.errors import UserError
+from pipeline.settings import schema
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("docs", "launch", "configs", "pipeline", "data_tools", "tests")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = [path for folder in ("launch", "pipeline", "data_tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@cache
+def prose(path: Path) -> str:
+    """What is written for readers: a page; docstrings, texts and comments of code; comments of a YAML file."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    if path.suffix == ".yaml":
+        return "\n".join(line.partition("#")[2] for line in text.splitlines() if "#" in line)
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            found.append(token.string.lstrip("# "))
+        elif token.type == tokenize.STRING and token.string.startswith('"""'):
+            found.append(ast.literal_eval(token.string))
+    return "\n".join(found)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in (*PAGES, *CODE, *CONFIGS):
+        yield str(path.relative_to(ROOT)), prose(path)
+
+
+# ---------------------------------------------------------------------- files and sections
+def test_files_exist() -> None:
+    """Paths that begin with a folder of this project, which has no Python in configs/; placeholders have capital letters or dots."""
+    pattern = re.compile(rf"(?<![\w/.<{{-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
+    missing = {
+        (name, mentioned)
+        for name, text in sources()
+        for mentioned in pattern.findall(text)
+        if not re.search(r"[A-Z]{3}|\.\.\.|^configs/.*\.(py|yml)$", mentioned)
+        and not list(ROOT.glob(mentioned.rstrip("/")))
+    }
+    assert not missing
+
+
+def test_files_named_without_their_folder_exist() -> None:
+    """Config headers name files of other projects, too."""
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    names = {Path(name).name for name in tracked} or {path.name for path in ROOT.rglob("*.py")}
+    missing = {
+        (name, mentioned)
+        for name, text in sources()
+        if not name.startswith("configs/")
+        for mentioned in re.findall(r"(?<![\w/.<>{}-])\w+\.py\b", text)
+        if mentioned not in names
+    }
+    assert not missing
+
+
+def slugs(page: Path) -> set[str]:
+    """GitHub's anchors of a page's sections."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_sections_exist() -> None:
+    missing = []
+    for name, text in sources():
+        for page, anchor in re.findall(r"([\w/]+\.md)#([\w-]+)", text):
+            file = ROOT / "docs" / Path(page).name
+            if anchor not in slugs(file if file.exists() else ROOT / page):
+                missing.append((name, f"{page}#{anchor}"))
+        quoted = re.findall(r"docs/(\w+\.md)`?,? (?:section )?\"([A-Z][^\"\n]+)\"", text)
+        quoted += [(page, title) for title, page in re.findall(r"\"([A-Z][^\"\n]+)\" (?:in|of) `?docs/(\w+\.md)", text)]
+        for page, title in quoted:
+            if f"# {title}\n" not in (ROOT / "docs" / page).read_text():
+                missing.append((name, f'{page}, "{title}"'))
+        for file, title in re.findall(r"`(\w+/\w+\.py)`, section \"([^\"\n]+)\"", text):
+            if f"---- {title}" not in (ROOT / "pipeline" / file).read_text():
+                missing.append((name, f'{file}, "{title}"'))
+    assert not missing
+
+
+# ---------------------------------------------------------------------- settings and names
+@cache
+def commands() -> dict[str, list[tuple[type, str, str]]]:
+    """Command -> (class of its settings, subject, flag) of each of its calls of `main`."""
+    found: dict[str, list[tuple[type, str, str]]] = {}
+    for path in sorted((ROOT / "launch").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        for call in calls:
+            if call.func.id in ("main", "read_settings") and call.args and isinstance(call.args[0], ast.Name):  # type: ignore[attr-defined]
+                cls = _class_of(call.args[0].id, tree, path)
+                texts = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+                found.setdefault(path.name, []).append((cls, str(texts.get("subject", "")), str(texts.get("flag", ""))))
+    return found
+
+
+def _class_of(name: str, tree: ast.Module, path: Path) -> type:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
+            return getattr(importlib.import_module(node.module), name)
+    spec = importlib.util.spec_from_file_location(f"launch_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+@cache
+def settings() -> set[str]:
+    """All settings of all commands, and their sections."""
+    names = {name for forms in commands().values() for cls, _, _ in forms for name, *_ in schema.describe(cls)}
+    return names | {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+
+
+@cache
+def defined() -> dict[str, set[str]]:
+    """Module -> names defined in it, also of fields, methods and attributes ("Class.name" and "name")."""
+    found: dict[str, set[str]] = {}
+    for path in (*CODE, *sorted((ROOT / "tests").rglob("*.py"))):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.alias):
+                names.add((node.asname or node.name).rpartition(".")[2])
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+        found[module] = names
+    return found
+
+
+def test_dotted_names_exist() -> None:
+    """`train.length` is a setting, `files.replacing` a name of a module, `record.score_at` an attribute of something.
+
+    Names that begin with another package (`torch.compile`) are not looked up.
+    """
+    everything = set().union(*defined().values())
+    sections = {name.rpartition(".")[0] for name in settings()}
+    unknown = set()
+    for name, text in sources():
+        for dotted in re.findall(r"`((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)(?:\([^`]*\))?`", text):
+            owner, _, last = dotted.rpartition(".")
+            root = owner.partition(".")[0]
+            inside = [names for module, names in defined().items() if f".{owner}." in f".{module}."]
+            is_known = dotted in settings() or dotted.removeprefix("config.") in settings() or _is_module(dotted)
+            if is_known or _is_file(dotted) or root in _packages() or any(last in names for names in inside):
+                continue
+            of_example = last in " ".join(re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE))
+            is_ours = inside or root in sections or (root in everything and last not in everything)
+            if is_ours and not of_example:
+                unknown.add((name, dotted))
+    assert not unknown
+
+
+def _is_module(dotted: str) -> bool:
+    return (
+        any(f".{module}".endswith(f".{dotted}") for module in defined()) or (ROOT / dotted.replace(".", "/")).is_dir()
+    )
+
+
+def _is_file(name: str) -> bool:
+    """By its ending, as `model.safetensors`."""
+    return len(name.rpartition(".")[2]) < 12 and bool(
+        re.search(
+            r"\.(py|md|pt|db|gz|mat|hdf5|JPEG|(json|yaml|csv|txt|log|html|png|zip|toml|parquet|safetensors)l?)$", name
+        )
+    )
+
+
+@cache
+def _packages() -> set[str]:
+    """Names of installed packages that are no folders or files of this project."""
+    ours = {part for module in defined() for part in module.split(".")}
+    needed = re.findall(r"^    \"([a-z]+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return (set(sys.stdlib_module_names) - ours) | set(needed)
+
+
+@cache
+def words_of_code() -> set[str]:
+    """Names and words of string constants of code and configs, without docstrings and comments."""
+    found: set[str] = set()
+    for path in (*CODE, *sorted((ROOT / "tests").rglob("*.py"))):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.NAME or (token.type == tokenize.STRING and not token.string.startswith('"""')):
+                found.update(re.findall(r"\w+", token.string))
+    for path in (*CONFIGS, ROOT / "Makefile", ROOT / "pyproject.toml"):
+        found.update(re.findall(r"\w+", path.read_text()))
+    return found
+
+
+def test_names_exist() -> None:
+    """`training_step`, `make_plan(...)`, `UserError`: words that only code uses occur in the code.
+
+    `_on_all_ranks` is the ending of some, and `vtab_natural` is put together from "vtab_".
+    """
+    pattern = re.compile(r"`(\w+_\w+|[A-Z][a-z]+(?:[A-Z][a-z]+)+)(?:\([^`]*\))?`")
+    unknown = {
+        (name, mentioned)
+        for name, text in sources()
+        for mentioned in pattern.findall(text)
+        if mentioned not in words_of_code() and mentioned not in settings() and not hasattr(os, mentioned)
+        if not words_of_code() & {mentioned[: place.end() + 1] for place in re.finditer("_", mentioned[1:])}
+        if not (mentioned.startswith("_") and any(word.endswith(mentioned) for word in words_of_code()))
+    }
+    assert not unknown
+
+
+def test_overrides_are_settings() -> None:
+    """`schedule.warmup=5%`, wherever it stands: names with a section that some command has."""
+    sections = {name.rpartition(".")[0] for name in settings()} - {""}
+    unknown = {
+        (name, mentioned)
+        for name, text in sources()
+        for mentioned in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=(?![=\s])", text)
+        if mentioned not in settings() and mentioned.rpartition(".")[0] in sections
+    }
+    assert not unknown
+
+
+# ---------------------------------------------------------------------- commands
+def lines_of_commands() -> list[tuple[str, str]]:
+    """(where, line) of every command of `launch/` in a block of code of a page, a docstring or a header."""
+    found = []
+    for name, text in sources():
+        for line in text.replace("\\\n", " ").splitlines():
+            if re.search(
+                r"^\s*(?:[A-Z_]+=\S+ )*(?:python|\.venv/bin/python|deepspeed|ray job submit|torchrun)\b.* launch/\w+\.py\b",
+                line,
+            ):
+                found.append((name, line))
+    return found
+
+
+def test_commands_have_the_settings_they_are_given() -> None:
+    """Each override is a setting of its command; where nothing is left out, the command's settings are valid."""
+    assert len(lines_of_commands()) > 150
+    assert not [error for name, line in lines_of_commands() for error in _errors(name, line)]
+
+
+def _errors(name: str, line: str) -> Iterator[str]:
+    lexer = shlex.shlex(re.sub(r"\$\{?\w+\}?", "1", line), posix=True, punctuation_chars="|&;()<>")
+    lexer.whitespace_split = True
+    words = list(lexer)
+    programs = [i for i, word in enumerate(words) if word.startswith("launch/")]
+    for program in programs:
+        rest = words[program + 1 :]
+        ends = [i for i, word in enumerate(rest) if re.fullmatch(r"[|&;<>]+|--", word)]
+        command = Path(words[program]).name
+        if command != "ray_run.py":  # A command follows, which is checked.
+            refusals = _refusals(command, rest[: min(ends, default=len(rest))])
+            yield from (f"{name}: {line.strip()}: {refusal}" for refusal in refusals)
+
+
+def _refusals(command: str, rest: list[str]) -> list[str]:
+    """What every form of the command says against these arguments; [] if one accepts them."""
+    errors = []
+    for cls, subject, flag in commands()[command]:
+        # launch/bench.py has a command in its first word.
+        for arguments in (rest, rest[1:] if rest and "=" not in rest[0] else rest):
+            try:
+                _check(cls, subject, flag, arguments)
+            except UserError as error:
+                errors.append(str(error))
+            else:
+                return []
+    return errors
+
+
+def _check(cls: type, subject: str, flag: str, words: list[str]) -> None:
+    config = Path(words[words.index("--config") + 1]) if "--config" in words else None
+    is_whole = not any(re.search(r"\.\.\.|=[A-Z]+$|[$]|^\[", word) for word in words)
+    if is_whole and (config is None or (ROOT / config).exists()):
+        arguments = [str(ROOT / word) if word == str(config) else word for word in words]
+        read_settings(cls, arguments, subject=subject, flag=flag)
+        return
+    for word in words:
+        if "=" in word and not word.startswith(("-", "[")):
+            schema._apply(cls, {}, word.replace("...", "x"))
