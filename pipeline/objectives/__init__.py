@@ -1,6 +1,7 @@
 """What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
 
-Imports pipeline.model and pipeline.data.loading. Used by estimate/, evaluate/, study/, train/ and transfer/.
+Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, study/,
+train/ and transfer/.
 """
 
 import importlib
@@ -24,7 +25,7 @@ def check(config: RunConfig) -> None:
     """Raise UserError for settings that do not fit the run's objective."""
     objective = kind(config.train.loss)
     objective.check(config)
-    metrics = [f"{config.data.evaluated_split}_{name}" for name in objective.metrics]
+    metrics = [f"{config.data.evaluated_split}_{name}" for name in objective.metrics(config)]
     if config.checkpoint.best and config.checkpoint.best not in metrics:
         raise UserError(f"checkpoint.best = {quoted(config.checkpoint.best)} must be one of {', '.join(metrics)}.")
 

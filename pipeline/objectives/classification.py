@@ -22,7 +22,10 @@ class Classification(Objective):
 
     reads_labels = True
     predicts_classes = True
-    metrics = ("top1", "top5", "loss")
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
+        return ("top1", "top5", "loss")
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

@@ -33,7 +33,9 @@ _PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_pa
 class MaskedPatches(Objective):
     """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of its weights."""
 
-    metrics = ("loss", "color_accuracy")
+    @classmethod
+    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
+        return ("loss",) if _PREDICTED[config.train.loss] == "pixels" else ("loss", "color_accuracy")
 
     @classmethod
     def check(cls, config: RunConfig) -> None:

@@ -41,8 +41,6 @@ class Objective(nn.Module):
     reads_labels: ClassVar[bool] = False
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
-    # Names of what is measured on held-out images; checkpoint.best may be one of them.
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
     # ------------------------------------------------------------------ settings and module
     @classmethod
@@ -52,6 +50,11 @@ class Objective(nn.Module):
             raise UserError(
                 f"train.loss = {config.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
             )
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
+        """Names of what is measured on held-out images, the most telling first; checkpoint.best may be one of them."""
+        return ("loss",)
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

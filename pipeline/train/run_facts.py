@@ -83,7 +83,7 @@ def run_facts(
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics[0]}", origin=origin,
+        config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics(config)[0]}", origin=origin,
     )  # fmt: skip
 
 
