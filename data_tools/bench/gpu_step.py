@@ -247,7 +247,6 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
     from data_tools.bench.training_step import pipeline_engine
     from pipeline.train.loop import training_step
-    from pipeline.train.objective import Classification
 
     if setup.graph:
         raise ValueError("the engine's step cannot be captured in a CUDA graph")
@@ -266,14 +265,13 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
     if device.type == "cuda":
         whole = replace(whole, images=whole.images.pin_memory())
     batches = [Batch(*(getattr(whole, field.name)[:size] for field in fields(whole))) for size in sizes or [case.batch]]
-    objective = Classification("softmax")
     numbers = itertools.count()
 
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         number = next(numbers)
         batch = batches[min(number // 2, len(batches) - 1)]
-        return training_step(engine, objective, [batch], number, _LR).loss
+        return training_step(engine, [batch], number, _LR).loss
 
     return step, None, lambda: list(model.parameters())
 

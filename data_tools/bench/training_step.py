@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
+from pipeline.objectives.classification import Classification
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import (
@@ -37,7 +38,6 @@ from pipeline.settings.run import (
 )
 from pipeline.train import optimizers
 from pipeline.train.loop import training_step
-from pipeline.train.objective import Classification
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks
 from pipeline.words import counted
@@ -156,10 +156,9 @@ def _pipeline_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Call
     engine_config = EngineConfig(zero_stage=config.zero_stage, precision=config.precision)
     engine = pipeline_engine(model, optimizer, engine_config, config.batch, ranks)
     meter = Meter(ranks, engine.clock, flops_per_image=1.0, peak=1.0)
-    objective = Classification("softmax")
 
     def step(number: int) -> float:
-        result = training_step(engine, objective, [batch], number, _LR)
+        result = training_step(engine, [batch], number, _LR)
         meter.step(config.batch)
         if (number + 1) % config.steps == 0:
             meter.read()
@@ -176,7 +175,8 @@ def pipeline_engine(
     start_ranks(ranks, timeout_minutes=10)
     plan = Plan(steps=10**6, warmup=0, eval_every=10**6, checkpoint_every=10**6, keep_every=0, probe_every=0, accumulation=1, micro_batch=batch,
                 num_samples=10**6, global_batch=batch, world_size=1)  # fmt: skip
-    return Engine(model, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))
+    objective = Classification(model, "softmax")
+    return Engine(objective, optimizer, config, OptimizerConfig(), plan, ranks, 0, StepClock(ranks.device))
 
 
 def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable[[int], float]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import replacing
@@ -22,7 +23,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.estimate.plan import Plan, make_plan
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.files import as_bytes
@@ -230,10 +231,10 @@ def _data(config: PlanConfig) -> Data:
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
     if not config.init.weights:
-        return new_model_config(config.model, num_classes, config.train.masked)
+        return objectives.new_backbone(config, num_classes)
     if config.variant:
         named = replace(config.model, name=config.variant, representation=False)
-        return new_model_config(named, num_classes, covered=False)
+        return objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
     try:
         found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
     except UserError as error:

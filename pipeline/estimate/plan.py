@@ -1,14 +1,10 @@
 """The plan of a run: batch arithmetic and lengths in steps."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
-from pipeline.settings.run import ModelConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.words import counted
-
-if TYPE_CHECKING:
-    from pipeline.model import Config
 
 
 @dataclass(frozen=True)
@@ -115,41 +111,6 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         log_every=train.log_every,
         save_scored=config.checkpoint.best != "",
         cooldown=cooldown,
-    )
-
-
-def new_model_config(
-    settings: ModelConfig, num_classes: int, masked: str | None = None, covered: bool = True
-) -> "Config":
-    """Returns the configuration of a new model. Raises UserError if it cannot be built.
-
-    masked: target of masked patch prediction, None for classes. covered: whether patches must cover all pixels.
-    """
-    from pipeline.model import configure  # Late: imports torch, which batch arithmetic does not need.
-
-    name = settings.name
-    assert name, "config.check refuses a run with neither model.name nor init.weights"
-    if masked and name.startswith("BiT-"):
-        raise UserError(f"train.loss = masked_{masked} predicts patches, and {name} has none. Use a ViT or a hybrid.")
-    return configure(
-        name,
-        settings.image_size,
-        0 if masked else num_classes,
-        width=settings.width,
-        depth=settings.depth,
-        mlp_width=settings.mlp_width,
-        num_heads=settings.num_heads,
-        patch_stride=settings.patch_stride,
-        positions=settings.positions,
-        positions_at=settings.positions_at,
-        pool=settings.pool,
-        representation=settings.representation,
-        gelu=settings.gelu,
-        dropout=settings.dropout,
-        drop_path=settings.drop_path,
-        head_bias=settings.head_bias,
-        masked=masked,
-        covered=covered,
     )
 
 

@@ -4,7 +4,7 @@ A prediction is correct if it is any of the sample's labels. An unreadable image
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ class Scores:
     loss: float
     num_samples: int
     num_unreadable: int
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
 
     def __str__(self) -> str:
         bad = ""

@@ -1,10 +1,63 @@
-"""Classification losses of pre-training and fine-tuning. Shapes: B batch, K classes, M labels per sample."""
+"""Classification, of pre-training and fine-tuning: the backbone predicts the labels of an image.
+
+Shapes: B batch, K classes, M labels per sample.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.loading.mix import mix_pairs
+from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.model import Model
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
+from pipeline.settings.run import RunConfig
+
+
+class Classification(Objective):
+    """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: uint8 pixels -> model input."""
+
+    reads_labels = True
+    predicts_classes = True
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
+        return ("top1", "top5", "loss")
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": num_classes}
+
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        return cls(backbone, config.train.loss, config.train.label_smoothing)
+
+    def __init__(
+        self,
+        backbone: Model,
+        kind: str,
+        label_smoothing: float = 0.0,
+        read: Callable[[Tensor, torch.device], Tensor] = normalised,
+    ) -> None:
+        super().__init__(backbone)
+        self.kind, self.label_smoothing, self.read = kind, label_smoothing, read
+
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        pixels = batch.images.to(device, non_blocking=True)
+        labels, valid = to_device(batch.labels, device), to_device(batch.valid, device)
+        images = self.read(pixels, device)
+        if mixing is None:
+            return Inputs((images,), {"labels": labels, "valid": valid})
+        images, own = mix_images(images, valid, mixing)
+        return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
+
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = self.backbone(views[0])
+        found = losses(logits, facts["labels"], self.kind, self.label_smoothing, facts.get("own"))
+        return mean_of_valid(found, facts["valid"]), {}
 
 
 def targets(labels: Tensor, num_classes: int) -> Tensor:
@@ -34,10 +87,3 @@ def losses(
         return F.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
     target = target * (1 - label_smoothing) + label_smoothing / logits.shape[1]
     return -(target * F.log_softmax(logits, dim=1)).sum(1)
-
-
-def batch_loss(
-    logits: Tensor, labels: Tensor, valid: Tensor, kind: str, label_smoothing: float, own: Tensor | None = None
-) -> Tensor:
-    """Mean over the B places of the batch, a scalar; samples that are not `valid`, bool (B,), count as zero."""
-    return (losses(logits, labels, kind, label_smoothing, own) * valid).sum() / valid.shape[0]

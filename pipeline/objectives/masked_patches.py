@@ -8,6 +8,7 @@ Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +17,81 @@ from torch import Tensor
 
 from pipeline import random_numbers
 from pipeline.data.loading.loader import Batch, to_device
-from pipeline.model import ViTConfig
+from pipeline.data.loading.mix import Mixing
+from pipeline.errors import UserError
+from pipeline.model import MaskedViT, Model, ViTConfig
+from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
 from pipeline.random_numbers import Purpose
+from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
 _MASK_TOKEN, _OTHER_PATCH = 0.8, 0.1
+# train.loss -> what is predicted of a patch: the field `masked` of the model.
+_PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_patch", "masked_pixels": "pixels"}
+
+
+class MaskedPatches(Objective):
+    """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of its weights."""
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> tuple[str, ...]:
+        return ("loss",) if _PREDICTED[config.train.loss] == "pixels" else ("loss", "color_accuracy")
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        loss = config.train.loss
+        if config.probe.every.amount:
+            raise UserError(
+                f"probe.every = {config.probe.every} with train.loss = {loss}: this model reads corrupted images. Probe its "
+                "checkpoints with launch/evaluate.py."
+            )
+        if config.init.weights is not None:
+            raise UserError(
+                f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune its "
+                "weights, use launch/finetune.py with train.loss=softmax."
+            )
+        if (config.model.name or "").startswith("BiT-"):
+            raise UserError(
+                f"train.loss = {loss} predicts patches, and {config.model.name} has none. Use a ViT or a hybrid."
+            )
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0, "masked": _PREDICTED[config.train.loss]}
+
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        return cls(backbone, config.seed)
+
+    def __init__(self, backbone: Model, seed: int) -> None:
+        super().__init__(backbone)
+        assert isinstance(backbone, MaskedViT)
+        self.masking = Masking(backbone.config, seed)
+
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        assert mixing is None
+        pixels, valid = batch.images.to(device, non_blocking=True), to_device(batch.valid, device)
+        sources, corrupted = self.masking.inputs(batch, device)
+        targets = self.masking.targets(pixels, corrupted)
+        facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
+        return Inputs((normalised(pixels, device),), facts)
+
+    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        predictions = self.backbone(views[0], facts["sources"], facts["corrupted"])
+        return mean_of_valid(self.masking.losses(predictions, facts["targets"]), facts["valid"]), {}
+
+    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+        predictions = self.backbone(views[0], facts["sources"], facts["corrupted"]).float()
+        found = {"loss": self.masking.losses(predictions, facts["targets"])}
+        if not self.masking.predicts_pixels:
+            found["color_accuracy"] = self.masking.color_accuracy(predictions, facts["targets"])
+        return found
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Inputs, targets and losses of a model built for masked patch prediction. config: of the model."""
+    """What is corrupted of each image, the targets and the losses. config: of the model."""
 
     config: ViTConfig
     seed: int
@@ -76,10 +142,6 @@ class Masking:
             return (predictions.float() - targets).square().mean((1, 2))
         logits = predictions.float().view(-1, _COLORS)
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view(len(targets), -1).mean(1)
-
-    def batch_loss(self, predictions: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
-        """Mean over the B places of the batch, a scalar; samples that are not `valid`, bool (B,), count as zero."""
-        return (self.losses(predictions, targets) * valid).sum() / valid.shape[0]
 
     def color_accuracy(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Accuracy of the predicted colours of each sample, float32 (B,)."""

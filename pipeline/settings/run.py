@@ -1,7 +1,7 @@
 """The settings of a run, whose sections are in run_sections.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
-number of ranks are in `pipeline/estimate/plan.py`.
+number of ranks are in `pipeline/estimate/plan.py`, those of an objective with the objective.
 """
 
 import math
@@ -76,8 +76,7 @@ class RunConfig:
         self._check_augment()
         self._check_model_source()
         self._check_training()
-        self._check_masked_prediction()
-        self._check_scores()
+        self._check_probes()
         self._check_health_and_time()
         self._check_engine()
 
@@ -134,29 +133,7 @@ class RunConfig:
                 f"{self.train.loss}."
             )
 
-    def _check_masked_prediction(self) -> None:
-        if not self.train.masked:
-            return
-        if self.probe.every.amount:
-            raise UserError(
-                f"probe.every = {self.probe.every} with train.loss = {self.train.loss}: this model reads corrupted images. "
-                "Probe its checkpoints with launch/evaluate.py."
-            )
-        if self.augment.mixes_pairs:
-            raise UserError(
-                f"train.loss = {self.train.loss} reads no labels: leave out augment.mixup and augment.cutmix."
-            )
-        if self.init.weights is not None:
-            raise UserError(
-                f"train.loss = {self.train.loss} starts with a new model: set model.name, and leave out init.weights. To "
-                "fine-tune its weights, use launch/finetune.py with train.loss=softmax."
-            )
-
-    def _check_scores(self) -> None:
-        names = ("loss",) if self.train.masked else ("top1", "top5", "loss")
-        metrics = [f"{self.data.evaluated_split}_{name}" for name in names]
-        if self.checkpoint.best and self.checkpoint.best not in metrics:
-            raise UserError(f"checkpoint.best = {quoted(self.checkpoint.best)} must be one of {', '.join(metrics)}.")
+    def _check_probes(self) -> None:
         if self.probe.every.amount:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:

@@ -21,7 +21,14 @@ from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
-TrainLoss = Literal["softmax", "sigmoid", "masked_mean_color", "masked_small_patch", "masked_pixels"]
+# What a run learns: value of train.loss -> file and class of pipeline/objectives/.
+OBJECTIVES = {
+    "softmax": "classification:Classification",
+    "sigmoid": "classification:Classification",
+    "masked_mean_color": "masked_patches:MaskedPatches",
+    "masked_small_patch": "masked_patches:MaskedPatches",
+    "masked_pixels": "masked_patches:MaskedPatches",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +205,11 @@ class TrainConfig:
     micro_batch: int = setting(
         64, "Samples per forward pass of one rank; determines accumulation.", min=1, max=MAX_BATCH
     )
-    loss: TrainLoss = setting(
+    loss: str = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or masked patch prediction without labels, of "
         "the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
+        choices=OBJECTIVES,
     )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
     log_every: int = setting(50, "Steps between log lines.", min=1)
@@ -212,11 +220,6 @@ class TrainConfig:
         min=0,
         max=MINUTES_PER_YEAR,
     )
-
-    @property
-    def masked(self) -> str | None:
-        """Target of masked patch prediction (mean_color, small_patch or pixels); None when classes are predicted."""
-        return self.loss.removeprefix("masked_") if self.loss.startswith("masked_") else None
 
 
 @dataclass(frozen=True, kw_only=True)

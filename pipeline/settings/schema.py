@@ -63,6 +63,7 @@ class Rule:
     form: TextForm | None = None
     min_items: int = 0
     distinct: bool = False
+    choices: tuple[str, ...] = ()
     is_path: bool = False
     is_command: bool = False
 
@@ -77,6 +78,8 @@ class Rule:
     @property
     def range(self) -> str:
         """The range in words, such as "from 1 to 16,384" or "at least 0 and below 1"; empty without limits."""
+        if self.choices:
+            return "|".join(self.choices)
         if self.min is not None and self.max is not None:
             return f"from {_plain(self.min)} to {_plain(self.max)}"
         limits = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
@@ -94,6 +97,7 @@ def setting(
     form: TextForm | None = None,
     min_items: int = 0,
     distinct: bool = False,
+    choices: typing.Iterable[str] = (),
     path: bool = False,
     command: bool = False,
     output: Output | None = None,
@@ -103,7 +107,7 @@ def setting(
     """A documented dataclass field.
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
-    of a number or of a length's amount. form: of text. min_items, distinct: of a list. path: the text is a path, or an address
+    of a number or of a length's amount. form, choices: of text, where choices are the keys of a table. min_items, distinct: of a list. path: the text is a path, or an address
     that may be one. command: the text is words, as in a shell. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
     contains that path, which then is a plain name. holds: what kind of results the output folder is for.
     """
@@ -116,6 +120,7 @@ def setting(
         form=form,
         min_items=min_items,
         distinct=distinct,
+        choices=tuple(choices),
         is_path=is_path,
         is_command=command,
     )
@@ -183,7 +188,9 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
             _check_range(getattr(parsed, "amount", None), rule)
             return parsed
         if origin is typing.Literal:
-            return _choice(kind, value)
+            return _choice(typing.get_args(kind), value)
+        if rule.choices:
+            return _choice(rule.choices, value)
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
@@ -224,8 +231,8 @@ class _RefusedError(Exception):
     """What a value must be: the end of an error whose beginning names the setting and the value."""
 
 
-def _choice(kind: Any, value: Any) -> Any:
-    choices = {str(choice): choice for choice in typing.get_args(kind)}  # Numbers in a file are still text.
+def _choice(accepted: tuple[Any, ...], value: Any) -> Any:
+    choices = {str(choice): choice for choice in accepted}  # Numbers in a file are still text.
     if isinstance(value, bool) or str(value) not in choices:
         raise _RefusedError(f"must be one of {', '.join(choices)}.")
     return choices[str(value)]
@@ -336,6 +343,8 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
         rule: Rule = field.metadata["rule"]
         named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
         accepted = f"{named}, {rule.range}" if rule.range else named
+        if rule.choices:
+            accepted = rule.range
         rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))
     return rows
 

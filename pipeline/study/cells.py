@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
+from pipeline import json_record, objectives
 from pipeline import model as models
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.errors import UserError
-from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.estimate.plan import make_plan
 from pipeline.files import write_text
 from pipeline.settings import schema
 from pipeline.settings.quantities import Limit, whole_number
@@ -183,7 +183,7 @@ def _cells_of(
     """The cells of one model, data size and seed: one for each length or budget, the shortest first."""
     common = [*config.settings, *model.settings, f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_child("study", config.run, [*common, "name=study"]).config
-    built = new_model_config(first.model, dataset.num_classes, first.train.masked)
+    built = objectives.new_backbone(first, dataset.num_classes)
     flops = models.training_flops_per_image(built)
     split, _ = run_splits(dataset, first.data, seed)
     stem = f"{model.name}-n{len(split)}" if len(config.data_sizes) > 1 else model.name
@@ -284,14 +284,14 @@ def _check_comparable(cells: list[Cell]) -> None:
         values: dict[str, str] = {}
         for cell in cells:
             values.setdefault(str(_settings_of(cell)[name]), cell.name)
-        if len(values) > 1 and (name != "train.loss" or any(value.startswith("masked") for value in values)):
+        if len(values) > 1 and not (name == "train.loss" and all(objectives.kind(v).predicts_classes for v in values)):
             (one, first), (other, second) = list(values.items())[:2]
             raise UserError(f"{first} has {name} = {one}, {second} has {other}: their scores cannot be compared.")
 
 
 def score_names(config: StudyConfig, run: RunConfig) -> list[str]:
     """Names of the scores that a cell will have."""
-    names = [] if run.train.masked else ["top1", "top5"]
+    names = ["top1", "top5"] if objectives.kind(run.train.loss).predicts_classes else []
     names += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
     if run.probe.every.amount:
         several = len(run.probe.l2) > 1

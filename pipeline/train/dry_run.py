@@ -19,7 +19,6 @@ from pipeline.model import Config
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
-from pipeline.train.objective import Objective
 from pipeline.train.zero.engine import Engine
 from pipeline.words import counted
 
@@ -32,8 +31,8 @@ def room_for_training(config: RunConfig, plan: Plan, model: Config, stop: Stop) 
 
 
 def dry_run_on_all_ranks(
-    config: RunConfig, plan: Plan, engine: Engine, objective: Objective, split: Split, evaluation: Split, stop: Stop
-) -> None:  # fmt: skip
+    config: RunConfig, plan: Plan, engine: Engine, split: Split, evaluation: Split, stop: Stop
+) -> None:
     """Run one training step and one evaluation batch of the largest shapes; leaves no trace in model or optimizer.
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
@@ -42,12 +41,15 @@ def dry_run_on_all_ranks(
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
-        training_step(engine, objective, micro_batches, step=0, lr=0.0, mixing=mixing)
+        training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
         batch = _blank(count, config.model.image_size, 0)
-        engine.forward(batch.images, *objective.extra_inputs(batch, engine.ranks.device))
+        if engine.objective.predicts_classes:
+            engine.forward(batch.images)
+        else:
+            engine.measure(batch)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ evaluation that was due but did not finish.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,10 +15,12 @@ from pipeline import json_record
 from pipeline.checkpoint.saver import Saver
 from pipeline.console import Console
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import BadBudget
+from pipeline.data.loading.loader import BadBudget, Batch
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
+from pipeline.evaluate.classify import Scores, predict, score
+from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.files import write_text
@@ -27,7 +29,6 @@ from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings.run import RunConfig
 from pipeline.train.drawing import Drawing
-from pipeline.train.objective import Objective
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
@@ -83,9 +84,11 @@ class _Evaluator:
 
 @dataclass(frozen=True)
 class SplitEvaluator(_Evaluator):
-    """Scores the held-out split with the objective; the scores select the best checkpoint. drawing: rank 0 only."""
+    """Scores the held-out split; the scores select the best checkpoint. drawing: rank 0 only.
 
-    objective: Objective
+    Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures.
+    """
+
     split: Split
     saver: Saver
     drawing: Drawing | None
@@ -100,21 +103,31 @@ class SplitEvaluator(_Evaluator):
     def evaluate_on_all_ranks(self, step: int) -> None:
         config = self.config
 
-        def forward(images: Tensor, *extra: Tensor) -> Tensor:
+        def forward(images: Tensor) -> Tensor:
             self.watchdog.at(step, "evaluation")
-            return self.engine.forward(images, *extra)
+            return self.engine.forward(images)
+
+        def measure(batch: Batch) -> dict[str, Tensor]:
+            self.watchdog.at(step, "evaluation")
+            return self.engine.measure(batch)
 
         reader = SplitReader(
             self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
             stop=self.stop, budget=BadBudget(config.data.max_bad_share),
         )  # fmt: skip
+        predictions = None
         with self.engine.averaged():
-            scores, predictions = self.objective.score_on_all_ranks(forward, reader)
+            if self.engine.objective.predicts_classes:
+                predictions = predict(forward, reader, config.train.loss)
+                scores: Scores | Means = score(predictions, self.split)
+            else:
+                scores = means(measure, reader)
         name = config.data.evaluated_split
-        metrics = {f"{name}_{metric}": value for metric, value in asdict(scores).items() if value is not None}
+        content = scores.to_dict()
+        metrics = {f"{name}_{metric}": value for metric, value in content.items()}
         if config.checkpoint.best:
             self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
-        self._report(step, f"{name} {scores}", metrics, asdict(scores))
+        self._report(step, f"{name} {scores}", metrics, content)
         if self.drawing is not None:
             self.drawing.begin(predictions, self.split)
 

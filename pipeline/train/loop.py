@@ -15,7 +15,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing, draw_mixing
 from pipeline.distributed import Ranks
 from pipeline.monitor.profile import StepClock
-from pipeline.train.objective import Objective
+from pipeline.objectives.objective import Inputs, Objective
 from pipeline.train.optimizers import learning_rate
 from pipeline.train.training_run import TrainingRun
 
@@ -35,9 +35,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         run.trace.before(step + 1)
         lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step)
-        result = training_step(
-            run.engine, run.objective, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1)
-        )
+        result = training_step(run.engine, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1))
         progress.step = step + 1
         run.record_step(micro_batches, result.loss)
 
@@ -48,7 +46,7 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
         # ------------------------------------------------------------------ log, save, score
         if due.log:
-            run.log_on_all_ranks(result.loss, float(result.grad_norm), lr)
+            run.log_on_all_ranks(result.loss, result.values, float(result.grad_norm), lr)
         with run.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
@@ -61,14 +59,15 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
 
 class Trainer(Protocol):
-    """A model and its optimizer as `training_step` uses them: DeepSpeed's engine, or a single device without DeepSpeed."""
+    """An objective and its optimizer as `training_step` uses them: DeepSpeed's engine, or a single device without DeepSpeed."""
 
+    objective: Objective
     ranks: Ranks
     clock: StepClock
 
     def begin_step(self, step: int, lr: float) -> None: ...
     def seed_dropout(self, micro_batch: int) -> None: ...
-    def predictions(self, images: Tensor, *extra: Tensor) -> Tensor: ...
+    def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]: ...
     def backward(self, loss: Tensor, share: float) -> None: ...
     def update(self, is_last: bool) -> None: ...
     def end_step(self) -> Tensor | float: ...
@@ -76,17 +75,18 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over this rank's micro-batches. grad_norm: before clipping, NaN if unknown.
+    """loss, values: means over this rank's micro-batches, values as the objective names them. grad_norm: before clipping, NaN if unknown.
 
     Scalars on the device: `float` waits for it. The gradient norm is valid until the next step.
     """
 
     loss: Tensor
+    values: dict[str, Tensor]
     grad_norm: Tensor | float
 
 
 def training_step(
-    trainer: Trainer, objective: Objective, micro_batches: Sequence[Batch], step: int, lr: float,
+    trainer: Trainer, micro_batches: Sequence[Batch], step: int, lr: float,
     mixing: Mixing | None = None, accept: Callable[[Tensor], bool] | None = None,
 ) -> StepResult:  # fmt: skip
     """One optimizer step on this rank's micro-batches. Collective, unless the trainer uses one device.
@@ -98,17 +98,20 @@ def training_step(
     trainer.begin_step(step, lr)
     num_samples = sum(len(batch.rows) for batch in micro_batches)
     total = torch.zeros((), device=trainer.ranks.device)
+    means: dict[str, Tensor] = {}
     for i, batch in enumerate(micro_batches):
         is_last = i == len(micro_batches) - 1
         trainer.seed_dropout(i)
-        inputs, targets = objective.prepare(batch, trainer.ranks.device, mixing)
+        inputs = trainer.objective.inputs(batch, trainer.ranks.device, mixing)
         with trainer.clock.device("forward"):
-            loss = objective.loss(trainer.predictions(*inputs), targets)
+            loss, values = trainer.loss(inputs)
         total += loss.detach()
+        for name, value in values.items():
+            means[name] = means.get(name, 0) + value.detach() / len(micro_batches)
         if is_last and accept is not None and not accept(total / len(micro_batches)):
             loss = loss * float("nan")  # Every ZeRO stage skips a step with a non-finite gradient.
         with trainer.clock.device("backward"):
             trainer.backward(loss, share=len(batch.rows) / num_samples)
         with trainer.clock.device("optimizer"):
             trainer.update(is_last)
-    return StepResult(total / len(micro_batches), trainer.end_step())
+    return StepResult(total / len(micro_batches), means, trainer.end_step())

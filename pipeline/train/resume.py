@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
 from pipeline.console import Console
@@ -12,7 +13,7 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.distributed import Ranks
 from pipeline.errors import OneRankError, UserError
-from pipeline.estimate.plan import Plan, new_model_config
+from pipeline.estimate.plan import Plan
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.settings import schema
@@ -169,4 +170,4 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         return model
-    return models.build(new_model_config(settings, dataset.num_classes, config.train.masked), config.seed)
+    return models.build(objectives.new_backbone(config, dataset.num_classes), config.seed)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -82,7 +83,7 @@ def run_facts(
     return RunFacts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
-        config.checkpoint.best or f"{config.data.evaluated_split}_{'loss' if config.train.masked else 'top1'}", origin=origin,
+        config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics(config)[0]}", origin=origin,
     )  # fmt: skip
 
 

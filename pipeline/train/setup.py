@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from pipeline import model as models
-from pipeline import waits
+from pipeline import objectives, waits
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
@@ -18,7 +18,7 @@ from pipeline.console import Console
 from pipeline.distributed import from_environment, use_exact_arithmetic
 from pipeline.errors import UserError
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import Plan, new_model_config
+from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import last_end_in_words
@@ -42,7 +42,6 @@ from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
-from pipeline.train.objective import objective_of
 from pipeline.train.optimizers import peak_rate
 from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
@@ -80,7 +79,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     gpu_memory = device_memory(ranks.device)
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         least = min(ranks.gather(gpu_memory or host_memory()))
-        new = new_model_config(config.model, dataset.num_classes, config.train.masked)
+        new = objectives.new_backbone(config, dataset.num_classes)
         refuse_too_large(config, plan, new, least, "its GPU" if gpu_memory else "its share of the host")
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, plan.steps, ranks, console)
@@ -93,12 +92,12 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     if gpu_memory is not None:
         refuse_too_large(config, plan, model.config, gpu_memory)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer, fused)
+    objective = objectives.create(config, model)
+    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     clock = StepClock(ranks.device)
-    objective = objective_of(model, config)
     with room_for_training(config, plan, model.config, stop):
-        engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        dry_run_on_all_ranks(config, plan, engine, objective, split, evaluation, stop)
+        engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
+        dry_run_on_all_ranks(config, plan, engine, split, evaluation, stop)
     state = State(step=0)
     if resumed is not None:
         state = read_state(resumed)
@@ -147,11 +146,11 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, stop.record_failure)
     drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
     shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
-    evaluators: list[Evaluator] = [SplitEvaluator(*shared, objective, evaluation, saver, drawing)]
+    evaluators: list[Evaluator] = [SplitEvaluator(*shared, evaluation, saver, drawing)]
     if prepared.run_probe is not None:
         evaluators.append(ProbeEvaluator(*shared, prepared.run_probe))
     return TrainingRun(
-        config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, objective, feed, evaluators,
+        config, plan, ranks, stop, console, folder, facts, dataset, split, model, engine, feed, evaluators,
         progress, counts, checkpoints, damaged, saver, spikes, slow_ranks, HostMeter(ranks), watchdog, clock, meter, trace, tracker, drawing,
         peak_rate(config.optimizer, plan.global_batch),
     )  # fmt: skip

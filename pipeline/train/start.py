@@ -54,6 +54,9 @@ def prepare(config: RunConfig) -> Prepared:
     dataset = open_dataset(config.data.path, storage)
     split, evaluation = run_splits(dataset, config.data, config.seed)
     plan = make_plan(config, len(split), world_size)
+    from pipeline import objectives  # Imports torch, so after what needs none of it.
+
+    objectives.check(config)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

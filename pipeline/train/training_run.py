@@ -35,7 +35,6 @@ from pipeline.train import resume
 from pipeline.train.drawing import Drawing
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
-from pipeline.train.objective import Objective
 from pipeline.train.run_counts import RunCounts
 from pipeline.words import counted
 
@@ -75,7 +74,6 @@ class TrainingRun:
     split: Split
     model: Model
     engine: "Engine"
-    objective: Objective
     feed: Feed
     evaluators: Sequence[Evaluator]
     progress: Progress
@@ -146,7 +144,7 @@ class TrainingRun:
         return True
 
     # ------------------------------------------------------------------ log, save
-    def log_on_all_ranks(self, loss: Tensor, grad_norm: float, lr: float) -> None:
+    def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
         """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
         plan, ranks, progress, loader = self.plan, self.ranks, self.progress, self.feed.loader
         self.counts.gather_on_all_ranks()
@@ -154,7 +152,8 @@ class TrainingRun:
         self.clock.add("communication", self.engine.communication_seconds())
         batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
         metrics = {
-            "loss": ranks.mean(loss), "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
+            "loss": ranks.mean(loss), **{name: ranks.mean(value) for name, value in values.items()},
+            "lr": lr, "grad_norm": grad_norm, **self.meter.read(),
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
             "skipped_steps": self.engine.skipped_steps, "loss_spikes": self.spikes.num_spikes,
             "bad_samples": num_bad, "storage_retries": self.counts.storage_retries, **self.saver.read(),

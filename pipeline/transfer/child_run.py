@@ -127,9 +127,11 @@ def remove_unreadable_scores(run: ChildRun) -> None:
 
 def read_evaluation(run: ChildRun) -> Evaluation:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
+    from pipeline import objectives  # Late: imports torch, which a driver of runs starts without.
+
     file = run.folder / _SCORES
     found = json_record.read(file, Evaluation)
-    if found.top1 is None and not run.config.train.masked:
+    if found.top1 is None and objectives.kind(run.config.train.loss).predicts_classes:
         raise UserError(f"{file}: top1 is missing.")
     if found.num_samples < 1 or any(share is not None and not 0 <= share <= 1 for share in (found.top1, found.top5)):
         raise UserError(f"{file}: top1 = {found.top1} of {found.num_samples} samples is out of range.")

@@ -37,13 +37,14 @@ from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives.classification import Classification
+from pipeline.objectives.objective import Inputs, Objective
 from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.train import optimizers
 from pipeline.train.loop import training_step
-from pipeline.train.objective import Classification
 from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
 from pipeline.words import counted
@@ -142,9 +143,11 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     steps = setting.length.steps(len(split), batch)
     warmup = warmup_steps(protocol, setting, len(split))
     size, augment = view_of(protocol, cell.task)
+    read = reader(protocol, device)
+    objective = Classification(model, "softmax", read=lambda pixels, _: read(pixels))
     optimizer = optimizers.build(
-        model,
-        model.weight_decay_mask(),
+        objective,
+        objective.decayed(),
         OptimizerConfig(
             name=protocol.optimizer, lr=setting.lr, momentum=protocol.momentum, weight_decay=setting.weight_decay
         ),
@@ -153,9 +156,7 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     accumulation = -(-batch // config.micro_batch)
     diverged = 0
     view = remembering_train_view(augment, cell.seed, size, _image_cache(cell.fingerprint, split.name, size, augment))
-    read = reader(protocol, device)
-    objective = Classification("softmax", read=lambda pixels, _: read(pixels))
-    trainer = _PlainTrainer(model, optimizer, config, cell.seed, device)
+    trainer = _PlainTrainer(objective, optimizer, config, cell.seed, device)
     with Loader(
         split, view, size, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
     ) as loader:
@@ -163,7 +164,7 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
         for step in range(steps):
             lr = learning_rate(protocol.schedule, setting.lr, step, steps, warmup)
             mixing = draw_mixing(augment, size, cell.seed, step)
-            loss = training_step(trainer, objective, list(islice(batches, accumulation)), step, lr, mixing).loss
+            loss = training_step(trainer, list(islice(batches, accumulation)), step, lr, mixing).loss
             # Now and then is enough, because weights that are non-finite once remain so.
             is_checked = step % _CHECK_EVERY == 0 or step + 1 == steps
             if is_checked and not math.isfinite(float(loss)):
@@ -173,27 +174,32 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
 
 
 class _PlainTrainer:
-    """Trains a model on one device without DeepSpeed, with the interface that `training_step` needs."""
+    """Trains an objective on one device without DeepSpeed, with the interface that `training_step` needs."""
 
     def __init__(
-        self, model: Model, optimizer: torch.optim.Optimizer, config: VtabConfig, seed: int, device: torch.device
+        self,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        config: VtabConfig,
+        seed: int,
+        device: torch.device,
     ) -> None:
-        self.model, self.optimizer, self.config, self.seed = model, optimizer, config, seed
+        self.objective, self.optimizer, self.config, self.seed = objective, optimizer, config, seed
         self.ranks, self.clock = Ranks(0, 0, 1, device), StepClock(torch.device("cpu"))
         self.step = 0
 
     def begin_step(self, step: int, lr: float) -> None:
         self.step = step
-        self.model.train()
+        self.objective.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def seed_dropout(self, micro_batch: int) -> None:
         torch.manual_seed(random_numbers.torch_seed(self.seed, Purpose.DROPOUT, self.step, 0, micro_batch))
 
-    def predictions(self, images: Tensor, *extra: Tensor) -> Tensor:
+    def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         with _arithmetic(self.config, self.ranks.device):
-            return self.model(images, *extra)
+            return self.objective(inputs.views, inputs.facts)
 
     def backward(self, loss: Tensor, share: float) -> None:
         (loss * share).backward()
@@ -202,7 +208,7 @@ class _PlainTrainer:
         if not is_last:
             return
         if self.config.protocol.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.protocol.clip)
+            torch.nn.utils.clip_grad_norm_(self.objective.parameters(), self.config.protocol.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

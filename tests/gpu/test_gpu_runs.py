@@ -22,9 +22,10 @@ from test_train import MASKED, MIXED, assert_same_state, plain_losses
 from tiny import make_dataset
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.checkpoint.store import read_state
 from pipeline.estimate.memory import rank_memory
-from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.estimate.plan import make_plan
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -84,7 +85,7 @@ def little_memory(arguments: tuple[list[str], float]) -> None:
 
 def waits_in_steps(stages: list[int]) -> None:
     """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each ZeRO stage."""
-    from measure_memory import OBJECTIVE, make_engine, noise
+    from measure_memory import make_engine, noise
 
     from pipeline.distributed import from_environment
     from pipeline.train.loop import training_step
@@ -104,12 +105,12 @@ def waits_in_steps(stages: list[int]) -> None:
                 valid=batch.valid.pin_memory(),
             )
         for _ in range(3):  # The optimizer makes its state, and stage 3 traces the order of its parameters.
-            training_step(engine, OBJECTIVE, [batch] * plan.accumulation, 0, 1e-3)
+            training_step(engine, [batch] * plan.accumulation, 0, 1e-3)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if HAS_GPU:
                 torch.cuda.set_sync_debug_mode("warn")
-            training_step(engine, OBJECTIVE, [batch] * plan.accumulation, 0, 1e-3)
+            training_step(engine, [batch] * plan.accumulation, 0, 1e-3)
             if HAS_GPU:
                 torch.cuda.set_sync_debug_mode("default")
         files = {"/".join(Path(w.filename).parts[-2:]) for w in caught if "synchronizing" in str(w.message)}
@@ -230,7 +231,7 @@ def test_predicted_memory_is_what_a_step_takes(
     finish("forked:train", [overrides], tmp_path / "output.txt")
     config = schema.load(RunConfig, None, overrides)
     plan = make_plan(config, 150, 1)
-    model = new_model_config(config.model, 4)
+    model = objectives.new_backbone(config, 4)
     predicted = rank_memory(model, config, plan.micro_batch, plan.accumulation, 1)
     measured = max(metrics(tmp_path / "x", "peak_memory_gib").values()) * 2**30
     assert predicted.total == pytest.approx(measured, rel=0.10), predicted

@@ -130,12 +130,12 @@ def plain_step() -> dict[str, Any]:
     from torch._subclasses import FakeTensorMode
 
     from pipeline.model import build, configure
+    from pipeline.objectives.classification import Classification
     from pipeline.settings.quantities import Length
     from pipeline.settings.run import OptimizerConfig
     from pipeline.settings.transfer import ProtocolConfig, VtabConfig
     from pipeline.train import optimizers
     from pipeline.train.loop import training_step
-    from pipeline.train.objective import Classification
     from pipeline.transfer.vtab_cell import _PlainTrainer
 
     gpu, syncs = torch.device("cuda", 0), HostSyncs("cuda")
@@ -146,12 +146,11 @@ def plain_step() -> dict[str, Any]:
         with torch.device("meta"):
             model = build(configure("ViT-Ti/8", 16, CLASSES, depth=2))
         move(model, gpu)
-        optimizer = optimizers.build(model, model.weight_decay_mask(), OptimizerConfig(name="sgd"))
-        trainer = _PlainTrainer(model, optimizer, config, 0, gpu)
+        objective = Classification(model, "softmax")
+        optimizer = optimizers.build(objective, objective.decayed(), OptimizerConfig(name="sgd"))
+        trainer = _PlainTrainer(objective, optimizer, config, 0, gpu)
         batch = noise(2, (16, 16), CLASSES, 0)
-        result = training_step(
-            trainer, Classification("softmax"), [replace(batch, images=batch.images.pin_memory())] * 2, 0, 1e-3
-        )
+        result = training_step(trainer, [replace(batch, images=batch.images.pin_memory())] * 2, 0, 1e-3)
     return {"syncs": dict(syncs.found), "loss": [str(result.loss.device), str(result.loss.dtype)]}
 
 
@@ -162,16 +161,16 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     from measure_memory import noise
     from torch._subclasses import FakeTensorMode
 
+    from pipeline import objectives
     from pipeline.data.loading.mix import draw_mixing
     from pipeline.distributed import Ranks
-    from pipeline.estimate.plan import make_plan, new_model_config
+    from pipeline.estimate.plan import make_plan
     from pipeline.model import build
     from pipeline.monitor.profile import StepClock
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
     from pipeline.train import optimizers
     from pipeline.train.loop import training_step
-    from pipeline.train.objective import objective_of
     from pipeline.train.zero.engine import Engine
 
     config = schema.load(RunConfig, None, overrides)
@@ -179,15 +178,15 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda")
     with FakeTensorMode(), syncs:
         with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
-            model = build(new_model_config(config.model, CLASSES, config.train.masked))
+            model = build(objectives.new_backbone(config, CLASSES))
         model.activation_checkpointing = config.engine.activation_checkpointing
         move(model, gpu)
         fused = optimizers.is_fused(config.engine, gpu)
-        optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer, fused)
+        objective = objectives.create(config, model)
+        optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
         # CUDA's events cannot be faked: timed as on a CPU.
         clock = StepClock(torch.device("cpu"))
-        engine = Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        objective = objective_of(model, config)
+        engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         object.__setattr__(objective, "loss", planted(mistake, objective.loss))
         # The first steps make the optimizer's state, and DeepSpeed traces them at stage 3.
         for number in range(3 if config.engine.zero_stage == 3 else 2):
@@ -198,7 +197,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()
             syncs.products.clear()
-            result = training_step(engine, objective, batches, number, 1e-3, mixing)
+            result = training_step(engine, batches, number, 1e-3, mixing)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
         "syncs": dict(syncs.found), "products": sorted(syncs.products), "skipped": engine.skipped_steps,

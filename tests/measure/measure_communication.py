@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from measure_memory import OBJECTIVE, make_engine, noise
+from measure_memory import make_engine, noise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -66,7 +66,7 @@ def count(overrides: list[str], num_classes: int, bucket: int, reuse: int, ranks
     batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
     for step in range(3):
         with Collectives() as found:
-            training_step(trained, OBJECTIVE, batches, step, 1e-3)
+            training_step(trained, batches, step, 1e-3)
     return {"bytes": found.bytes, "calls": found.calls}
 
 

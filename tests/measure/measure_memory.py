@@ -13,29 +13,29 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from live_tensors import LiveTensors, operators_of_a_gpu
 
+from pipeline import objectives
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed import Ranks, from_environment
 from pipeline.estimate import memory
-from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers
 from pipeline.train.loop import training_step
-from pipeline.train.objective import Classification
 from pipeline.train.zero.engine import Engine, start_ranks
-
-OBJECTIVE = Classification("softmax")
 
 
 def make_engine(config: RunConfig, num_classes: int, ranks: Ranks, fused: bool = False) -> tuple[Engine, Plan]:
     plan = make_plan(config, 1000, ranks.world_size)
-    model = build(new_model_config(config.model, num_classes), seed=0)
+    model = build(objectives.new_backbone(config, num_classes), seed=0)
     model.activation_checkpointing = config.engine.activation_checkpointing
-    optimizer = optimizers.build(model, model.weight_decay_mask(), config.optimizer, fused)
+    objective = Classification(model, "softmax")
+    optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     clock = StepClock(ranks.device)
-    return Engine(model, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
+    return Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock), plan
 
 
 def noise(count: int, size: tuple[int, int], num_classes: int, seed: int) -> Batch:
@@ -57,12 +57,12 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
             group["foreach"] = True
     batches = [noise(plan.micro_batch, config.model.image_size, num_classes, seed) for seed in range(plan.accumulation)]
     with live, operators_of_a_gpu():
-        training_step(engine, OBJECTIVE, batches, 0, 1e-3)  # The optimizer makes its state.
+        training_step(engine, batches, 0, 1e-3)  # The optimizer makes its state.
         between = live.bytes
         peaks = []
         for step in range(1, 4):
             live.restart()
-            training_step(engine, OBJECTIVE, batches, step, 1e-3)
+            training_step(engine, batches, step, 1e-3)
             peaks.append(live.peak)
     part = engine.part()
     saved = sum(4 * tensor.numel() for tensors in part.tensors.values() for tensor in tensors)
@@ -79,14 +79,14 @@ def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) 
     if rehearse:
         micro_batches = [noise(plan.micro_batch, size, num_classes, 99)] * min(2, plan.accumulation)
         with engine.untouched(len(micro_batches)):
-            training_step(engine, OBJECTIVE, micro_batches, 0, 0.0)
+            training_step(engine, micro_batches, 0, 0.0)
         engine.forward(noise(5, size, num_classes, 98).images)
     untouched = torch.equal(drawn, torch.get_rng_state())
     results = []
     for step in range(3):
         seeds = range(plan.accumulation * step, plan.accumulation * (step + 1))
         batches = [noise(plan.micro_batch, size, num_classes, 10 * ranks.rank + seed) for seed in seeds]
-        results.append(training_step(engine, OBJECTIVE, batches, step, 1e-2))
+        results.append(training_step(engine, batches, step, 1e-2))
     part, digest = engine.part(), hashlib.sha256()
     for tensors in part.tensors.values():
         for tensor in tensors:

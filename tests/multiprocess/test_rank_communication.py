@@ -8,8 +8,9 @@ from forked import Forge
 from measure_communication import PERSISTENCE
 from test_rank_memory import ALL, NUM_CLASSES, PART, overrides
 
+from pipeline import objectives
 from pipeline.estimate import memory, step_time
-from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.estimate.plan import make_plan
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -49,7 +50,7 @@ def test_prediction_is_what_a_step_sends(
     monkeypatch.setattr(step_time, "REUSE_DISTANCE", reuse)
     config = schema.load(RunConfig, None, overrides(stage, precision, accumulation, more))
     plan = make_plan(config, 1000, 2)
-    model = new_model_config(config.model, NUM_CLASSES)
+    model = objectives.new_backbone(config, NUM_CLASSES)
     predicted: Counter[str] = Counter()
     for collective in step_time.collectives(config, model, plan.accumulation):
         predicted[collective.kind] += collective.bytes

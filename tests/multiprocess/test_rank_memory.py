@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from forked import Forge
 
+from pipeline import objectives
 from pipeline.estimate import memory
-from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.estimate.plan import make_plan
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -84,7 +85,7 @@ def test_prediction_is_what_a_step_holds(
     monkeypatch.setattr(memory, "REDUCE_BUCKET", bucket)
     config = schema.load(RunConfig, None, overrides(stage, precision, accumulation, more))
     plan = make_plan(config, 1000, 2)
-    model = new_model_config(config.model, NUM_CLASSES)
+    model = objectives.new_backbone(config, NUM_CLASSES)
     measured = found["measure"][number][0]
     peak = memory.rank_memory(model, config, plan.micro_batch, plan.accumulation, 2)
     assert peak.total == pytest.approx(measured["peak"], rel=0.10), peak

@@ -11,6 +11,7 @@ from forked import Forge, train
 from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
+from pipeline import objectives
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.data.dataset.manifest import open_dataset
@@ -19,7 +20,6 @@ from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.data.loading.order import SampleOrder
 from pipeline.distributed import Ranks
 from pipeline.errors import UserError
-from pipeline.estimate.plan import new_model_config
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
@@ -65,7 +65,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     data = open_dataset(config.data.path)
     split = data.split("train")
     m = config.model
-    model = models.build(new_model_config(m, data.num_classes, config.train.masked), config.seed)
+    model = models.build(objectives.new_backbone(config, data.num_classes), config.seed)
     masking = Masking(model.config, config.seed) if isinstance(model, models.MaskedViT) else None
     decayed = model.weight_decay_mask()
     groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.objectives.classification import batch_loss, losses, targets
+from pipeline.objectives.classification import losses, targets
+from pipeline.objectives.objective import mean_of_valid
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_invalid_samples_count_as_zero(kind: str, logits: torch.Tensor) -> None:
     valid = torch.tensor([True, True, False, True, False, True])
     each = losses(logits, ONE, kind)
     logits.requires_grad_()
-    found = batch_loss(logits, ONE, valid, kind, 0.0)
+    found = mean_of_valid(losses(logits, ONE, kind), valid)
     # Over the batch's 6 places, not its 4 readable ones, so that each place has the same weight on every rank.
     torch.testing.assert_close(found, (each[0] + each[1] + each[3] + each[5]) / 6)
     found.backward()
@@ -66,6 +67,7 @@ def test_invalid_samples_count_as_zero(kind: str, logits: torch.Tensor) -> None:
 
 def test_micro_batches_add_up_to_the_batch(logits: torch.Tensor) -> None:
     valid = torch.tensor([True, False, True, True, True, False])
-    whole = batch_loss(logits, ONE, valid, "softmax", 0.1)
-    parts = [batch_loss(logits[i : i + 2], ONE[i : i + 2], valid[i : i + 2], "softmax", 0.1) for i in (0, 2, 4)]
+    each = losses(logits, ONE, "softmax", 0.1)
+    whole = mean_of_valid(each, valid)
+    parts = [mean_of_valid(each[i : i + 2], valid[i : i + 2]) for i in (0, 2, 4)]
     torch.testing.assert_close(torch.stack(parts).mean(), whole)

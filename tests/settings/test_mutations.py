@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import objectives
 from pipeline.errors import UserError
-from pipeline.estimate.plan import make_plan, new_model_config
+from pipeline.estimate.plan import make_plan
 from pipeline.settings import data, operate, reports, schema, study, transfer, weights
 from pipeline.settings.run import RunConfig
 
@@ -64,7 +65,7 @@ def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
         if isinstance(config, RunConfig):
             assert len(str(make_plan(config, 14_200_000, 8).describe())) < _LONGEST
             if config.model.name:
-                new_model_config(config.model, 21_841, config.train.masked)
+                objectives.new_backbone(config, 21_841)
     except UserError as error:
         said = str(error)
         assert len(said.splitlines()) == 1, said

@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import random_numbers
 from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
-from pipeline.data.loading.loader import normalise
+from pipeline.data.loading.loader import Batch, normalise
 from pipeline.distributed import Ranks, all_started
 from pipeline.errors import Stopped
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives.objective import Inputs, Objective, stored_parameters
 from pipeline.random_numbers import Purpose
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import layout
@@ -55,11 +56,11 @@ def start_ranks(ranks: Ranks, timeout_minutes: float, wait_minutes: float = 0.0)
 
 
 class Engine:
-    """A model under ZeRO: forward, backward and step over micro-batches, and this rank's part of a checkpoint."""
+    """An objective under ZeRO: loss, backward and step over micro-batches, and this rank's part of a checkpoint."""
 
     def __init__(
         self,
-        model: nn.Module,
+        objective: Objective,
         optimizer: torch.optim.Optimizer,
         config: EngineConfig,
         optimizer_config: OptimizerConfig,
@@ -68,7 +69,8 @@ class Engine:
         seed: int,
         clock: StepClock,
     ) -> None:
-        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.objective = objective
+        self.shapes = {name: list(parameter.shape) for name, parameter in stored_parameters(objective)}
         self.ranks, self.seed, self.stage, self.clock = ranks, seed, config.zero_stage, clock
         self.clip = optimizer_config.clip
         self.ema: Ema | None = None
@@ -80,7 +82,7 @@ class Engine:
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         with _quiet():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=self.settings, dist_init_required=False
+                model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
         if config.compile:
             self.engine.compile()
@@ -101,9 +103,9 @@ class Engine:
         # Without a GPU `torch.manual_seed` notes a stack trace for each kind of device, for milliseconds.
         (torch.manual_seed if self.clock.on_gpu else torch.default_generator.manual_seed)(seed)
 
-    def predictions(self, images: Tensor, *masks: Tensor) -> Tensor:
-        """The model's output for float32 images (B, 3, H, W), in the precision of training. Collective at stage 3."""
-        return self.engine(images.to(self.dtype), *masks)
+    def loss(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss and values, in the precision of training. Collective at stage 3."""
+        return self.engine(tuple(view.to(self.dtype) for view in inputs.views), inputs.facts)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Add the gradient of a micro-batch. share: ignored, because DeepSpeed weighs all micro-batches alike."""
@@ -158,19 +160,23 @@ class Engine:
         self.clock.read()
 
     @torch.no_grad()
-    def forward(self, images: Tensor, *masks: Tensor) -> Tensor:
-        """Return logits float32 (B, K) of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3.
-
-        masks: further inputs of masked patch prediction, which returns (B, corrupted patches, outputs).
-        """
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the backbone's output, float32 (B, K), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
         self.engine.eval()
-        return self.engine(normalise(images, self.ranks.device, self.dtype), *masks).float()
+        return self.engine((normalise(images, self.ranks.device, self.dtype),), {}, task="backbone").float()
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what the objective measures of each image of a batch, (B,) by name. Collective at stage 3."""
+        self.engine.eval()
+        views, facts = self.objective.inputs(batch, self.ranks.device, None)
+        return self.engine(tuple(view.to(self.dtype) for view in views), facts, task="measure")
 
     def features(self, images: Tensor) -> Tensor:
         """Return the head's input, float32 (B, D), of uint8 (B, S, S, 3) images, in evaluation mode. Collective at stage 3."""
         # Runs the whole model: at stage 3 parameters are only gathered inside its forward pass.
         read: list[Tensor] = []
-        hook = self.engine.module.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
+        hook = self.objective.backbone.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
         try:
             with torch.compiler.set_stance("force_eager"):  # Compiled code ignores the hook.
                 self.forward(images)

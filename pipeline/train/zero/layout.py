@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.sharded_tensors import WEIGHTS
+from pipeline.objectives.objective import stored_parameters
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Shard:
 
 def shards(engine: Any, rank: int) -> list[Shard]:
     """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in stored_parameters(engine.module)}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         found = []
-        for name, parameter in engine.module.named_parameters():
+        for name, parameter in stored_parameters(engine.module):
             assert parameter.dtype == torch.float32, "config.check refuses 16-bit at stage 0"
             place = Place(name, 0, parameter.numel(), 0)
             found.append(Shard(parameter.data.view(-1), (place,), parameter))

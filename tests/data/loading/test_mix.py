@@ -11,7 +11,8 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.loading.mix import Mixing, draw_mixing, mix_images, mix_pairs
 from pipeline.data.loading.order import SampleOrder
-from pipeline.objectives.classification import batch_loss, losses
+from pipeline.objectives.classification import losses
+from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.run import AugmentConfig
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_the_loss_of_mixed_targets_is_the_mixed_loss(kind: str, smoothing: float
     second = losses(logits, labels[[1, 0, 3, 2]], kind, smoothing)
     expected = own * first + (1 - own) * second
     torch.testing.assert_close(losses(logits, labels, kind, smoothing, own), expected)
-    found = batch_loss(logits, labels, valid, kind, smoothing, own=own)
+    found = mean_of_valid(losses(logits, labels, kind, smoothing, own), valid)
     torch.testing.assert_close(found, expected[:3].sum() / 4)
     gradient = torch.autograd.grad(found, logits)[0]
     assert (gradient[3] == 0).all()
