@@ -22,7 +22,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import Plan, make_plan, new_model_config
+from pipeline.estimate.plan import Plan, make_plan, new_model_config, overrides_of_name
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
@@ -256,6 +256,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
+        *filter(None, [overrides_of_name(config.model)]),
         "",
         f"  data         {data.samples:,} samples of {data.classes:,} classes ({data.source})",
         f"  length       {plan.steps:,} steps = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "

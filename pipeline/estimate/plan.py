@@ -57,11 +57,12 @@ class Plan:
         return self.steps * self.global_batch / self.num_samples
 
     def notes(self, config: RunConfig) -> list[str]:
-        """One line for each setting that was changed to fit."""
+        """A line for settings that override model.name, and one for each setting that was changed to fit."""
+        named = list(filter(None, [overrides_of_name(config.model)]))
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
-            return []
-        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
+            return named
+        return [*named, f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {share} samples "
                 f"({self.global_batch} / {self.world_size} ranks): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
@@ -115,6 +116,15 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         save_scored=config.checkpoint.best != "",
         cooldown=cooldown,
     )
+
+
+def overrides_of_name(settings: ModelConfig) -> str:
+    """A line that names the settings whose values are not those of model.name; empty if there are none."""
+    from pipeline.model import overridden  # Late, as below.
+
+    found = overridden(settings.name, vars(settings)) if settings.name else {}
+    values = [f"model.{field} = {given} instead of {own}" for field, (own, given) in found.items()]
+    return f"not as model.name = {settings.name}: {', '.join(values)}" if values else ""
 
 
 def new_model_config(
