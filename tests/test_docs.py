@@ -1,6 +1,7 @@
 """The documentation names only tests, files and commands that exist."""
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeline.command import read_settings
 from pipeline.settings.data import ShardConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.transfer import VtabConfig
+from pipeline.settings.weights import ScoreConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +70,22 @@ def test_every_command_is_in_the_readme() -> None:
     commands = [path.name for path in (ROOT / "launch").glob("*.py")]
     assert commands
     assert [name for name in commands if f"`{name}`" not in readme] == []
+
+
+def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written in the README, from sharding to the score."""
+    monkeypatch.chdir(ROOT)
+    section = (ROOT / "README.md").read_text().partition("\n## Your own images\n")[2].partition("\n## ")[0]
+    lines = [line.strip() for line in section.splitlines() if line.startswith("    ") and "launch/" in line]
+    words = [shlex.split(line, comments=True) for line in lines]
+    commands = [[word for word in line if word.startswith("launch/")] for line in words]
+    assert commands == [["launch/shard.py"], ["launch/pretrain.py"], ["launch/finetune.py"], ["launch/evaluate.py"]]
+    classes = (ShardConfig, RunConfig, RunConfig, ScoreConfig)
+    given = [line[line.index(name) + 1 :] for line, (name,) in zip(words, commands, strict=True)]
+    shards, scratch, tuned, score = (read_settings(cls, line) for cls, line in zip(classes, given, strict=True))
+    assert shards.out == scratch.data.path == tuned.data.path == score.data
+    assert score.weights == f"{scratch.out}/{scratch.name}"
+    assert tuned.name != scratch.name
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:

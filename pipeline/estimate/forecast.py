@@ -23,7 +23,7 @@ from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import Plan, make_plan
+from pipeline.estimate.plan import Plan, make_plan, overrides_of_name
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.files import as_bytes
@@ -266,6 +266,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
+        *filter(None, [overrides_of_name(config.model)]),
         "",
         f"  data         {counted(data.samples, 'sample')} of {counted(data.classes, 'class')} ({data.source})",
         f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "

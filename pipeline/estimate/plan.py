@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.errors import UserError
-from pipeline.settings.run import RunConfig
+from pipeline.settings.run import ModelConfig, RunConfig
 from pipeline.words import counted
 
 
@@ -54,11 +54,12 @@ class Plan:
         return self.steps * self.global_batch / self.num_samples
 
     def notes(self, config: RunConfig) -> list[str]:
-        """One line for each setting that was changed to fit."""
+        """A line for settings that override model.name, and one for each setting that was changed to fit."""
+        named = list(filter(None, [overrides_of_name(config.model)]))
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
-            return []
-        return [f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
+            return named
+        return [*named, f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
                 f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used"]  # fmt: skip
 
     def describe(self) -> str:
@@ -112,6 +113,15 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         save_scored=config.checkpoint.best != "",
         cooldown=cooldown,
     )
+
+
+def overrides_of_name(settings: ModelConfig) -> str:
+    """A line that names the settings whose values are not those of model.name; empty if there are none."""
+    from pipeline.model import overridden  # Late: imports torch, which batch arithmetic does not need.
+
+    found = overridden(settings.name, vars(settings)) if settings.name else {}
+    values = [f"model.{field} = {given} instead of {own}" for field, (own, given) in found.items()]
+    return f"not as model.name = {settings.name}: {', '.join(values)}" if values else ""
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:

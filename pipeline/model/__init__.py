@@ -18,7 +18,16 @@ from pipeline.model.flops import attention_macs, forward_macs, num_parameters, t
 from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resampling_note, resized
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import Config, ImageSize, ResNetConfig, ViTConfig, config_from_dict, configure, parse_name
+from pipeline.model.variants import (
+    Config,
+    ImageSize,
+    ResNetConfig,
+    ViTConfig,
+    config_from_dict,
+    configure,
+    overridden,
+    parse_name,
+)
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import load, read_weights, safetensors_metadata, save, save_safetensors
 

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -311,7 +312,7 @@ def configure(
         of a ViT, but only with their defaults.
     Raises UserError for an unknown name or field, and for values that do not fit together.
     """
-    cls, values = _resnet(name) if name.startswith("BiT-") else _vit(name)
+    cls, values = _implied(name)
     own = {field.name for field in fields(cls)}
     neutral = {field.name: field.default for field in fields(ViTConfig)}
     for field, value in changes.items():
@@ -326,6 +327,18 @@ def configure(
     if covered and isinstance(config, ViTConfig):
         config.check_covered()
     return config
+
+
+def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Field -> (the value that the name implies, the value of `changes`), where these differ.
+
+    changes: as of `configure`; None keeps the implied value, and other keys are ignored. Raises UserError for an unknown name.
+    """
+    cls, values = _implied(name)
+    if cls is ViTConfig:
+        values = {"pool": "token", "patch_stride": values["patch_size"], **values}
+    given = {field: value for field, value in changes.items() if field in values and value is not None}
+    return {field: (values[field], value) for field, value in given.items() if value != values[field]}
 
 
 def parse_name(name: str) -> tuple[Variant, int]:
@@ -353,8 +366,12 @@ def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
 _RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
 
 
-def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
+def _implied(name: str) -> tuple[type[Config], dict[str, Any]]:
     """The class of the configuration, and the fields that the name implies."""
+    return _resnet(name) if name.startswith("BiT-") else _vit(name)
+
+
+def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
     if name in HYBRIDS:
         letter, stem, patch_size = HYBRIDS[name]
         return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}

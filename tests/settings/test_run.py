@@ -274,6 +274,24 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
             objectives.new_backbone(config, 1000)
 
 
+def test_recipes_for_own_images_suit_the_sizes_they_name() -> None:
+    """Shards with val_share=0.1 leave 900 to 90,000 training images; their paths are those of the README."""
+    scratch, tuned = (ROOT / "configs" / kind / "own_images.yaml" for kind in ("pretrain", "finetune"))
+    few, many = overrides_in_header(scratch)[0], overrides_in_header(tuned)[0]
+    for path, overrides, num_samples in (
+        (scratch, few, 900), (scratch, [], 9_000), (scratch, [], 90_000), (tuned, [], 900), (tuned, many, 90_000),
+    ):  # fmt: skip
+        run = schema.load(RunConfig, path, overrides)
+        plan = make_plan(run, num_samples, 1)
+        assert run.data.path == "datasets/photos"
+        assert 500 <= plan.steps <= 200_000
+        assert 0.01 <= plan.warmup / plan.steps <= 0.2
+        # The average forgets the initial weights: less than 1 % of them is left in it.
+        decay = run.optimizer.ema_decay
+        assert decay**plan.steps < 0.01
+        assert "Not measured on a GPU" in path.read_text()
+
+
 def overrides_in_header(path: Path) -> list[list[str]]:
     """What a header says may be set, a line each: `#   model.name=ViT-B/32 train.length="7 epochs"    its result`."""
     lines = re.findall(r"^#   ((?:[a-z_]+\.[a-z_]+=\S.*?)) {2,}\S", path.read_text(), re.MULTILINE)
@@ -318,6 +336,7 @@ def test_recipes_blend_contrast_as_their_sources_do() -> None:
         "vit_s16_imagenet1k_better": "pixel_count",
         "vit_s16_imagenet1k_improved": "mean",
         "vit_cifar10_improved": "mean",
+        "own_images": "mean",
     }
 
 
