@@ -98,13 +98,13 @@ def planted(mistake: str, loss: Any) -> Any:
     """The loss function with a mistake in it."""
     import torch
 
-    def wrong(predictions: torch.Tensor, targets: Any) -> torch.Tensor:
-        right = loss(predictions, targets)
+    def wrong(views: Any, facts: Any) -> Any:
+        right, values = loss(views, facts)
         if mistake == "read":
-            return right * float(right.detach() > 0)
+            return right * float(right.detach() > 0), values
         if mistake == "copy":
-            return right * torch.ones(()).to(right.device)
-        return (right * torch.ones(2)).mean()  # "device"
+            return right * torch.ones(()).to(right.device), values
+        return (right * torch.ones(2)).mean(), values  # "device"
 
     return wrong if mistake else loss
 
@@ -145,8 +145,8 @@ def plain_step() -> dict[str, Any]:
     with FakeTensorMode(), syncs:
         with torch.device("meta"):
             model = build(configure("ViT-Ti/8", 16, CLASSES, depth=2))
-        move(model, gpu)
         objective = Classification(model, "softmax")
+        move(objective, gpu)
         optimizer = optimizers.build(objective, objective.decayed(), OptimizerConfig(name="sgd"))
         trainer = _PlainTrainer(objective, optimizer, config, 0, gpu)
         batch = noise(2, (16, 16), CLASSES, 0)
@@ -180,9 +180,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         with torch.device("meta"):  # Initial values are drawn until they are in range, and fake ones never are.
             model = build(objectives.new_backbone(config, CLASSES))
         model.activation_checkpointing = config.engine.activation_checkpointing
-        move(model, gpu)
-        fused = optimizers.is_fused(config.engine, gpu)
         objective = objectives.create(config, model)
+        move(objective, gpu)
+        fused = optimizers.is_fused(config.engine, gpu)
         optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
         # CUDA's events cannot be faked: timed as on a CPU.
         clock = StepClock(torch.device("cpu"))

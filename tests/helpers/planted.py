@@ -53,28 +53,29 @@ def _owe_a_slow_evaluation(run: Path) -> None:
 
 
 class _Faulty:
-    """An objective whose loss is changed by `change`."""
+    """A trainer whose loss is changed by `change`."""
 
-    def __init__(self, objective: Any, change: Any) -> None:
-        self.objective, self.change = objective, change
+    def __init__(self, trainer: Any, change: Any) -> None:
+        self.trainer, self.change = trainer, change
 
-    def loss(self, *arguments: Any) -> Any:
-        return self.change(self.objective.loss(*arguments))
+    def loss(self, inputs: Any) -> Any:
+        loss, values = self.trainer.loss(inputs)
+        return self.change(loss), values
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.objective, name)
+        return getattr(self.trainer, name)
 
 
 def _step_with(fault: str, plain_step: Any, seen: Path) -> Any:
     bad_rows: list[int] = []
 
-    def step_with_fault(trainer: Any, objective: Any, batches: Any, step: int, *rest: Any) -> Any:
+    def step_with_fault(trainer: Any, batches: Any, step: int, *rest: Any) -> Any:
         rows, handle = [int(row) for batch in batches for row in batch.rows], None
         with open(seen, "a") as file:
             print(step, *rows, file=file)
         rank, now, module = trainer.ranks.rank, step + 1 == BAD_STEP, trainer.engine.module
         if fault == "nan in a loss" and now and rank == 1:
-            objective = _Faulty(objective, lambda loss: loss * float("nan"))
+            trainer = _Faulty(trainer, lambda loss: loss * float("nan"))
         if fault == "nan in a gradient" and now and rank == 0:
             parameter = next(p for p in module.parameters() if p.requires_grad)
             handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
@@ -88,10 +89,10 @@ def _step_with(fault: str, plain_step: Any, seen: Path) -> Any:
             if now and not bad_rows:
                 bad_rows.extend(rows)
             if set(rows) & set(bad_rows[:2]):
-                objective = _Faulty(objective, lambda loss: loss * 40)
+                trainer = _Faulty(trainer, lambda loss: loss * 40)
         if fault == "slow rank" and rank == 1:
-            objective = _Faulty(objective, lambda loss: (time.sleep(0.3), loss)[1])
-        result = plain_step(trainer, objective, batches, step, *rest)
+            trainer = _Faulty(trainer, lambda loss: (time.sleep(0.3), loss)[1])
+        result = plain_step(trainer, batches, step, *rest)
         if handle:
             handle.remove()
         return result
