@@ -88,11 +88,12 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
                 images, own = mix_images(images, batch.valid, mixing)
             if masking:
                 masks = masking.inputs(batch, torch.device("cpu"))
-                loss = masking.batch_loss(model(images, *masks), masking.targets(batch.images, masks[1]), batch.valid)
+                each = masking.losses(model(images, *masks), masking.targets(batch.images, masks[1]))
             else:
-                loss = classification.batch_loss(
-                    model(images), batch.labels, batch.valid, config.train.loss, config.train.label_smoothing, own
+                each = classification.losses(
+                    model(images), batch.labels, config.train.loss, config.train.label_smoothing, own
                 )
+            loss = (each * batch.valid).sum() / len(batch.valid)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
