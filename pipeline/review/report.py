@@ -74,17 +74,16 @@ def run(config: RunReportConfig) -> Path:
 
 def page(record: RunRecord, reader: RunReader) -> Iterator[Block]:
     """The blocks of the report."""
+    yield from _what_it_is(record)
+    yield Heading("Health")
+    yield from _health(record)
+    yield Heading("Lineage")
     found = lineage.lineage_of(record, reader)
     yield lineage.drawing(found)
     for line in found.left_out[:_MAX_LEFT_OUT]:
         yield Paragraph(f"Left out of the picture, because it is damaged: {line}")
     if len(found.left_out) > _MAX_LEFT_OUT:
         yield Paragraph(f"So are {len(found.left_out) - _MAX_LEFT_OUT:,} others.")
-    yield from _what_it_is(record)
-    yield Heading("Health")
-    yield from _health(record)
-    yield Heading("Lineage")
-    yield lineage.drawing(lineage.lineage_of(record, reader))
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)

@@ -28,7 +28,7 @@ def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
     try:
         assert held.wait(60)
         with pytest.raises(
-            UserError, match=r"the resources of 1 ranks \(1 CPU\) did not become free within 0.01 minutes"
+            UserError, match=r"the resources of 1 rank \(1 CPU\) did not become free within 0.01 minutes"
         ):
             ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: False, wait_minutes=0.01)
         assert said == ["waiting for 1 CPU, of which other jobs hold some (free: 0 CPUs), at most 1 s (--wait-minutes)"]

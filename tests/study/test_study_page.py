@@ -72,7 +72,8 @@ def test_a_study_is_a_parent_run_with_its_cells_below_it(
     assert (metrics["best_wide"], metrics["best_slim"]) == (0.75, 0.5)
     assert parent.data.params["models"] == "['wide', 'slim', 'odd']"
     tags = parent.data.tags
-    assert (tags["question"], tags["score"], tags["dataset"]) == ("ablation", "top1", "data")
+    assert (tags["question"], tags["score"], tags["dataset"]) == ("ablation", "75.00 % data:val", "data")
+    assert metrics["score"] == 75
     assert "**Result**: " in tags["mlflow.note.content"]
     assert "**Study** (ablation) of wide, slim, odd on **data**" in tags["mlflow.note.content"]
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}

@@ -126,7 +126,7 @@ def test_grid_from_trials_to_table_and_comparison(
 
     capsys.readouterr()
     alone = grid.run(replace(sent, seeds=[3]), start)
-    assert metrics_sent() == {"top1": accuracies[0], "best_lr": 0.3, "runs_done": 4}
+    assert metrics_sent() == {"top1": accuracies[0], "score": 100 * accuracies[0], "best_lr": 0.3, "runs_done": 4}
     assert (alone["top1"], alone["std"]) == (accuracies[0], None)
     assert f" % top-1, 1 seed; report: {folder / 'report.md'}\n" in capsys.readouterr().out
     page = (folder / "report.md").read_text()

@@ -20,6 +20,7 @@ _COLUMNS = {
     "tags.`model`": 100,
     "tags.`parent`": 150,
     "tags.`progress`": 170,
+    "tags.`dataset`": 110,
     "attributes.`Models`": 150,
     "attributes.`Source`": 160,
 }

@@ -158,7 +158,7 @@ def test_refused_in_one_line(tmp_path: Path, ray_cluster: int, monkeypatch, capf
         (f"source={tmp_path}/nowhere",): "no such file or folder",
         (f"source={source}",): "look like several splits. If they are, say so: splits.train=train splits.val=val",
         (f"source={source}", "splits.train=x"): "no *.tar for split 'train' (names that begin with 'x')",
-        (f"source={source}", "splits.train=train", f"label_names={tmp_path}/names.txt"): "label 2 is out of range, there are 2",
+        (f"source={source}", "splits.train=train", f"label_names={tmp_path}/names.txt"): "label 2 is out of range, the number of class names is 2",
     }  # fmt: skip
     for arguments, said in cases.items():
         monkeypatch.setattr(sys, "argv", ["index.py", f"out={tmp_path}/out", *arguments])
