@@ -163,7 +163,7 @@ def test_mistakes_are_one_line_and_write_nothing(photos: Path, tmp_path: Path) -
         ("sheet = a.png must end with .png, and needs like", photos, "sheet=a.png"),
         ("like = .*photos is no image file on this machine", photos, f"like={photos}"),
         ("none of the 1 image of like = .*4.png can be read", photos, f"like={bad}"),
-        ("none of the 1 images of .*4.png can be read", bad),
+        ("none of the 1 image of .*4.png can be read", bad),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, out, *more)
