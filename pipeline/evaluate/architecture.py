@@ -26,22 +26,30 @@ def as_settings(config: models.Config) -> dict[str, Any]:
 
 
 def name_of(config: models.Config) -> str:
-    """The name for `pipeline.model.configure`, or a description if it has none, such as "ViT/8, width 32, depth 2"."""
+    """The name for `pipeline.model.configure`, or the sizes in its place: "ViT-192x12/8" has width 192 and depth 12.
+
+    What differs from the usual follows: "h6" heads where they are not 64 wide, "m768" an MLP that is not four times as wide. So
+    a narrow column of a list tells models apart.
+    """
     if isinstance(config, models.ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == tuple(config.units)), None)
         if layers is None or config.width % 64:
-            return f"BiT, width {config.width}, units {'-'.join(map(str, config.units))}"
+            return f"BiT-{config.width}x{'-'.join(map(str, config.units))}"
         return f"BiT-R{layers}x{config.width // 64}"
     sizes = (config.width, config.depth, config.mlp_width, config.num_heads)
     letter = next((letter for letter, variant in VARIANTS.items() if variant == sizes), None)
     if config.stem is not None:
         hybrid = (letter, tuple(config.stem), config.patch_size)
         named = next((name for name, found in HYBRIDS.items() if found == hybrid), None)
-        return named or f"hybrid, width {config.width}, depth {config.depth}"
+        return named or f"hybrid-{_sizes(config)}"
     kind = "Axial-ViT" if config.axial else "ViT"
-    if letter is None:
-        return f"{kind}/{config.patch_size}, width {config.width}, depth {config.depth}"
-    return f"{kind}-{letter}/{config.patch_size}"
+    return f"{kind}-{letter or _sizes(config)}/{config.patch_size}"
+
+
+def _sizes(config: models.ViTConfig) -> str:
+    heads = f"h{config.num_heads}" if 64 * config.num_heads != config.width else ""
+    mlp = f"m{config.mlp_width}" if config.mlp_width != 4 * config.width else ""
+    return f"{config.width}x{config.depth}{heads}{mlp}"
 
 
 def of_run(folder: Path) -> dict[str, Any] | None:

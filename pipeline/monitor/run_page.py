@@ -16,6 +16,7 @@ from pipeline import json_record
 from pipeline.errors import UserError
 from pipeline.json_record import Between, Count
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
+from pipeline.settings.run_sections import OBJECTIVES
 
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
@@ -30,8 +31,9 @@ EXPERIMENT_TAGS = {
     NOTE: """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
-**How to read it.** The columns `kind`, `model` and `data` say what a run is, `progress` and `outcome` how far it came and how it
-ended. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-shot and nearest-neighbour accuracy of the features,
+**How to read it.** `score` is the accuracy of a run in per cent and on which data, the last one measured; a click on the number's
+head sorts by it. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far it came, `parent` from whose
+weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-shot and nearest-neighbour accuracy of the features,
 `train/` loss and learning rate, `speed/` throughput and where the time goes, `health/` skipped steps, bad images and retries.
 To compare runs of different batch or model size, draw a chart against `train/images_seen` or `train/exaflops` instead of the step.
 
@@ -41,13 +43,16 @@ A run that began from other weights names that run in its description, and is na
 """,
 }
 
+# What follows "loss" in MLflow: losses of different objectives do not compare. Nothing is softmax, or an earlier version's.
+_OF_OBJECTIVE = f"(_({'|'.join(OBJECTIVES)}))?"
 _GROUPS = {
-    "train": r"loss|lr|grad_norm|epoch|images_seen|exaflops",
+    "train": rf"loss{_OF_OBJECTIVE}|lr|grad_norm|epoch|images_seen|exaflops",
     "speed": r"images_per_second|mfu|data_wait|peak_memory_gib|time_\w+|checkpoint_\w+_seconds",
     "health": r"skipped_steps|loss_spikes|bad_samples|storage_retries",
     "probe": r".+_\d+shot(_\w+|_l2_[\w.+-]+)?|.+_\d+nn",
-    "eval": r".+_(top1|top5|loss|color_accuracy|num_samples|num_unreadable|macro_\w+)",
+    "eval": rf".+_(top1|top5|loss{_OF_OBJECTIVE}|color_accuracy|num_samples|num_unreadable|macro_\w+)",
 }
+_OBJECTIVE = re.compile(rf"(?<=loss){_OF_OBJECTIVE}$")
 # Of a URI: the password between the user and the host, and among the parameters behind the question mark.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
@@ -62,9 +67,9 @@ def metric_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The inverse of `metric_name`: "train/loss" is "loss". Names without a group stay as they are."""
+    """The name in metrics.jsonl: "train/loss" and "train/loss_sigmoid" are "loss". Names without a group stay as they are."""
     group, slash, rest = name.partition("/")
-    return rest if slash and metric_name(rest) == f"{group}/{rest}" else name
+    return _OBJECTIVE.sub("", rest) if slash and metric_name(rest) == f"{group}/{rest}" else name
 
 
 def is_score(name: str) -> bool:
@@ -176,7 +181,7 @@ class RunFacts:
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
     what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended.
-    origin: the weights that the run began with; None for new ones.
+    origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known.
     """
 
     name: str
@@ -195,6 +200,7 @@ class RunFacts:
     before: str = ""
     scored_on: str = ""
     origin: Origin | None = None
+    objective: str = ""
 
     def with_source(self) -> "RunFacts":
         """With the tags of this process: user, command, revision; for the page, and for facts.json."""
@@ -226,11 +232,15 @@ class RunFacts:
         number = f"loss {value:.4f}" if is_loss(name) else f"{100 * value:.2f} %"
         return f"{number} {self.scored_on or evaluated}".strip()
 
-    def with_score(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step as they are sent: with SCORE, by which the list of runs is sorted. A loss does not sort with accuracies."""
-        value = metrics.get(name := self.score_among(metrics.keys()))
-        shows = value is not None and math.isfinite(value) and not is_loss(name)
-        return {**metrics, SCORE: round(100 * value, 2)} if shows and value is not None else dict(metrics)
+    def sent_name(self, metric: str) -> str:
+        """A metric as it is sent: a loss with its objective, "loss_sigmoid", so that no chart mixes losses that do not compare."""
+        return f"{metric}_{self.objective}" if is_loss(metric) and self.objective not in ("", "softmax") else metric
+
+    def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted. A loss does not sort with accuracies."""
+        sent = {self.sent_name(name): value for name, value in metrics.items()}
+        value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
+        return sent if is_loss(name) or not math.isfinite(value) else {**sent, SCORE: round(100 * value, 2)}
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.evaluate.render import shorten
-from pipeline.monitor.run_page import DatasetFacts
+from pipeline.monitor.run_page import DatasetFacts, Origin
 from pipeline.page import Drawing
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
@@ -99,11 +99,11 @@ def _climb(found: Lineage, record: RunRecord, reader: RunReader) -> None:
         origin = origin_of(record)
         parent = _parent(found, record, reader)
         if isinstance(parent, RunRecord):
-            box = _run_box(parent)
+            box = _run_box(parent, used=record.origin)
         elif origin or parent:
-            box = Box(
-                f"weights {origin or parent}", "weights", [Path(origin).name or origin if origin else "a run", parent]
-            )
+            known = [record.origin.title, *_used_lines(record.origin)] if record.origin else []
+            title = Path(origin).name or origin if origin else "a run"
+            box = Box(f"weights {origin or parent}", "weights", [*(known or [title]), parent])
         else:
             return
         found.arrows.append((box.key, _key(record)))
@@ -162,6 +162,8 @@ def _descend(found: Lineage, record: RunRecord, reader: RunReader, depth: int) -
             found.left_out.append(str(error))
             continue
         box = _run_box(child)
+        if child.origin and (begun := ", ".join(filter(None, [_step(child.origin), child.origin.score]))):
+            box.lines.append(f"from {begun}")
         if (_key(record), box.key) not in found.arrows:
             found.arrows.append((_key(record), box.key))
         if found.add(box):
@@ -203,11 +205,23 @@ def _key(record: RunRecord) -> str:
     return f"run {record.run_id or (record.folder.resolve() if record.folder else record.address)}"
 
 
-def _run_box(record: RunRecord, is_subject: bool = False) -> Box:
+def _used_lines(used: Origin) -> list[str]:
+    """What a run took from another one, as it was then."""
+    return [f"used: {', '.join(filter(None, [_step(used), used.score])) or used.sha256[:16]}"]
+
+
+def _step(used: Origin) -> str:
+    return "" if used.step is None else f"step {used.step:,}"
+
+
+def _run_box(record: RunRecord, is_subject: bool = False, used: Origin | None = None) -> Box:
+    """used: what the run below began with, which is shown instead of the last score: that may be of later weights."""
     data = record.dataset("training")
     lines = [record.name, _KINDS.get(record.kind, record.kind)]
     lines += [text for text in (record.model, _data_line(data) if data else "") if text]
-    if record.last_score is not None:
+    if used is not None:
+        lines += _used_lines(used)
+    elif record.last_score is not None:
         lines.append(f"{record.last_score.name}: {100 * record.last_score.value:.2f} %" if not record.last_score.is_loss
                      else f"{record.last_score.name}: {record.last_score.value:.4f}")  # fmt: skip
     if record.status not in ("finished", ""):

@@ -25,7 +25,7 @@ from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PAGE, End, PageFolder, parse_starts
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, StoredRun, hide_passwords, plain_name
+from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, StoredRun, hide_passwords, origin_in, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_count, as_number, can_be
 from pipeline.settings import schema
@@ -152,7 +152,8 @@ def from_folder(folder: Path) -> RunRecord:
         )
     if facts is not None:
         parents = {f"{relation}_run_id": parent for relation, parent in facts.parents.items()}
-        tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **tags}
+        origin = facts.origin.tags() if facts.origin else {}
+        tags = {"kind": facts.kind, "mlflow.note.content": facts.description, **parents, **facts.tags, **origin, **tags}
     record = _assemble(files, folder.resolve().name, str(folder), facts, tags, {}, metrics)
     parameters = record.parameters if facts else _from_checkpoint(folder, record.parameters)
     return _complete(
@@ -236,8 +237,9 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     """
     stored: StoredRun = store.read_run(run_id)
     points: dict[str, list[tuple[int, float, int]]] = {}
-    wanted = [name for name in stored.metrics if not plain_name(name).startswith(_NOT_READ)]
-    last = [(name, [(0, value, 0)]) for name, value in stored.metrics.items()]
+    shown = {name: value for name, value in stored.metrics.items() if name != SCORE}  # A copy of another metric.
+    wanted = [name for name in shown if not plain_name(name).startswith(_NOT_READ)]
+    last = [(name, [(0, value, 0)]) for name, value in shown.items()]
     for name, found in store.read_points(stored, wanted) if with_points else last:
         grouped = plain_name(name)
         # A run that an earlier version began has points without a group too, which are the older ones.
@@ -245,7 +247,9 @@ def from_mlflow(store: Any, run_id: str, with_points: bool = True) -> RunRecord:
     files = StoredFiles(store, stored.run_id)
     metrics, impossible = _all_series({name: sorted(of, key=lambda point: point[2]) for name, of in points.items()})
     tags = {
-        name: text for name, text in stored.tags.items() if name not in ("mlflow.runName", "run_folder", "progress")
+        name: text
+        for name, text in stored.tags.items()
+        if name not in ("mlflow.runName", "run_folder", "progress", SCORE)
     }
     record = _assemble(files, stored.name, f"mlflow:{stored.run_id}", None, tags, stored.parameters, metrics)
     word = _STATUS.get(stored.status, stored.status.lower())
@@ -293,7 +297,7 @@ def _assemble(
         facts.name if facts else config.name if config else str(results.get("name") or name),
         tags.get("kind", kind), address, files, settings=settings, has_all_settings=config is not None,
         parameters=parameters, metrics=metrics, tags=dict(tags), datasets=facts.datasets if facts else (),
-        parents=facts.parents if facts else {}, steps=planned,
+        parents=facts.parents if facts else {}, origin=facts.origin if facts else origin_in(tags), steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=flops or max(0.0, as_number(parameters.get("gflops_per_image"))) * 1e9,
         starts=tuple(starts) or (None,) * min(as_count(tags.get("starts")), _MAX_STARTS), results=results,

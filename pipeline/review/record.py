@@ -15,7 +15,7 @@ from pipeline import npz
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import DatasetFacts
+from pipeline.monitor.run_page import DatasetFacts, Origin
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 from pipeline.words import counted
@@ -125,7 +125,8 @@ class RunRecord:
 
     kind: pretrain, finetune, grid, study, vtab, data or explain. address: folder, or mlflow:ID. settings: by dotted name, complete if
     the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
-    built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. steps: planned ones, 0 if
+    built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. origin: the weights that the
+    run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
     unknown. images_per_step, flops_per_image: 0 if unknown. starts: None for each of which nothing is known. results: of a grid or
     a sweep. num_damaged: lines of metrics.jsonl that could not be read. left_out: what else of its files was not read, and why, in
     phrases.
@@ -146,6 +147,7 @@ class RunRecord:
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetFacts, ...] = ()
     parents: dict[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
     steps: int = 0
     images_per_step: int = 0
     flops_per_image: float = 0.0

@@ -114,6 +114,8 @@ def _what_it_is(record: RunRecord) -> Iterator[Block]:
     parts += [f"fingerprint {train.digest}"] if train and train.digest else []
     described = f" ({', '.join(parts)})" if parts else ""
     weights = lineage.origin_of(record)
+    used = record.origin
+    weights = f"{used.path} ({f'{used.run}, ' if used.run else ''}{used.details})" if used else weights
     origin = f", from the weights in {weights}" if weights else ""
     yield Paragraph(f"{_KINDS.get(record.kind, record.kind)}{of_model}{on}{described}{origin}.")
     begin, end = record.period

@@ -84,6 +84,7 @@ def run_facts(
         config.name, kind, parameters, tags, tuple(datasets), _description(config, plan, resolved, dataset, split, parent, origin),
         parents, plan.steps, plan.global_batch, flops, ARTIFACTS,
         config.checkpoint.best or f"{config.data.evaluated_split}_{objectives.kind(config.train.loss).metrics(config)[0]}", origin=origin,
+        objective=config.train.loss,
     )  # fmt: skip
 
 

@@ -259,5 +259,5 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(forge: Forge, dataset: Path
         assert database.execute("SELECT count(*), min(status) FROM runs").fetchall() == [(1, "FINISHED")]
         params = dict(database.execute("SELECT key, value FROM params"))
     # The architecture as built, whatever said so.
-    assert params["model.name"] == "ViT/8, width 32, depth 2"
+    assert params["model.name"] == "ViT-32x2h2m64/8"
     assert (params["model.patch_size"], params["model.pool"], params["optimizer.lr"]) == ("8", "token", "0.01")

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from servers import MlflowServer
 
 from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, Origin, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
 
@@ -27,7 +28,7 @@ PHOTOS = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 12_
 PETS = DatasetFacts("pets", "/data/pets", "fedcba9876543210", "train", 3_680, 37, "training")
 
 
-def add_run(out: Path, facts: RunFacts, top1: float, outcome: str = "finished", last: int = 20) -> str:
+def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "finished", last: int = 20) -> str:
     """Track a small run with a figure, logged models and, if fine-tuned, a registered model. Returns its MLflow ID."""
     import matplotlib.figure
 
@@ -46,14 +47,17 @@ def add_run(out: Path, facts: RunFacts, top1: float, outcome: str = "finished", 
     timing = Timing(poll=0.05, retry=(0.1,), finish=120)
     tracker = Tracker(config, out, folder, facts, 0, timing, lambda ended: models if ended else [])
     for step in range(1, last + 1):
-        loss = 2.5 * math.exp(-step / 9) + 0.4 - 0.2 * top1
+        loss = 2.5 * math.exp(-step / 9) + 0.4 - 0.2 * (top1 or 0)
         tracker.log(
             step,
             {"loss": loss, "lr": 1e-3 * (1 - step / 21), "images_per_second": 900.0, "mfu": 0.41, "bad_samples": 0},
         )
         if step % 4 == 0:
-            tracker.log(step, {"val_top1": top1 * (1 - math.exp(-step / 7)), "val_loss": loss + 0.1})
-    tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=f"**Top-1** {top1:.1%}.")
+            scores = {"val_top1": top1 * (1 - math.exp(-step / 7))} if top1 else {}
+            tracker.log(step, {**scores, "val_loss": loss + 0.1})
+    tracker.finish(
+        "FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=f"**Top-1** {top1 or 0:.1%}."
+    )
     client = MlflowStore(default_uri(out)).client
     experiment = client.get_experiment_by_name("vit")
     (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{facts.name}'")
@@ -75,8 +79,12 @@ def fill(out: Path) -> dict[str, str]:
         first, name="pets-b16", kind="finetune", tags={"model": "ViT-B/16", "dataset": "pets"},
         datasets=(PETS, replace(PETS, split="val", num_samples=920, context="evaluation")),
         description="**Fine-tuning of ViT-B/16** at 384 px on **pets**.", parents={"parent": ids["photos-b16"]},
+        origin=Origin(f"{out}/photos-b16/checkpoints/step-00000008/model.safetensors", "ab" * 32, "photos-b16", ids["photos-b16"], 8,
+                      "53.10 % photos:val"),
     )  # fmt: skip
     ids[pets.name] = add_run(out, pets, 0.93)
+    masked = replace(first, name="masked-lr-0.003", score="val_loss", objective="masked_mean_color")
+    ids[masked.name] = add_run(out, masked, None)
     return ids
 
 
@@ -104,19 +112,37 @@ def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[s
     browser.open(f"{url}/#/experiments?workflowType=machine_learning", "vit")
     browser.open(url + MlflowStore(url).page_of("vit"), "photos-s16", "pets-b16", "finetune")
     browser.page.get_by_label("Close").last.click() if "MLflow Assistant" in browser.text() else None
-    browser.reads("kind", "model", "dataset", "progress", "outcome")  # The columns.
-    browser.reads("pretrain", "ViT-B/16", "photos", "100% (20 of 20 steps)", "diverged at step 9: the loss is nan")
+    browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
+    browser.reads("pretrain", "ViT-B/16", "87.66 % pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
+    browser.reads("100% (20 of 20 steps)", "diverged at step 9: the loss is nan")
     browser.reads("Vision Transformers: pre-training")
     browser.picture("run_list")
+    browser.open(
+        f"{url}{MlflowStore(url).page_of('vit')}&orderByKey=metrics.%60score%60&orderByAsc=true",
+        "photos-s16",
+        "pets-b16",
+    )
+    worst_first = ["photos-b16-lr1", "photos-s16", "photos-b16", "pets-b16"]
+    deadline = time.monotonic() + 20
+    while (names := [name for name in shown_runs(browser) if name in worst_first]) != worst_first:
+        assert time.monotonic() < deadline, names
+        time.sleep(0.1)
+
+
+def shown_runs(browser: Browser) -> list[str]:
+    """Names in the list of runs, from top to bottom."""
+    links = browser.page.locator("a[href*='/runs/']")
+    return [link.inner_text() for link in sorted(links.all(), key=lambda link: link.bounding_box()["y"])]
 
 
 def test_charts_against_images_seen(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser, url, _ = pages
     browser.open(
-        f"{url}{MlflowStore(url).page_of('vit')}&compareRunsMode=CHART", "by images seen", "by exaFLOPs", "photos-s16"
+        f"{url}{MlflowStore(url).page_of('vit')}&compareRunsMode=CHART", "Score in per cent", "Loss by objective"
     )
     browser.sees("train/images_seen")  # Below the chart.
-    browser.reads("by images seen (2)", "by exaFLOPs (2)")
+    browser.reads("Score in per cent (2)", "Loss by objective (4)")
+    assert browser.page.locator("[data-testid='experiment-view-compare-runs-card']").first.bounding_box()["width"] > 400
     browser.picture("charts")
 
 
@@ -127,9 +153,10 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
         run, "Fine-tuning of ViT-B/16", "Top-1", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
     )
     browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020")
+    browser.reads("53.10 % photos:val", "photos-b16, step 8")
     browser.picture("run")
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")
-    browser.reads("eval (2)", "health (1)", "speed (2)", "train (4)")
+    browser.reads("eval (2)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")
     browser.picture("run_charts")
     browser.open(f"{run}/artifacts/figures/loss.png{mode}", "config.yaml")
     browser.page.locator("img[src*='loss.png'], img[src^='blob:'], img[src^='data:image/png']").first.wait_for()
@@ -166,6 +193,9 @@ def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]
         "eval/val_top1",
         "pets:val",
         "vit-pets",
+    )
+    browser.reads(
+        "Step 20 of pets-b16", "pets-b16/checkpoints/step-00000020", "sha256", "from pipeline.model import load"
     )
     browser.picture("logged_model")
     browser.open(f"{url}/#/models/vit-pets?workflowType=machine_learning", "Version 1", "@ best", "@ last")

@@ -65,6 +65,10 @@ def test_a_kept_checkpoint_is_a_logged_model_with_its_scores_which_load_by_its_u
     first, second = logged(tmp_path)
     assert (first.name, first.model_type, first.status.value) == ("a-step-00000010", "ViT-Ti/16", "READY")
     assert (first.tags["sha256"], first.tags["path"]) == (found[0].sha256, found[0].path)
+    shown = {"step": "10", "model": "ViT-Ti/16", "run": "a", "path": found[0].path, "sha256": found[0].sha256}
+    assert first.params == shown
+    for text in (found[0].path, found[0].sha256, "Step 10 of `a`", f'load(weights_path("{first.model_uri}"))'):
+        assert text in first.tags["mlflow.note.content"]
     for model, score in ((first, 0.25), (second, 0.5)):
         (metric,) = MlflowStore(default_uri(tmp_path)).client.get_logged_model(model.model_id).metrics
         assert (metric.key, metric.value, metric.dataset_digest) == ("eval/val_top1", score, DATA.digest)
@@ -213,11 +217,19 @@ def test_a_parent_and_its_child_name_each_other(tmp_path: Path) -> None:
     )
     assert note.startswith("What large is, from ``.\n\n**Made from this run**\n\n- finetune [")
     assert sorted(note.splitlines()[-2:]) == lines
+    shown = [tag for tag in client.get_run(parent).data.tags if not tag.startswith("mlflow.")]
+    assert not any("made_from_this" in tag for tag in shown), "MLflow would show their Markdown as text"
     tags = client.get_run(children[0]).data.tags
-    assert tags["parent_run_id"] == parent
+    assert (tags["parent_run_id"], tags["parent"]) == (parent, "large")
     assert tags["mlflow.note.content"] == f"What cars is, from [large](#/experiments/1/runs/{parent})."
     # Also after the parent was started again.
     assert run("large") == parent
     assert sorted(client.get_run(parent).data.tags["mlflow.note.content"].splitlines()[-2:]) == lines
+    # Tags of an earlier version are shown as text: they go when the next run is made.
+    client.set_tag(parent, f"made_from_this.{children[0]}", lines[1].removeprefix("- "))
+    run("trees", parent)
+    tags = client.get_run(parent).data.tags
+    assert not any(tag.startswith("made_from_this") for tag in tags)
+    assert len(tags["mlflow.note.content"].partition("**Made from this run**\n\n")[2].splitlines()) == 3
     # A parent in another store costs nothing.
     assert run("lost", "0" * 32)

@@ -1,17 +1,21 @@
 """What MLflow shows of a run beside its curves."""
 
+import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.monitor.mlflow import view
 from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name, plain_name
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
 
@@ -98,6 +102,68 @@ def test_runs_that_begin_together_share_an_experiment(out: Path) -> None:
         found = list(threads.map(lambda _: MlflowStore(uri).experiment_id("vit", None), range(8)))
     assert len(set(found)) == 1
     shutil.rmtree(out / "mlruns", ignore_errors=True)
+
+
+HELD_OUT = replace(DATA, split="val", context="evaluation")
+
+
+@pytest.mark.parametrize(
+    ("facts", "metrics", "number", "words"),
+    [
+        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
+         "53.67 % photos:val"),
+        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
+         "53.67 % photos:val"),
+        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_loss": 1.0}, None, "loss 1.0000 photos:val"),
+        (RunFacts("a", "grid", datasets=(DATA, HELD_OUT), score="top1"), {"top1": 0.9, "best_lr": 0.1}, 90, "90.00 % photos:val"),
+        (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"vtab_mean": 0.712}, 71.2, "71.20 % VTAB-1k"),
+        (RunFacts("a", "evaluation", score="pets_5shot", scored_on="5shot pets:test"), {"pets_5shot": 1.0}, 100,
+         "100.00 % 5shot pets:test"),
+        (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"cells_done": 3.0}, None, None),
+        (RunFacts("a", "pretrain", datasets=(HELD_OUT,), score="val_top1"), {"val_top1": math.nan}, None, "nan % photos:val"),
+        (RunFacts("a", "data"), {"images": 3.0}, None, None),
+    ],
+)  # fmt: skip
+def test_one_column_says_how_good_any_kind_of_run_is(
+    tmp_path: Path, database: Path, facts: RunFacts, metrics: dict[str, float], number: float | None, words: str | None
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    tracker = Tracker(TrackConfig(), tmp_path, tmp_path / "a", facts, None, FAST)
+    tracker.log(0, metrics)
+    tracker.finish("FINISHED")
+    (run,) = MlflowStore(default_uri(tmp_path)).client.search_runs(["1"])
+    assert (run.data.metrics.get("score"), run.data.tags.get("score")) == (number, words)
+    assert "score" not in (tmp_path / "a" / "metrics.jsonl").read_text()
+
+
+def test_losses_of_different_objectives_are_different_metrics(tmp_path: Path, database: Path) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    for objective in ("softmax", "sigmoid", "masked_mean_color"):
+        facts = RunFacts(objective, "pretrain", score="val_loss", objective=objective)
+        tracker = Tracker(TrackConfig(), tmp_path, tmp_path / objective, facts, None, FAST)
+        tracker.log(1, {"loss": 1.0, "val_loss": 2.0, "loss_spikes": 0.0})
+        tracker.finish("FINISHED")
+    found = MlflowStore(default_uri(tmp_path)).client.search_runs(["1"])
+    sent = {run.info.run_name: sorted(run.data.metrics) for run in found}
+    assert sent == {
+        "softmax": ["eval/val_loss", "health/loss_spikes", "train/loss"],
+        "sigmoid": ["eval/val_loss_sigmoid", "health/loss_spikes", "train/loss_sigmoid"],
+        "masked_mean_color": ["eval/val_loss_masked_mean_color", "health/loss_spikes", "train/loss_masked_mean_color"],
+    }
+    assert {plain_name(name) for names in sent.values() for name in names} == {"loss", "val_loss", "loss_spikes"}
+
+
+def test_the_view_of_an_earlier_version_is_replaced_and_a_changed_one_stays(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    store = MlflowStore(default_uri(tmp_path))
+    number = store.experiment_id("vit", None)
+    monkeypatch.setattr(view, "_EARLIER", {hashlib.sha256(b"of an earlier version").hexdigest()})
+    for present, kept in (("of an earlier version", view.view_tag()), ("changed by somebody", "changed by somebody")):
+        store.client.set_experiment_tag(number, view.VIEW_TAG, present)
+        store.experiment_id("vit", None)
+        assert store.client.get_experiment(number).tags[view.VIEW_TAG] == kept
 
 
 @pytest.mark.parametrize(

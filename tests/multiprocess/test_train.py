@@ -13,7 +13,8 @@ from ranks import STEPS, metrics, settings
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.checkpoint.store import read_state
+from pipeline.checkpoint.store import MODEL, read_state
+from pipeline.committed import read_checksums
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.loading.mix import draw_mixing, mix_images
@@ -23,6 +24,7 @@ from pipeline.errors import UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
 from pipeline.settings import schema
@@ -136,9 +138,14 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
         )
         runs += [[*ema, "train.length=4 steps"], ema]
     runs += [settings(dataset, out, "bit", *BIT), settings(dataset, out, "hybrid", *HYBRID)]
-    runs += [settings(dataset, out, "masked", *MASKED, *more) for more in (["train.length=3 steps"], [])]
+    masked = settings(dataset, out, "masked", *MASKED)
     wide = [given for given in settings(dataset, out, "wide", *WIDE) if not given.startswith("model.")]
-    runs.append([*wide, f"init.weights={out / 'masked'}", "model.image_size=16x24"])
+    wide += [f"init.weights={out / 'masked'}", "model.image_size=16x24"]
+    for more in (
+        ["train.length=3 steps"],
+        [],
+    ):  # The second begins from a run that trains on between its own two lives.
+        runs += [[*masked, *more], [*wide, *more]]
     forge.start_work(2, "test_train:train_with_fp16", runs).finish()
     return out
 
@@ -249,6 +256,18 @@ def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(datas
     now = {**read_state(checkpoint).identity, "train.loss": "masked_pixels"}
     with pytest.raises(UserError, match=r"train\.loss was masked_mean_color, is masked_pixels"):
         resume._compare(checkpoint, now, STEPS + 1)
+
+
+def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matrix: Path) -> None:
+    """It began from a run in progress, which has later weights and another score when the fine-tuning is resumed."""
+    began = PageFolder(matrix / "wide").read_facts().facts.origin
+    assert began is not None
+    assert (began.run, began.step) == ("masked", STEPS // 2)
+    checkpoint = matrix / "masked" / "checkpoints" / "step-00000003"
+    checksums = read_checksums(checkpoint)
+    assert checksums is not None
+    assert (began.path, began.sha256) == (str(checkpoint / MODEL), checksums[MODEL].sha256)
+    assert began.score == f"loss {metrics(matrix / 'masked', 'val_loss')[3]:.4f} {dataset.name}:val"
 
 
 def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path, matrix: Path) -> None:

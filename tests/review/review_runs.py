@@ -9,7 +9,7 @@ import yaml
 
 from pipeline import model as models
 from pipeline.monitor.mlflow.sender import Timing
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, source_tags
+from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
@@ -29,6 +29,7 @@ def write_run(
     model: models.Config = MODEL,
     tracked: bool = False,
     train_split: str = "train",
+    origin: Origin | None = None,
 ) -> Path:
     """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db."""
     overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
@@ -45,16 +46,18 @@ def write_run(
         folder.name,
         "finetune" if config.init.weights else "pretrain",
         {"ranks": 2, "steps": steps, "samples": 1000, "excluded": "none", "seed": config.seed},
-        {"model": "ViT/16, width 32, depth 2", "device": "cpu", "torch": "2.13.0", **source_tags()},
+        {"model": "ViT-32x2h2m64/16", "device": "cpu", "torch": "2.13.0", **source_tags()},
         tuple(
             dataclasses.replace(TEST, digest=digest, split=split, num_samples=count, context=context)
             for split, count, context in ((train_split, 1000, "training"), ("test", num_samples, "evaluation"))
         ),
         "A run.",
-        {},
+        {"parent": origin.run_id} if origin else {},
         steps,
         config.train.global_batch,
         float(models.training_flops_per_image(model)),
+        score="test_top1",
+        origin=origin,
     )
     track = TrackConfig(enabled=tracked)
     tracker = Tracker(track, folder.parent, folder, facts, None, Timing(poll=0.05, retry=(0.05,)))

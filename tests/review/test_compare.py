@@ -77,7 +77,7 @@ def test_a_name_is_found_again(name: str) -> None:
 
 
 def test_a_size_without_a_name_is_described() -> None:
-    assert architecture.name_of(WIDE) == "ViT/16, width 32, depth 2"
+    assert architecture.name_of(WIDE) == "ViT-32x2h2m64/16"
 
 
 def test_the_median_speed_needs_five_log_lines(tmp_path: Path) -> None:

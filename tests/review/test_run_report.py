@@ -14,7 +14,7 @@ from pipeline.checkpoint.store import FORMAT
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.run_page import PREDICTED_SPEED, plain_name
+from pipeline.monitor.run_page import PREDICTED_SPEED, Origin, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.page import markdown
 from pipeline.review import lineage, report
@@ -70,6 +70,28 @@ def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_parent_scored_later_is_not_what_was_taken_from_it(out: Path) -> None:
+    """Fine-tuning began at step 200 of a run in progress, which had 4.55 % then and has 6.42 % now."""
+    parent = write_run(out / "large", evaluations={10: 0.0455, 20: 0.0642}, tracked=True, digest="aaaa")
+    origin = Origin(f"{parent}/checkpoints/step-00000010/model.safetensors", "c0ffee" * 10, "large", str(run_id_of(parent)), 10,
+                    "4.55 % digits:test")  # fmt: skip
+    child = write_run(out / "small", f"init.weights={parent}", evaluations={20: 0.9}, tracked=True, origin=origin)
+    store = ReadingStore(default_uri(out))
+    for record in (from_folder(child), from_mlflow(store, str(run_id_of(child)))):
+        assert record.origin == origin
+        boxes = lineage.lineage_of(record, reader(out)).boxes.values()
+        shown = next(box.lines for box in boxes if box.lines[0] == "large")
+        assert "used: step 10, 4.55 % digits:test" in shown
+        assert not any("6.42" in line for line in shown)
+        text = markdown("small", list(report.page(record, reader(out))))
+        assert "(large, step 10, SHA-256 c0ffeec0ffeec0ff..., which scored 4.55 % digits:test)" in text
+        assert "6.42" not in text
+    for record in (from_folder(parent), from_mlflow(store, str(run_id_of(parent)))):
+        boxes = lineage.lineage_of(record, reader(out)).boxes.values()
+        assert "from step 10, 4.55 % digits:test" in next(box.lines for box in boxes if box.lines[0] == "small")
+
+
+@pytest.mark.slow
 def test_points_come_back_as_they_were_logged(out: Path) -> None:
     folder = write_run(out / "a", steps=30, tracked=True, evaluations={30: 0.5})
     with open(folder / "metrics.jsonl") as file:
@@ -92,6 +114,7 @@ def test_points_come_back_as_they_were_logged(out: Path) -> None:
     left = read.pop("loss")
     assert np.isnan(left.pop(40))
     assert left == {41: float("inf"), 42: -float("inf")}
+    assert read.pop("score") == {30: 50.0}
     assert not any(read.values())
 
 

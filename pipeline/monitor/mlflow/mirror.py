@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import path_inside
-from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.monitor.mlflow.refusals import Refusals, one_line
 from pipeline.monitor.mlflow.state import SentModel, SyncState
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, is_loss
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, is_loss, metric_name
 
 # Returns the checkpoints to show, while the run goes on (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
 # After so many files in a row that could not be sent, the server is down: the rest waits.
 _MAX_FAILURES = 2
-_WEIGHTS = "model.safetensors"
 # MLflow refuses these in the name of a logged model.
 _NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
@@ -152,7 +151,7 @@ class RunMirror:
         files: list[Path] = []
         if self.settings.upload_weights and "://" not in model.path:
             with contextlib.suppress(FileNotFoundError):  # Of a checkpoint that was just removed.
-                files = [path_inside(Path(model.path), _WEIGHTS)]
+                files = [path_inside(Path(model.path), WEIGHTS)]
         tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
         kind = self.facts.tags.get("model", "")
@@ -163,7 +162,7 @@ class RunMirror:
         assert state.run_id is not None
         sent, scores = state.models[model.sha256], {point.key: point.value for point in points.get(model.step, [])}
         name = self.settings.register
-        score = scores.get(f"eval/{self.facts.score}")
+        score = scores.get(metric_name(self.facts.sent_name(self.facts.score)))
         evaluated = self._evaluation_data()
         data = evaluated.digest if evaluated else ""
         tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256}

@@ -7,13 +7,33 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import DatasetFacts, dataset_name, hide_passwords, is_score
+from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords, is_score
 
 _REGISTERED = (
     "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
 )
 _VERSIONS = "mlflow.modelVersions"
+WEIGHTS = "model.safetensors"
+# Tags of a logged model that its page shows as parameters as well, which it lists in full.
+_SHOWN = ("run", "path", "sha256")
 _WHERE = "MLFLOW_TRACKING_URI names the server; without it, runs/mlflow.db of this folder is read."
+
+
+def _how_to_load(uri: str, step: int, kind: str, tags: dict[str, str]) -> str:
+    """Description of a logged model, Markdown."""
+    return f"""\
+**Step {step:,} of `{tags["run"]}`**{f", {kind}" if kind else ""}: `{tags["path"]}`
+
+SHA-256 of `{WEIGHTS}`: `{tags["sha256"]}`
+
+    python launch/evaluate.py weights={uri} data=...
+    python launch/finetune.py --config ... init.weights={uri}
+
+    from pipeline.model import load
+    from pipeline.monitor.mlflow.weights import weights_path
+    model = load(weights_path("{uri}"))
+
+The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
 
 
 class ModelStore(MlflowStore):
@@ -24,6 +44,7 @@ class ModelStore(MlflowStore):
     ) -> str:
         """Show a checkpoint of a run as a logged model with these artifacts; returns its ID. One of a killed sender is used again.
 
+        tags: also the parameters of its page, with the step. kind: of the architecture. Its description says how to load it.
         Does not ask for the run, which takes longer the more models it has.
         """
         from mlflow.entities import LoggedModelOutput
@@ -31,7 +52,10 @@ class ModelStore(MlflowStore):
         mine = f"source_run_id = '{run_id}' AND name = '{name}'"
         alike = self.client.search_logged_models([experiment_id], mine)
         found = next((model for model in alike if model.tags.get("sha256") == tags["sha256"]), None)
-        model = found or self.client.create_logged_model(experiment_id, name, run_id, tags, {"step": str(step)}, kind)
+        parameters = {"step": str(step), "model": kind, **{key: tags[key] for key in _SHOWN}}
+        parameters = {key: text for key, text in parameters.items() if text}
+        model = found or self.client.create_logged_model(experiment_id, name, run_id, tags, parameters, kind)
+        self.set_model_tags(model.model_id, {NOTE: _how_to_load(model.model_uri, step, kind, tags)})
         with tempfile.TemporaryDirectory() as folder:
             facts = {"uri": model.model_uri, "step": step, **tags}
             (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))

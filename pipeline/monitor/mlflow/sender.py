@@ -209,7 +209,7 @@ class MlflowSender:
         run_id = state.run_id
 
         def log(records: Sequence[Record]) -> None:
-            shown = [replace(record, metrics=self.facts.with_score(record.metrics)) for record in records]
+            shown = [replace(record, metrics=self.facts.as_sent(record.metrics)) for record in records]
             store.log_metrics(run_id, shown, self._tags_of(records))
 
         while lines:
@@ -275,10 +275,13 @@ class MlflowSender:
         if state.replaces:
             store.delete_run(state.replaces)
             self._update(state, replaces=None)
-        for parent in self.facts.parents.values():
-            if link := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent):
-                self._links[f"`{parent}`"] = link
-        tags = self._linked({**self.tags, **self._tags_of_starts()})
+        named: dict[str, str] = {}
+        for relation, parent in self.facts.parents.items():
+            if shown := store.link_to_parent(state.run_id, self.facts.name, self.facts.kind, parent):
+                named[relation], self._links[f"`{parent}`"] = shown
+        # The name of the parent alone, unless the tags say more of it: those of earlier versions did not.
+        by_name = {"parent": named["parent"]} if "parent" in named else {}
+        tags = self._linked({**by_name, **self.tags, **self._tags_of_starts()})
         if starts:
             store.start_run(state.run_id)
         self.refusals.allows(store, state.run_id, "the tags", partial(store.set_tags, state.run_id, tags))

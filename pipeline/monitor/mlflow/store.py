@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import create
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG
+from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG, is_earlier
 from pipeline.monitor.run_page import (
     EXPERIMENT_TAGS,
     NOTE,
@@ -28,8 +28,10 @@ _MAX_PARAMETERS = 100
 # Digest of the description that this project wrote: with another digest, someone has edited it.
 # MLflow does not show tags that begin with "mlflow."
 _NOTE_DIGEST = "mlflow.note.digest"
-# Prefix of the tags of a run that name the runs made from it, and the heading above them in its description.
-_CHILD, _CHILDREN = "made_from_this.", "\n\n**Made from this run**\n\n"
+# Prefix of the tags of a run that name the runs made from it, as Markdown for its description, and the heading above them there.
+# Earlier versions used the second one, which the page of the run shows.
+_CHILD, _SHOWN_CHILD = "mlflow.made_from_this.", "made_from_this."
+_CHILDREN = "\n\n**Made from this run**\n\n"
 
 
 class MlflowStore:
@@ -80,7 +82,9 @@ class MlflowStore:
                 f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {number}` restores it; or set "
                 "track.experiment=...)"
             )
-        for tag in EXPERIMENT_TAGS.keys() - experiment.tags.keys():  # A description that someone wrote stays.
+        replaced = {VIEW_TAG} if is_earlier(experiment.tags.get(VIEW_TAG, "")) else set[str]()
+        # A description that someone wrote stays, and so does a view that someone changed.
+        for tag in (EXPERIMENT_TAGS.keys() - experiment.tags.keys()) | replaced:
             self._unless_another_run_did(
                 partial(self.client.set_experiment_tag, number, tag, EXPERIMENT_TAGS[tag]),
                 partial(self._has_tag, number, tag),
@@ -162,15 +166,22 @@ class MlflowStore:
                 tags = {name: text for name, text in tags.items() if name != NOTE}
         self.client.log_batch(run_id, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> str | None:
-        """Show on the parent's page that this run was made from it. Returns a link to that page; None if it is in another store."""
+    def link_to_parent(self, run_id: str, name: str, kind: str, parent: str) -> tuple[str, str] | None:
+        """Show on the parent's page that this run was made from it.
+
+        Returns (the parent's name, a link to its page); None if it is in another store.
+        """
         if not self.is_active(parent):
             return None
         page = _link(name, self.client.get_run(run_id).info)
         found = self.client.get_run(parent)
         note = found.data.tags.get(NOTE, "").partition(_CHILDREN)[0]
-        self.set_tags(parent, {_CHILD + run_id: f"{kind} {page}", NOTE: note})
-        return _link(found.info.run_name, found.info)
+        shown = {tag: text for tag, text in found.data.tags.items() if tag.startswith(_SHOWN_CHILD)}
+        children = {_CHILD + tag.removeprefix(_SHOWN_CHILD): text for tag, text in shown.items()}
+        self.set_tags(parent, {**children, _CHILD + run_id: f"{kind} {page}", NOTE: note})
+        for tag in shown:
+            self.client.delete_tag(parent, tag)
+        return found.info.run_name, _link(found.info.run_name, found.info)
 
     def end_run(self, run_id: str, status: str) -> None:
         """Close a run as FINISHED, FAILED or KILLED."""
@@ -262,8 +273,8 @@ class MlflowStore:
 
 def _with_children(note: str, tags: dict[str, str]) -> str:
     """The description, and links to the runs that were made from this one, which its tags name."""
-    children = [text for name, text in sorted(tags.items()) if name.startswith(_CHILD)]
-    return note + _CHILDREN + "\n".join(f"- {child}" for child in children) if children else note
+    children = [text for name, text in sorted(tags.items()) if name.startswith((_CHILD, _SHOWN_CHILD))]
+    return note + _CHILDREN + "\n".join(f"- {child}" for child in dict.fromkeys(children)) if children else note
 
 
 def _link(name: str, info: Any) -> str:

@@ -4,40 +4,56 @@ MLflow keeps saved views as tags of the experiment; they are listed under *Views
 one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones have their defaults.
 """
 
+import hashlib
 import json
 from typing import Any
+
+from pipeline.settings.run_sections import OBJECTIVES
 
 VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by it; a fixed time keeps the tag the same.
 
-# Of the run list, from left to right, and their widths in pixels. Columns without content in a store are not shown.
+# Of the run list, from left to right, and their widths in pixels: what decides comes first, since a window of 1,500 has 860 left
+# beside MLflow's menu and assistant. Columns without content in a store are not shown. MLflow sorts by metrics, not by tags: so `score` is both.
 _COLUMNS = {
-    "metrics.`score`": 70,  # In per cent: sorts. The tag says it in words, with the data.
-    "tags.`score`": 170,
-    "tags.`kind`": 90,
-    "tags.`outcome`": 150,
-    "tags.`model`": 100,
-    "tags.`parent`": 150,
-    "tags.`progress`": 170,
+    "tags.`kind`": 80,
+    "metrics.`score`": 62,
+    "tags.`score`": 165,
+    "tags.`outcome`": 130,
+    "tags.`model`": 125,
+    "tags.`parent`": 170,
+    "tags.`progress`": 165,
     "tags.`dataset`": 110,
     "attributes.`Models`": 150,
     "attributes.`Source`": 160,
 }
 # Columns that are always shown, and stay first.
 _FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
-# (section, its charts: metric, x axis). MLflow adds charts of the other metrics to the section of their group.
+_IMAGES, _FLOPS = "train/images_seen", "train/exaflops"
+_OBJECTIVES = [kind if kind != "softmax" else "" for kind in OBJECTIVES]
+# Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points. Losses of different
+# objectives have charts of their own, because they do not compare.
 _SECTIONS = [
-    ("by images seen", [("eval/val_top1", "train/images_seen"), ("train/loss", "train/images_seen")]),
-    ("by exaFLOPs", [("eval/val_top1", "train/exaflops"), ("train/loss", "train/exaflops")]),
-    ("eval", [("eval/val_top1", "")]),
-    ("probe", []),
-    ("train", [("train/loss", "")]),
-    ("speed", []),
-    ("health", []),
-    ("Model metrics", []),  # Metrics without a group.
-    ("System metrics", []),
+    ("Score in per cent", [("score", _IMAGES), ("score", _FLOPS)]),
+    (
+        "Loss by objective",
+        [(f"{name}_{kind}".rstrip("_"), _IMAGES) for kind in _OBJECTIVES for name in ("train/loss", "eval/val_loss")],
+    ),
 ]
+# Closed sections, to which MLflow adds charts of all metrics of a group; "Model metrics" has those without a group.
+_CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System metrics")
+# SHA-256 of what earlier versions wrote.
+_EARLIER = {
+    "3f3b54cd7b33df8781bb28d8cf80a636bf8ddcd8805abf03eb0011e73b2582c8",
+    "2772ed493adf56a937e21de1439bbd471bce7af3c1a8822d486af3da19840e2a",
+}
+_LARGE = {"columns": 2, "cardHeight": 400}
+
+
+def is_earlier(tag: str) -> bool:
+    """Whether a value of VIEW_TAG is what an earlier version wrote, and nobody has changed: then it is replaced."""
+    return hashlib.sha256(tag.encode()).hexdigest() in _EARLIER
 
 
 def view_tag() -> str:
@@ -49,7 +65,8 @@ def view_tag() -> str:
         "runsHiddenMode": "FIRST_20_RUNS",
         "isAccordionReordered": True,  # Sections stay in this order.
         "compareRunSections": [
-            {"uuid": name, "name": name, "display": True, "isReordered": False} for name, _ in _SECTIONS
+            *({"uuid": name, "name": name, "display": True, "isReordered": False, **_LARGE} for name, _ in _SECTIONS),
+            *({"uuid": name, "name": name, "display": False, "isReordered": False} for name in _CLOSED),
         ],
         "compareRunCharts": [_chart(section, metric, x) for section, charts in _SECTIONS for metric, x in charts],
     }
@@ -62,7 +79,7 @@ def _chart(section: str, metric: str, x: str) -> dict[str, Any]:
         {"xAxisKey": "metric", "selectedXAxisMetricKey": x, "useGlobalXaxisKey": False} if x else {"xAxisKey": "step"}
     )
     return {
-        "uuid": f"{section} {metric}", "type": "LINE", "metricSectionId": section, "metricKey": metric, "isGenerated": not x,
+        "uuid": f"{section} {metric} {x}", "type": "LINE", "metricSectionId": section, "metricKey": metric, "isGenerated": not x,
         "runsCountToCompare": 20, "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {},
         "yAxisKey": "metric", "yAxisExpressions": [], "useGlobalLineSmoothing": True, "useGlobalXaxisKey": True, **axis,
     }  # fmt: skip

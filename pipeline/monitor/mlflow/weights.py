@@ -17,12 +17,11 @@ from typing import Protocol, TypeVar
 from pipeline.committed import read_checksums
 from pipeline.data.storage.checksum_cache import cache_home
 from pipeline.errors import UserError
-from pipeline.monitor.mlflow.models import ModelStore
+from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
 from pipeline.tracking_uri import sqlite_uri
 
 C = TypeVar("C", bound="_HasWeights")
 
-_WEIGHTS = "model.safetensors"
 _DEFAULT_STORE = Path("runs/mlflow.db")
 
 
@@ -52,14 +51,14 @@ def weights_path(weights: str, tracking_uri: str = "", say: Callable[[str], obje
     if not path or not sha256:
         raise UserError(f"{weights} was not logged by this pipeline: it has no tags path and sha256.")
     checksums = read_checksums(Path(path))
-    if checksums and _WEIGHTS in checksums and checksums[_WEIGHTS].sha256 == sha256:
+    if checksums and WEIGHTS in checksums and checksums[WEIGHTS].sha256 == sha256:
         say(f"{weights}: {path}")
         return path
     folder = cache_home() / "models" / sha256
-    file = folder / _WEIGHTS
+    file = folder / WEIGHTS
     if not file.is_file():
         try:
-            file = store.download_model_file(model_id, _WEIGHTS, folder)
+            file = store.download_model_file(model_id, WEIGHTS, folder)
         except UserError:
             raise UserError(
                 f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "

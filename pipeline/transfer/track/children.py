@@ -223,7 +223,7 @@ class ChildSender:
         self._pause()
         # The tags may have changed: a cell that failed before has an outcome now.
         facts = child.facts()
-        record = Record(0, child.ended, facts.with_score(child.metrics))
+        record = Record(0, child.ended, facts.as_sent(child.metrics))
         scored = child.metrics.get(child.score)
         tags = {} if scored is None else {SCORE: facts.score_in_words(child.score, scored)}
         store.log_metrics(known.run_id, [record], {**child.tags, **tags, DIGEST_TAG: digest}, child.parameters)

@@ -1,0 +1,81 @@
+"""The weights that something begins with are recorded as they are at that moment."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pipeline import model as models
+from pipeline.committed import Checksum
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts, origin_in
+
+FLOWERS = DatasetFacts("flowers", "/data/flowers", "0123456789abcdef", "val", 900, 102, "evaluation")
+TINY = models.ViTConfig(16, 1, 16, 2, 4, (8, 8), 3)
+
+
+def run_in_progress(folder: Path, evaluations: dict[int, float]) -> Path:
+    facts = RunFacts("large", "pretrain", datasets=(FLOWERS,), steps=1000, score="val_top1")
+    PageFolder(folder).begin("vit", facts, Start(0.0, 0, []))
+    lines = [json.dumps({"step": step, "time": 1, "metrics": {"val_top1": top1}}) for step, top1 in evaluations.items()]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def checkpoint(run: Path, step: int, sha256: str = "c0ffee") -> Path:
+    file = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"weights")
+    (file.parent / "checksums.json").write_text(json.dumps({file.name: asdict(Checksum(7, sha256))}))
+    return file
+
+
+def test_a_run_that_trains_on_has_given_what_it_had_then(tmp_path: Path) -> None:
+    run = run_in_progress(tmp_path / "large", {200: 0.0455, 400: 0.0642})
+    file = checkpoint(run, 200)
+    origin = find_origin(file)
+    assert origin == Origin(str(file), "c0ffee", "large", "", 200, "4.55 % flowers:val")
+    assert origin.title == "large, step 200"
+    assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % flowers:val"
+    assert find_origin(checkpoint(run, 300)).score == "4.55 % flowers:val at step 200"
+    assert find_origin(checkpoint(run, 100)).score == ""
+
+
+def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
+    file = tmp_path / "export.safetensors"
+    models.save_safetensors(models.build(TINY, seed=0), file, {"run": "large", "step": 90, "classes": ["a", "b", "c"]})
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert find_origin(file) == Origin(str(file), sha256, "large", "", 90, "")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]", b"\x15\0\0\0\0\0\0\0" + b'{"__metadata__": [5]} ']
+)
+def test_files_of_others_and_damaged_ones_have_a_hash(tmp_path: Path, content: bytes) -> None:
+    (file := tmp_path / "B_16.safetensors").write_bytes(content)
+    origin = find_origin(file)
+    assert origin == Origin(str(file), hashlib.sha256(content).hexdigest())
+    assert origin.title == "B_16.safetensors"
+
+
+def test_a_run_whose_files_are_damaged_has_its_name(tmp_path: Path) -> None:
+    run = run_in_progress(tmp_path / "large", {200: 0.0455})
+    (run / "page" / "facts.json").write_text("{")
+    assert find_origin(checkpoint(run, 200)) == Origin(
+        str(run / "checkpoints/step-00000200/model.safetensors"), "c0ffee", "large", "", 200
+    )
+
+
+@pytest.mark.parametrize(
+    "origin", [Origin("/w.npz", "c0ffee"), Origin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % flowers:val")]
+)
+def test_tags_say_all_of_it(origin: Origin) -> None:
+    facts = RunFacts("small", "finetune", parents={"parent": origin.run_id} if origin.run_id else {}, origin=origin)
+    assert origin_in(facts.all_tags()) == origin
+
+
+def test_runs_of_earlier_versions_have_none() -> None:
+    assert origin_in({"parent_run_id": "f00"}) is None
