@@ -230,6 +230,7 @@ def _data(config: PlanConfig) -> Data:
 
 def _model(config: PlanConfig, num_classes: int) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
+    objectives.check(config)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     if config.variant:

@@ -21,7 +21,7 @@ from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.weights import ScoreConfig
 from pipeline.words import counted
@@ -97,7 +97,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
 
 def _send(
-    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, origin: Origin, scores: dict[str, Any],
+    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, origin: WeightsOrigin, scores: dict[str, Any],
     files: list[Path],
 ) -> None:  # fmt: skip
     """Send the scores to MLflow, as a run that names the run of the weights."""

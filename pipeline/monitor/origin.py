@@ -15,12 +15,12 @@ from pipeline.errors import UserError
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
 from pipeline.monitor.page_folder import PAGE, PageFolder
-from pipeline.monitor.run_page import Origin
+from pipeline.monitor.run_page import WeightsOrigin
 
 _MAX_HEADER = 1 << 26  # Bytes of the header of a .safetensors.
 
 
-def find_origin(file: Path) -> Origin:
+def find_origin(file: Path) -> WeightsOrigin:
     """What a weights file is. Reads all of it, unless a checkpoint has its checksum. Raises OSError."""
     made_by = _made_by(file)
     is_checkpoint = NAME.fullmatch(file.parent.name)
@@ -28,7 +28,7 @@ def find_origin(file: Path) -> Origin:
     folder = _run_folder(file)
     run_id = run_id_of(folder) if folder else None
     name, score = _described_by_its_run(folder, step) if folder else (made_by.run, "")
-    return Origin(str(file), _sha256(file), name, run_id or "", step, score)
+    return WeightsOrigin(str(file), _sha256(file), name, run_id or "", step, score)
 
 
 @dataclass(frozen=True)

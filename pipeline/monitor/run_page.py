@@ -125,7 +125,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsOrigin:
     """Weights that a run began with, as they were at that moment (`monitor/origin.py`).
 
     path: of the file. run: name of the run that made them; "" if it is not known. run_id: of its MLflow run, or "". step: of that
@@ -160,14 +160,14 @@ class Origin:
         return {f"parent{name}": text for name, text in found.items() if text}
 
 
-def origin_in(tags: Mapping[str, str]) -> Origin | None:
+def origin_in(tags: Mapping[str, str]) -> WeightsOrigin | None:
     """The origin that a run's tags name; None for a run that began with new weights, and for one of an earlier version."""
     if "parent_checkpoint" not in tags:
         return None
     path, sha256, run, run_id, step, score = (
         tags.get(f"parent_{name}", "") for name in ("checkpoint", "sha256", "run", "run_id", "step", "score")
     )
-    return Origin(path, sha256, run, run_id, int(step) if step.isdecimal() and len(step) < 16 else None, score)
+    return WeightsOrigin(path, sha256, run, run_id, int(step) if step.isdecimal() and len(step) < 16 else None, score)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class RunFacts:
     hosts: tuple[str, ...] = ()
     before: str = ""
     scored_on: str = ""
-    origin: Origin | None = None
+    origin: WeightsOrigin | None = None
     objective: str = ""
 
     def with_source(self) -> "RunFacts":

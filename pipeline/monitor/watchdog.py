@@ -200,6 +200,6 @@ def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> li
             )
     if waiting and len(waiting) < len(hosts):
         lines.append(
-            f"hang: {counted(len(waiting), 'rank')} wait for them in a collective call; their stacks are in {folder}"
+            f"hang: {counted(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'} for them in a collective call; their stacks are in {folder}"
         )
     return lines

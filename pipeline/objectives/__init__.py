@@ -42,12 +42,11 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     """
     name = config.model.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
-    objective = kind(config.train.loss)
-    objective.check(config)
+    check(config)
     given = {f.name: getattr(config.model, f.name) for f in fields(ModelConfig) if f.name not in ("name", "image_size")}
     return configure(
         name,
         config.model.image_size,
         covered=covered,
-        **(given | objective.of_backbone(config, num_classes)),
+        **(given | kind(config.train.loss).of_backbone(config, num_classes)),
     )

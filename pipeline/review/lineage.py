@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.evaluate.render import shorten
-from pipeline.monitor.run_page import DatasetFacts, Origin
+from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.page import Drawing
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
@@ -205,16 +205,16 @@ def _key(record: RunRecord) -> str:
     return f"run {record.run_id or (record.folder.resolve() if record.folder else record.address)}"
 
 
-def _used_lines(used: Origin) -> list[str]:
+def _used_lines(used: WeightsOrigin) -> list[str]:
     """What a run took from another one, as it was then."""
     return [f"used: {', '.join(filter(None, [_step(used), used.score])) or used.sha256[:16]}"]
 
 
-def _step(used: Origin) -> str:
+def _step(used: WeightsOrigin) -> str:
     return "" if used.step is None else f"step {used.step:,}"
 
 
-def _run_box(record: RunRecord, is_subject: bool = False, used: Origin | None = None) -> Box:
+def _run_box(record: RunRecord, is_subject: bool = False, used: WeightsOrigin | None = None) -> Box:
     """used: what the run below began with, which is shown instead of the last score: that may be of later weights."""
     data = record.dataset("training")
     lines = [record.name, _KINDS.get(record.kind, record.kind)]

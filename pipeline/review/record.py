@@ -15,7 +15,7 @@ from pipeline import npz
 from pipeline.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import DatasetFacts, Origin
+from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 from pipeline.words import counted
@@ -147,7 +147,7 @@ class RunRecord:
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetFacts, ...] = ()
     parents: dict[str, str] = field(default_factory=dict)
-    origin: Origin | None = None
+    origin: WeightsOrigin | None = None
     steps: int = 0
     images_per_step: int = 0
     flops_per_image: float = 0.0

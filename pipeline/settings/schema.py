@@ -107,9 +107,10 @@ def setting(
     """A documented dataclass field.
 
     default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
-    of a number or of a length's amount. form, choices: of text, where choices are the keys of a table. min_items, distinct: of a list. path: the text is a path, or an address
-    that may be one. command: the text is words, as in a shell. output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder
-    contains that path, which then is a plain name. holds: what kind of results the output folder is for.
+    of a number or of a length's amount. form, choices: of text, where choices are the keys of a table. min_items, distinct: of a
+    list. path: the text is a path, or an address that may be one. command: the text is words, as in a shell. output: it is a path
+    that the command writes (`outputs.py`). within: name of the field whose folder contains that path, which then is a plain name.
+    holds: what kind of results the output folder is for.
     """
     is_path = path or (output is not None and within is None)
     rule = Rule(

@@ -21,7 +21,7 @@ from pipeline.evaluate import architecture
 from pipeline.launcher import ranks_on_host
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, Origin, RunFacts, installed_packages
+from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, WeightsOrigin, installed_packages
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
@@ -33,7 +33,7 @@ ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.j
 
 def run_facts(
     config: RunConfig, plan: Plan, model: Model, dataset: Dataset, split: Split, evaluation: Split, device: torch.device,
-    origin: Origin | None,
+    origin: WeightsOrigin | None,
 ) -> RunFacts:  # fmt: skip
     """The facts of a run whose model is built and whose data is open. origin: None for new weights, and where it was not recorded."""
     flops = models.training_flops_per_image(model.config)
@@ -116,7 +116,7 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
 
 def _description(
     config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None,
-    origin: Origin | None,
+    origin: WeightsOrigin | None,
 ) -> str:  # fmt: skip
     """Markdown: what is trained, on what, from what."""
     what = "Fine-tuning" if config.init.weights else "Pre-training"

@@ -30,7 +30,7 @@ from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
-from pipeline.monitor.run_page import Origin, RunFacts, hide_passwords
+from pipeline.monitor.run_page import RunFacts, WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -156,13 +156,13 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     )  # fmt: skip
 
 
-def _find_weights(config: RunConfig, console: Console) -> Origin:
+def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     """The weights that a run begins with, which it may go on without later. Raises UserError if there are none."""
     assert config.init.weights is not None
     return find_origin(find_file(Path(weights_path(config.init.weights, config.track.uri, console.say))))
 
 
-def _saved_origin(folder: Path) -> Origin | None:
+def _saved_origin(folder: Path) -> WeightsOrigin | None:
     """The weights that a run began with, as its first start found them; None for a run of an earlier version."""
     with contextlib.suppress(UserError):
         return PageFolder(folder).read_facts().facts.origin

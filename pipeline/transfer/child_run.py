@@ -61,7 +61,11 @@ class Evaluation:
 
 def make_child(name: str, file: str, overrides: list[str]) -> ChildRun:
     """Raises UserError for settings that cannot be used."""
-    return ChildRun(name, file, overrides, schema.load(RunConfig, file, overrides))
+    from pipeline import objectives  # Late: imports torch.
+
+    config = schema.load(RunConfig, file, overrides)
+    objectives.check(config)
+    return ChildRun(name, file, overrides, config)
 
 
 def with_track(run: ChildRun, track: TrackConfig) -> ChildRun:
@@ -127,7 +131,7 @@ def remove_unreadable_scores(run: ChildRun) -> None:
 
 def read_evaluation(run: ChildRun) -> Evaluation:
     """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
-    from pipeline import objectives  # Late: imports torch, which a driver of runs starts without.
+    from pipeline import objectives  # Late: imports torch.
 
     file = run.folder / _SCORES
     found = json_record.read(file, Evaluation)

@@ -16,7 +16,7 @@ from servers import MlflowServer
 
 from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.mlflow.store import MlflowStore
-from pipeline.monitor.run_page import DatasetFacts, ModelFacts, Origin, RunFacts
+from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
 
@@ -79,7 +79,7 @@ def fill(out: Path) -> dict[str, str]:
         first, name="pets-b16", kind="finetune", tags={"model": "ViT-B/16", "dataset": "pets"},
         datasets=(PETS, replace(PETS, split="val", num_samples=920, context="evaluation")),
         description="**Fine-tuning of ViT-B/16** at 384 px on **pets**.", parents={"parent": ids["photos-b16"]},
-        origin=Origin(f"{out}/photos-b16/checkpoints/step-00000008/model.safetensors", "ab" * 32, "photos-b16", ids["photos-b16"], 8,
+        origin=WeightsOrigin(f"{out}/photos-b16/checkpoints/step-00000008/model.safetensors", "ab" * 32, "photos-b16", ids["photos-b16"], 8,
                       "53.10 % photos:val"),
     )  # fmt: skip
     ids[pets.name] = add_run(out, pets, 0.93)

@@ -11,7 +11,7 @@ from pipeline import model as models
 from pipeline.committed import Checksum
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
-from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts, origin_in
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, origin_in
 
 FLOWERS = DatasetFacts("flowers", "/data/flowers", "0123456789abcdef", "val", 900, 102, "evaluation")
 TINY = models.ViTConfig(16, 1, 16, 2, 4, (8, 8), 3)
@@ -37,7 +37,7 @@ def test_a_run_that_trains_on_has_given_what_it_had_then(tmp_path: Path) -> None
     run = run_in_progress(tmp_path / "large", {200: 0.0455, 400: 0.0642})
     file = checkpoint(run, 200)
     origin = find_origin(file)
-    assert origin == Origin(str(file), "c0ffee", "large", "", 200, "4.55 % flowers:val")
+    assert origin == WeightsOrigin(str(file), "c0ffee", "large", "", 200, "4.55 % flowers:val")
     assert origin.title == "large, step 200"
     assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % flowers:val"
     assert find_origin(checkpoint(run, 300)).score == "4.55 % flowers:val at step 200"
@@ -48,7 +48,7 @@ def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
     file = tmp_path / "export.safetensors"
     models.save_safetensors(models.build(TINY, seed=0), file, {"run": "large", "step": 90, "classes": ["a", "b", "c"]})
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert find_origin(file) == Origin(str(file), sha256, "large", "", 90, "")
+    assert find_origin(file) == WeightsOrigin(str(file), sha256, "large", "", 90, "")
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,23 @@ def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
 def test_files_of_others_and_damaged_ones_have_a_hash(tmp_path: Path, content: bytes) -> None:
     (file := tmp_path / "B_16.safetensors").write_bytes(content)
     origin = find_origin(file)
-    assert origin == Origin(str(file), hashlib.sha256(content).hexdigest())
+    assert origin == WeightsOrigin(str(file), hashlib.sha256(content).hexdigest())
     assert origin.title == "B_16.safetensors"
 
 
 def test_a_run_whose_files_are_damaged_has_its_name(tmp_path: Path) -> None:
     run = run_in_progress(tmp_path / "large", {200: 0.0455})
     (run / "page" / "facts.json").write_text("{")
-    assert find_origin(checkpoint(run, 200)) == Origin(
+    assert find_origin(checkpoint(run, 200)) == WeightsOrigin(
         str(run / "checkpoints/step-00000200/model.safetensors"), "c0ffee", "large", "", 200
     )
 
 
 @pytest.mark.parametrize(
-    "origin", [Origin("/w.npz", "c0ffee"), Origin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % flowers:val")]
+    "origin",
+    [WeightsOrigin("/w.npz", "c0ffee"), WeightsOrigin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % flowers:val")],
 )
-def test_tags_say_all_of_it(origin: Origin) -> None:
+def test_tags_say_all_of_it(origin: WeightsOrigin) -> None:
     facts = RunFacts("small", "finetune", parents={"parent": origin.run_id} if origin.run_id else {}, origin=origin)
     assert origin_in(facts.all_tags()) == origin
 

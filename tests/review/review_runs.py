@@ -9,7 +9,7 @@ import yaml
 
 from pipeline import model as models
 from pipeline.monitor.mlflow.sender import Timing
-from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts, source_tags
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
@@ -29,7 +29,7 @@ def write_run(
     model: models.Config = MODEL,
     tracked: bool = False,
     train_split: str = "train",
-    origin: Origin | None = None,
+    origin: WeightsOrigin | None = None,
 ) -> Path:
     """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db."""
     overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",

@@ -14,7 +14,7 @@ from pipeline.checkpoint.store import FORMAT
 from pipeline.errors import UserError
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.run_page import PREDICTED_SPEED, Origin, plain_name
+from pipeline.monitor.run_page import PREDICTED_SPEED, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
 from pipeline.page import markdown
 from pipeline.review import lineage, report
@@ -73,7 +73,7 @@ def test_folder_and_mlflow_alone_give_the_same_page(out: Path) -> None:
 def test_what_a_parent_scored_later_is_not_what_was_taken_from_it(out: Path) -> None:
     """Fine-tuning began at step 200 of a run in progress, which had 4.55 % then and has 6.42 % now."""
     parent = write_run(out / "large", evaluations={10: 0.0455, 20: 0.0642}, tracked=True, digest="aaaa")
-    origin = Origin(f"{parent}/checkpoints/step-00000010/model.safetensors", "c0ffee" * 10, "large", str(run_id_of(parent)), 10,
+    origin = WeightsOrigin(f"{parent}/checkpoints/step-00000010/model.safetensors", "c0ffee" * 10, "large", str(run_id_of(parent)), 10,
                     "4.55 % digits:test")  # fmt: skip
     child = write_run(out / "small", f"init.weights={parent}", evaluations={20: 0.9}, tracked=True, origin=origin)
     store = ReadingStore(default_uri(out))

@@ -10,7 +10,7 @@ from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import DatasetFacts, Origin, RunFacts
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
@@ -57,7 +57,7 @@ class GridPage(ParentPage):
         )
 
 
-def _origin(folder: Path, weights: str) -> Origin | None:
+def _origin(folder: Path, weights: str) -> WeightsOrigin | None:
     """The weights of a grid as its first start found them, or as they are now; None for weights that only MLflow names."""
     with contextlib.suppress(UserError):
         saved = PageFolder(folder).read_facts().facts
