@@ -183,6 +183,7 @@ def test_training_refuses_what_the_plan_refuses(
             "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b300",
         ),
         (["variant=ViT-L/16"], "set model.name for a new model"),
+        (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
     ],
 )
 def test_refusals(overrides: list[str], said: str) -> None:

@@ -68,6 +68,14 @@ def test_a_launcher_that_cannot_be_started_is_refused_in_one_line(launcher: str)
         child_run.start_command("pretrain", [], launcher)
 
 
+def test_what_an_objective_cannot_measure_is_refused_before_any_run() -> None:
+    settings = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=1 steps", "checkpoint.best=val_top9"]
+    with pytest.raises(
+        UserError, match=r"checkpoint\.best = 'val_top9' must be one of test_top1, test_top5, test_loss"
+    ):
+        child_run.make_child("x", "configs/pretrain/cifar10_small.yaml", settings)
+
+
 @pytest.mark.parametrize("launcher", ["deepspeed --x 'y", 'torchrun "', "deepspeed \\"])
 def test_a_quote_that_is_not_closed_is_refused_with_the_settings(launcher: str) -> None:
     for cls, settings in (
