@@ -108,9 +108,15 @@ class Tracked:
         client = MlflowStore(self.uri).client
         return [(m.step, m.value) for m in client.get_metric_history(run_id or self.run.info.run_id, "train/loss")]
 
+    def states(self) -> list[dict[str, Any]]:
+        file = self.folder / "mlflow.json"
+        return list(json.loads(file.read_text()).values()) if file.exists() else []
+
+    def has_uploaded(self, name: str) -> bool:
+        return any(name in state["artifacts"] for state in self.states())
+
     def has_sent(self, step: int) -> bool:
-        states = json.loads((self.folder / "mlflow.json").read_text()) if (self.folder / "mlflow.json").exists() else {}
-        sent = max((state["sent_bytes"] for state in states.values()), default=0)
+        sent = max((state["sent_bytes"] for state in self.states()), default=0)
         return f'"step": {step},' in (self.folder / "metrics.jsonl").read_text()[:sent].replace('":', '": ').replace(
             "  ", " "
         )
@@ -292,7 +298,8 @@ def test_a_server_that_is_down(proxy: Proxy, tmp_path: Path, capfd: pytest.Captu
     proxy.down = when == "at the start"
     tracked.start().log(1, 10)
     if not proxy.down:
-        wait(lambda: tracked.has_sent(10))
+        # An upload that fails, before a server that is back answers again, is said in other words.
+        wait(lambda: tracked.has_sent(10) and tracked.has_uploaded("starts.jsonl"))
         proxy.down = True
         proxy.requests.clear()
         tracked.log(11, 20)
