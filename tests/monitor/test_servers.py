@@ -73,11 +73,11 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
 
 
 class Tracked:
-    """A tracked run of a test: logs steps, and knows what the store has of it. slowest: call of `Tracker.log`, in seconds."""
+    """A tracked run of a test: logs steps, and knows what the store has of it. seconds: of each call of `Tracker.log`."""
 
     def __init__(self, uri: str, out: Path, experiment: str) -> None:
         self.uri, self.out, self.folder, self.experiment = uri, out, out / "run", experiment
-        self.slowest, self.tracker = 0.0, None
+        self.seconds, self.tracker = list[float](), None
 
     def start(self, step: int = 0, timing: Timing = FAST) -> "Tracked":
         facts = RunFacts(
@@ -91,11 +91,17 @@ class Tracked:
         for step in range(first, last + 1):
             begin = time.perf_counter()
             self.tracker.log(step, {"loss": float(step), **more})
-            self.slowest = max(self.slowest, time.perf_counter() - begin)
+            self.seconds.append(time.perf_counter() - begin)
 
     def finish(self) -> None:
         self.tracker.finish("FINISHED")
-        assert self.slowest < 0.05, "a step waited for MLflow"
+        self.check_that_no_step_waited()
+
+    def check_that_no_step_waited(self) -> None:
+        # A busy machine may preempt one call, but none waits for an answer, which takes seconds where it is late.
+        *others, slowest = sorted(self.seconds)
+        assert slowest < 0.5, "a step waited for MLflow"
+        assert max(others, default=0) < 0.05, "steps waited for MLflow"
 
     @property
     def run(self) -> Any:
@@ -256,7 +262,7 @@ def test_a_server_that_asks_for_a_password(
     assert "401" in first
     assert "training continues" in first
     assert "launch/track_sync.py" in second
-    assert tracked.slowest < 0.05
+    tracked.check_that_no_step_waited()
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "right")
     tracked.start(10).log(11, 12)
     tracked.finish()
