@@ -2,6 +2,7 @@
 
 All such files (of checkpoints, data sets, Hugging Face models) are read by `read` or `parse`, so that a wrong type is a
 one-line error with the file and the field, not a KeyError later. Standard library only, because `pipeline.model` uses it.
+Settings are read by a more lenient `Reader` (settings/schema.py).
 
     @dataclass(frozen=True)
     class Head:
@@ -10,9 +11,10 @@ one-line error with the file and the field, not a KeyError later. Standard libra
 
     head = json_record.read(Path("head.json"), Head)      # UserError: head.json: classes[2] = 7 must be text.
 
-The range of a number stands in its type: `share: Annotated[float, Between(0, 1)]`; those that many files have are below.
+The range of a number stands in its type: `share: Annotated[float, Limits(0, 1)]`; those that many files have are below.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -37,19 +39,37 @@ _SURROGATE, _LARGE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(r"[eE]\+?[0-9]
 
 
 @dataclass(frozen=True)
-class Between:
-    """The range of a number, both ends included."""
+class Limits:
+    """The range of a number: min and max belong to it, above and below do not; None is no limit."""
 
-    low: float
-    high: float
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def accepts(self, number: float) -> bool:
+        return (
+            (self.min is None or number >= self.min)
+            and (self.above is None or number > self.above)
+            and (self.max is None or number <= self.max)
+            and (self.below is None or number < self.below)
+        )
+
+    @property
+    def range(self) -> str:
+        """The range in words, such as "from 1 to 16,384" or "at least 0 and below 1"; empty without limits."""
+        if self.min is not None and self.max is not None:
+            return f"from {plain(self.min)} to {plain(self.max)}"
+        limits = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        return " and ".join(f"{word} {plain(limit)}" for word, limit in limits.items() if limit is not None)
 
 
-Share = Annotated[float, Between(0, 1)]
+Share = Annotated[float, Limits(0, 1)]
 # Steps, images, bytes: larger ones mean a damaged file, and a float could not hold them.
-Count = Annotated[int, Between(0, 2**53 - 1)]
+Count = Annotated[int, Limits(0, 2**53 - 1)]
 # Since 1970, up to the year 9999, which is the last that dates can be made of.
 MAX_SECONDS = 253402300799
-Time = Annotated[float, Between(0, MAX_SECONDS)]
+Time = Annotated[float, Limits(0, MAX_SECONDS)]
 
 
 def read(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
@@ -88,35 +108,93 @@ def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
     """Check a decoded JSON value against a type, and convert mappings to dataclasses. Returns the value.
 
     kind: a dataclass (unknown keys are ignored, as other versions may have more), None, bool, int, float (or a whole
-        number), str, Any, Literal, X | Y, list[X], dict[str, X], tuple[X, Y] or tuple[X, ...], Annotated[X, Between(...)].
+        number), str, Any, Literal, X | Y, list[X], dict[str, X], tuple[X, Y] or tuple[X, ...], Annotated[X, Limits(...)].
     Nothing else is coerced: "3" is not 3, and true is not 1. Raises UserError with `where`, the field and the value.
     """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin is Annotated:
-        return _in_range(convert(value, arguments[0], where, name), arguments[1], where, name)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _record(value, typing.cast(type, kind), where, name)
-    if origin in (typing.Union, types.UnionType):
-        return _any_of(value, arguments, where, name, kind)
-    if origin is typing.Literal and any(value == choice and type(value) is type(choice) for choice in arguments):
-        return value
-    if origin is list and isinstance(value, list):
-        return [convert(item, arguments[0], where, f"{name}[{i}]") for i, item in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {key: convert(item, arguments[1], where, _inner(name, key)) for key, item in value.items()}
-    if origin is tuple and isinstance(value, list):
-        kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
-        if len(kinds) == len(value):
-            return tuple(convert(item, kinds[i], where, f"{name}[{i}]") for i, item in enumerate(value))
-    if kind is float and type(value) in (int, float):
-        number = _float(value)
-        if number is not None:
-            return number
-    if kind in (bool, int, str, type(None), dict, list) and type(value) is kind:
-        return value
-    raise UserError(f"{where}: {name or 'the content'} = {quoted(value)} must be {type_name(kind)}.")
+    return Reader(where).convert(value, kind, name)
+
+
+class RefusedError(Exception):
+    """What a value must be: the end of an error whose beginning names the field and the value."""
+
+
+class Reader:
+    """Converts plain values to types, as `convert` above describes; a subclass may accept other scalars.
+
+    where: name of the source in errors. A field's metadata may hold a "rule" for its value or its items: `Limits`.
+    """
+
+    missing = "is missing."  # What an error says about a field without a value, from its name and metadata.
+    shown = staticmethod(lambda value: quoted(value))  # A value in an error.
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
+        """Returns the value as `kind`. name: of the field, with dots, in errors. Raises UserError."""
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if origin is Annotated:
+            limits = next((mark for mark in arguments[1:] if isinstance(mark, Limits)), None)
+            return self.convert(value, arguments[0], name, limits)
+        if is_record(kind) and isinstance(value, dict):
+            return self.record(value, kind, name)
+        if origin in (typing.Union, types.UnionType):
+            return self._union(value, kind, name, rule)
+        if origin is list and isinstance(value, list):
+            return [self.convert(item, arguments[0], f"{name}[{i}]", rule) for i, item in enumerate(value)]
+        if origin is dict and isinstance(value, dict):
+            return {key: self.convert(item, arguments[1], _inner(name, key), rule) for key, item in value.items()}
+        if origin is tuple and isinstance(value, list):
+            kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
+            if len(kinds) == len(value):
+                return tuple(self.convert(item, kinds[i], f"{name}[{i}]", rule) for i, item in enumerate(value))
+        return self.single(value, kind, name, rule)
+
+    def record(self, tree: dict, kind: Any, name: str) -> Any:
+        """Returns the mapping as a dataclass; keys that it does not have are ignored."""
+        hints = _hints(kind)
+        values = {}
+        for field in dataclasses.fields(kind):
+            inner, rule = _inner(name, field.name), field.metadata.get("rule")
+            if field.name in tree:
+                values[field.name] = self.convert(tree[field.name], hints[field.name], inner, rule)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise UserError(f"{self.where}: {inner} {self.missing.format(name=inner, **field.metadata)}")
+        return kind(**values)
+
+    def single(self, value: Any, kind: Any, name: str, rule: Any) -> Any:
+        """Returns a value that is neither converted by its items nor by its fields. Raises UserError."""
+        try:
+            return self.scalar(value, kind, rule)
+        except (RefusedError, ValueError) as error:
+            between = " " if isinstance(error, RefusedError) else ": "
+            raise UserError(f"{self.where}: {name or 'the content'} = {self.shown(value)}{between}{error}") from None
+
+    def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
+        """Returns the value as `kind`. Raises RefusedError."""
+        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+        if kind is Any or any(value == choice and type(value) is type(choice) for choice in choices):
+            return value
+        if kind is float and type(value) in (int, float):
+            value = finite(value)
+        if kind in (bool, int, float, str, type(None), dict, list) and type(value) is kind:
+            if rule is not None and not rule.accepts(value):
+                raise RefusedError(f"must be {rule.range}.")
+            return value
+        raise RefusedError(f"must be {type_name(kind)}.")
+
+    def _union(self, value: Any, kind: Any, name: str, rule: Any) -> Any:
+        kinds = typing.get_args(kind)
+        if value is None and type(None) in kinds:
+            return None
+        first, *more = (option for option in kinds if option is not type(None))
+        # An error about an item or the range is more helpful than "must be a mapping or null".
+        if not more and (rule or typing.get_origin(first) is Annotated or isinstance(value, (dict, list))):
+            return self.convert(value, first, name, rule)
+        for option in (first, *more):
+            with contextlib.suppress(UserError):
+                return self.convert(value, option, name, rule)
+        return self.single(value, kind, name, rule)
 
 
 def readable(value: Any) -> Any:
@@ -161,17 +239,19 @@ def shortened(text: str, limit: int = MAX_QUOTED) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
+def plain(number: float) -> str:
+    """A limit as in errors and `--help`: 16,384, 0.5."""
+    return f"{int(number):,}" if number == int(number) and abs(number) < 1e20 else f"{number:g}"
+
+
+def is_record(kind: Any) -> bool:
+    """Whether a type is a dataclass with fields of its own, and not a value with a text form (`parse`)."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
+
+
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
-
-
-def _in_range(number: float, limits: Between, where: str, name: str) -> float:
-    if limits.low <= number <= limits.high:
-        return number
-    raise UserError(
-        f"{where}: {name or 'the content'} = {quoted(number)} must be from {limits.low:,} to {limits.high:,}."
-    )
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -182,41 +262,15 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(_is_deeper(item, levels - 1) for item in inside)
 
 
-def _record(value: dict, kind: type, where: str, name: str) -> Any:
-    hints = _hints(kind)
-    values = {}
-    for field in dataclasses.fields(kind):
-        inner = _inner(name, field.name)
-        if field.name in value:
-            values[field.name] = convert(value[field.name], hints[field.name], where, inner)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{where}: {inner} is missing.")
-    return kind(**values)
-
-
-def _any_of(value: Any, kinds: tuple, where: str, name: str, kind: Any) -> Any:
-    # An error about an item of a mapping or list is more helpful than "must be a mapping or null".
-    if value is None and type(None) in kinds:
-        return None
-    rest = [option for option in kinds if option is not type(None)]
-    if len(rest) == 1 and (isinstance(value, (dict, list)) or typing.get_origin(rest[0]) is Annotated):
-        return convert(value, rest[0], where, name)
-    for option in rest:
-        try:
-            return convert(value, option, where, name)
-        except UserError:
-            continue
-    raise UserError(f"{where}: {name or 'the content'} = {quoted(value)} must be {type_name(kind)}.")
-
-
 def _inner(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _float(value: float) -> float | None:
+def finite(value: Any) -> float | None:
+    """The number, or the number in a text, as a float; None for infinity, NaN and what is no number."""
     try:
-        number = float(value)
-    except OverflowError:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

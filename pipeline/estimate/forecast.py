@@ -234,7 +234,8 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes)
     if config.variant:
-        named = replace(config.model, name=config.variant, representation=False)
+        plain: dict[str, Any] = {"name": config.variant, "representation": False}
+        named = replace(config.model, **plain)
         return objectives.new_backbone(replace(config, model=named), num_classes, covered=False)
     try:
         found = models.read_weights(weights_path(config.init.weights, config.track.uri))[0]
@@ -244,7 +245,7 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
     if config.init.new_head:
         changes["num_classes"] = num_classes
     if isinstance(found, ViTConfig):
-        changes |= {"dropout": config.model.dropout, "drop_path": config.model.drop_path}
+        changes |= config.model.for_weights()
         changes |= {"representation": False} if config.init.new_head else {}
     return replace(found, **changes)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pipeline import json_record
 from pipeline import model as models
+from pipeline.architecture.variants import HYBRIDS, RESNET_UNITS, VARIANTS
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.errors import UserError
-from pipeline.model.variants import HYBRIDS, RESNET_UNITS, VARIANTS
 from pipeline.settings.quantities import ImageSize
 
 FILE = "model.json"

@@ -11,6 +11,8 @@ Needs only torch and numpy, so that it can be used alone; safetensors is importe
 
 from typing import Any
 
+from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
+from pipeline.architecture.variants import ImageSize, config_from_dict, configure, overridden, parse_name
 from pipeline.model.build import Model, build
 from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.state_dicts import to_huggingface, to_timm
@@ -18,16 +20,6 @@ from pipeline.model.flops import attention_macs, forward_macs, num_parameters, t
 from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resampling_note, resized
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import (
-    Config,
-    ImageSize,
-    ResNetConfig,
-    ViTConfig,
-    config_from_dict,
-    configure,
-    overridden,
-    parse_name,
-)
 from pipeline.model.vit import VisionTransformer
 from pipeline.model.weights import load, read_weights, safetensors_metadata, save, save_safetensors
 
@@ -39,7 +31,7 @@ def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, s
         "Axial-ViT-B/16"; a hybrid such as "R50+ViT-B/16"; a ResNet such as "BiT-R50x1".
     image_size: side or (height, width) in pixels; for a ViT, divisible by the patch side.
     num_classes: 0 for no head: the model returns its features.
-    changes: fields of ViTConfig or ResNetConfig (variants.py), such as width=..., pool="gap", positions="sincos2d",
+    changes: fields of ViTConfig or ResNetConfig (architecture/config.py), such as width=..., pool="gap", positions="sincos2d",
         representation=True, drop_path=0.1. Changing one field changes no other.
     Raises UserError for an unknown name or field and for values that do not fit together.
     """

@@ -6,7 +6,7 @@ does not say how a class token would take part, so the head reads the mean of al
 
 from torch import Tensor
 
-from pipeline.model.variants import ViTConfig
+from pipeline.architecture.config import ViTConfig
 from pipeline.model.vit import SelfAttention, VisionTransformer
 
 

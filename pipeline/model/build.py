@@ -1,9 +1,9 @@
 """Builds the model of a configuration."""
 
+from pipeline.architecture.config import Config, ResNetConfig
 from pipeline.model.axial import AxialTransformer
 from pipeline.model.masked import MaskedViT
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import Config, ResNetConfig
 from pipeline.model.vit import VisionTransformer
 
 Model = VisionTransformer | ResNet

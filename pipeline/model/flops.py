@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
+from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.model.build import build
 from pipeline.model.resnet import unit_shapes
-from pipeline.model.variants import Config, ResNetConfig, ViTConfig
 
 
 @cache

@@ -7,8 +7,8 @@ and this head: what remains is a plain ViT.
 import torch
 from torch import Tensor, nn
 
+from pipeline.architecture.config import ViTConfig
 from pipeline.model.layers import Dense, initialize_head
-from pipeline.model.variants import ViTConfig
 from pipeline.model.vit import VisionTransformer
 
 

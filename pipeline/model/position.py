@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.architecture.config import Config, Kernel, ViTConfig
+from pipeline.architecture.variants import ImageSize, as_pair
 from pipeline.errors import UserError
-from pipeline.model.variants import Config, ImageSize, Kernel, ViTConfig, as_pair
 from pipeline.words import counted
 
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate

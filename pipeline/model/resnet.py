@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.architecture.config import ResNetConfig
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
-from pipeline.model.variants import ResNetConfig
 
 GROUPS = 32
 

@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.architecture.config import ViTConfig
 from pipeline.model import position
 from pipeline.model.layers import Dense, check_images, initialize_head, kernel_names, lecun_normal, run_block
 from pipeline.model.resnet import HybridStem
-from pipeline.model.variants import ViTConfig
 
 
 class PatchEmbedding(nn.Conv2d):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline import json_record
+from pipeline.architecture.config import MODEL_SETTINGS, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.errors import UserError
 from pipeline.files import replacing
 from pipeline.model import files
@@ -26,7 +28,6 @@ from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resampling_note
-from pipeline.model.variants import Config, Gelu, ImageSize, Kernel, ViTConfig, as_pair, config_from_dict
 from pipeline.words import counted
 
 FORMAT = "vit-weights/1"
@@ -176,12 +177,11 @@ def load(
     *,
     new_head: bool = False,
     gelu: Gelu | None = None,
-    dropout: float | None = None,
-    drop_path: float | None = None,
     representation: bool | None = None,
     seed: int = 0,
     kernel: Kernel | None = None,
     say: Say = _silent,
+    **training: Any,
 ) -> Model:
     """Build a model from weights, for the same or for another task or resolution.
 
@@ -192,12 +192,13 @@ def load(
         these are ignored, as in the official code, and `say` is called.
     num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on the
         class token, without the representation layer (ViT paper, B.1.1). 0: no head, the representation layer is kept.
-    gelu, dropout, drop_path: default to the file's; an .npz has "tanh", 0 and 0, other projects' state dicts what their
+    gelu, and those of `training`: default to the file's; an .npz has "tanh", 0 and 0, other projects' state dicts what their
         project computes. A ResNet has none of them.
     representation: whether the model has the layer; with a new head it may be new too.
     seed: for the values that are new.
     kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
     say: called with one line for each assumption, conversion and omission.
+    training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
@@ -212,7 +213,9 @@ def load(
         num_classes=num_classes,
         head_bias=old.head_bias if keep_head else 0.0,
     )
-    given = {"gelu": gelu, "dropout": dropout, "drop_path": drop_path, "kernel": kernel}
+    if wrong := training.keys() - {name for name, found in MODEL_SETTINGS.items() if found.option.only_trains}:
+        raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
+    given = {"gelu": gelu, **training, "kernel": kernel}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         if representation is None:
             representation = old.representation and (keep_head or num_classes == 0)

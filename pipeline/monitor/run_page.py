@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pipeline import json_record
 from pipeline.errors import UserError
-from pipeline.json_record import Between, Count
+from pipeline.json_record import Count, Limits
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.settings.run_sections import OBJECTIVES
 
@@ -193,7 +193,7 @@ class RunFacts:
     parents: dict[str, str] = field(default_factory=dict)
     steps: Count = 0
     images_per_step: Count = 0
-    flops_per_image: Annotated[float, Between(0, 1e30)] = 0.0
+    flops_per_image: Annotated[float, Limits(0, 1e30)] = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
     hosts: tuple[str, ...] = ()

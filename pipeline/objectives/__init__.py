@@ -5,13 +5,13 @@ train/ and transfer/.
 """
 
 import importlib
-from dataclasses import fields
 
+from pipeline.architecture.config import MODEL_SETTINGS
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
-from pipeline.settings.run import ModelConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import OBJECTIVES
 
 
@@ -43,10 +43,6 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     name = config.model.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
     check(config)
-    given = {f.name: getattr(config.model, f.name) for f in fields(ModelConfig) if f.name not in ("name", "image_size")}
-    return configure(
-        name,
-        config.model.image_size,
-        covered=covered,
-        **(given | kind(config.train.loss).of_backbone(config, num_classes)),
-    )
+    given = {name: getattr(config.model, name) for name in MODEL_SETTINGS}
+    given |= kind(config.train.loss).of_backbone(config, num_classes)
+    return configure(name, config.model.image_size, covered=covered, **given)

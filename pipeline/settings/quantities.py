@@ -12,13 +12,10 @@ from pipeline.settings.schema import setting
 # Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.
 MAX_SIDE = 16_384
 MAX_SEED = 2**63 - 1
-MAX_WIDTH = 2**16
 MAX_BATCH = 2**24
 MAX_THREADS = 4096
 MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
-# How positions are resampled to another image size (docs/weights.md).
-Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 _MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
 
 

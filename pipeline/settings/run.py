@@ -5,8 +5,9 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective with t
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from pipeline.architecture.config import MODEL_SETTINGS
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
@@ -37,8 +38,6 @@ _CROP_SETTINGS = {
     "aspect_max": ("inception",),
     "resize_to": ("resize_crop", "resize_small_crop"),
 }
-# Model settings that may differ from those of init.weights; the weights determine the others.
-_FREE_WITH_WEIGHTS = ("name", "image_size", "dropout", "drop_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +114,8 @@ class RunConfig:
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
                 )
             return
-        given = {f.name: getattr(self.model, f.name) for f in fields(ModelConfig) if f.name not in _FREE_WITH_WEIGHTS}
-        if other := [f"model.{name}" for name, value in given.items() if value != getattr(ModelConfig(), name)]:
+        given = {n: s for n, s in MODEL_SETTINGS.items() if n not in self.model.for_weights()}
+        if other := [f"model.{n}" for n, found in given.items() if getattr(self.model, n) != found.default]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
 
     def _check_training(self) -> None:

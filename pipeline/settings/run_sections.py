@@ -1,23 +1,24 @@
 """The sections of a run's settings: model, data, augmentation, training and so on. `run.py` puts them together."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, make_dataclass
+from typing import Any, Literal, TypeVar
 
+from pipeline.architecture.config import MODEL_SETTINGS, Kernel
 from pipeline.errors import UserError
 from pipeline.json_record import quoted
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,
     MAX_THREADS,
-    MAX_WIDTH,
     MINUTES_PER_YEAR,
     ImageSize,
-    Kernel,
     Length,
     Limit,
     kernel_setting,
 )
 from pipeline.settings.schema import REQUIRED, TRACKING_URI, setting
+
+T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
@@ -31,8 +32,21 @@ OBJECTIVES = {
 }
 
 
+def _with_model_settings(cls: type[T]) -> type[T]:
+    """The class with what a run may set of a model, as `pipeline/architecture/config.py` declares it."""
+    added = [
+        (name, found.kind, setting(found.default, found.option.doc, **vars(found.limits)))
+        for name, found in MODEL_SETTINGS.items()
+    ]
+    space = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return make_dataclass(cls.__name__, added, bases=(cls,), namespace=space, frozen=True, kw_only=True)
+
+
+@_with_model_settings
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """The model: its name, its image size, and the fields of `ViTConfig` and `ResNetConfig` that are marked as options."""
+
     name: str | None = setting(
         None,
         "Architecture: a size (Ti, S, M, B, L, H, g, G) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
@@ -41,38 +55,10 @@ class ModelConfig:
     image_size: ImageSize = setting(
         ImageSize(224, 224), "Input size in pixels: the side of a square, or height x width."
     )
-    width: int | None = setting(
-        None, "Overrides the variant's width D; for a ResNet, the channels of its first layer.", min=1, max=MAX_WIDTH
-    )
-    depth: int | None = setting(None, "Overrides the variant's number of blocks.", min=1, max=10_000)
-    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.", min=1, max=8 * MAX_WIDTH)
-    num_heads: int | None = setting(None, "Overrides the variant's number of heads.", min=1, max=10_000)
-    patch_stride: int | None = setting(
-        None, "Distance between patches in pixels; patches overlap if it is below the patch side.", min=1, max=MAX_SIDE
-    )
-    positions: Literal["learned", "learned2d", "sincos2d", "relative", "none"] = setting(
-        "learned", "Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."
-    )
-    positions_at: Literal["stem", "blocks", "shared"] = setting(
-        "stem",
-        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
-        "with the same table (shared).",
-    )
-    pool: Literal["token", "gap", "map"] | None = setting(
-        None,
-        "Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
-    )
-    representation: bool = setting(True, "Add a dense + tanh layer before the head (pre-training only).")
-    gelu: Literal["tanh", "erf"] = setting("tanh", "GELU: tanh approximation (official code) or exact.")
-    dropout: float = setting(
-        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", min=0, max=1
-    )
-    drop_path: float = setting(
-        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, max=1
-    )
-    head_bias: float = setting(
-        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
-    )
+
+    def for_weights(self) -> dict[str, Any]:
+        """The settings that a run may change for init.weights, but for the image size: they act in training only."""
+        return {name: getattr(self, name) for name, found in MODEL_SETTINGS.items() if found.option.only_trains}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import UserError
-from pipeline.json_record import quoted, shortened
+from pipeline.json_record import Limits, Reader, RefusedError, finite, is_record, plain, quoted, shortened
 from pipeline.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 from pipeline.words import counted
@@ -49,17 +49,12 @@ TRACKING_URI = TextForm(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(Limits):
     """What a setting accepts beyond its type. In a list, values are checked one by one.
 
-    min and max belong to the range, above and below do not. is_path: the text is a path, where `~` is the home folder. is_command:
-    the text is words as in a shell, with quotes.
+    is_path: the text is a path, where `~` is the home folder. is_command: the text is words as in a shell, with quotes.
     """
 
-    min: float | None = None
-    above: float | None = None
-    max: float | None = None
-    below: float | None = None
     form: TextForm | None = None
     min_items: int = 0
     distinct: bool = False
@@ -67,23 +62,9 @@ class Rule:
     is_path: bool = False
     is_command: bool = False
 
-    def accepts(self, number: float) -> bool:
-        return (
-            (self.min is None or number >= self.min)
-            and (self.above is None or number > self.above)
-            and (self.max is None or number <= self.max)
-            and (self.below is None or number < self.below)
-        )
-
     @property
     def range(self) -> str:
-        """The range in words, such as "from 1 to 16,384" or "at least 0 and below 1"; empty without limits."""
-        if self.choices:
-            return "|".join(self.choices)
-        if self.min is not None and self.max is not None:
-            return f"from {_plain(self.min)} to {_plain(self.max)}"
-        limits = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
-        return " and ".join(f"{word} {_plain(limit)}" for word, limit in limits.items() if limit is not None)
+        return "|".join(self.choices) or super().range
 
 
 def setting(
@@ -150,48 +131,58 @@ def load(cls: type[T], path: str | Path | None, overrides: typing.Sequence[str] 
     return config
 
 
-def build(cls: type[T], tree: Any, where: str, prefix: str = "") -> T:
-    """Make a `cls` of a plain nested dict. where: source named in errors; prefix: the section ('model.').
+def build(cls: type[T], tree: Any, where: str) -> T:
+    """Make a `cls` of a plain nested dict. where: source named in errors.
 
     Checks names, types and ranges, not the class's `check()`. Raises UserError.
     """
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {as_typed(tree)}."
-        )
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in tree:
-        if key not in fields:
-            raise UserError(f"{where}: unknown setting {prefix}{as_typed(key)}.{_did_you_mean(cls, prefix, str(key))}")
-    values = {}
-    for name, field in fields.items():
-        if name in tree or _is_section(hints[name]):
-            values[name] = _convert(hints[name], tree.get(name), f"{prefix}{name}", where, field.metadata["rule"])
-        elif field.default is REQUIRED and field.default_factory is REQUIRED:
-            raise UserError(f"{where}: {prefix}{name} is not set ({field.metadata['doc']}). Set it: {prefix}{name}=...")
-    return cls(**values)
+    return _Reader(where).convert(tree, cls, "")
 
 
-def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
-    """Convert a YAML value to `kind`. Raises UserError with the setting, the value and what it must be."""
-    origin = typing.get_origin(kind)
-    if _is_section(kind):
-        return build(kind, value if value is not None else {}, where, f"{name}.")
-    if origin in (typing.Union, types.UnionType):
-        inner = [option for option in typing.get_args(kind) if option is not type(None)]
-        return None if value is None else _convert(inner[0], value, name, where, rule)
-    if origin is list:
-        return _convert_list(kind, value, name, where, rule)
-    try:
+class _Reader(Reader):
+    """Converts YAML values to settings; some text is a number to the user (1e-3), and a single value is a list of one."""
+
+    missing = "is not set ({doc}). Set it: {name}=..."
+    shown = staticmethod(as_typed)
+
+    def convert(self, value: Any, kind: Any, name: str, rule: Any = None) -> Any:
+        origin = typing.get_origin(kind)
+        if origin is list:
+            (inner,) = typing.get_args(kind)
+            values = value if isinstance(value, list) else [value]
+            index = "[{}]" if is_record(inner) else ""
+            items = [self.convert(item, inner, name + index.format(i), rule) for i, item in enumerate(values)]
+            if len(items) < rule.min_items:
+                count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
+                raise UserError(f"{self.where}: {name} = {quoted(value)} must have at least {count}.")
+            if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
+                raise UserError(
+                    f"{self.where}: {name} = {quoted(value)} must have different values: one is there twice."
+                )
+            return items
+        if is_record(kind):
+            return self.record({} if value is None and name else value, kind, name)
+        return self.single(value, kind, name, rule) if origin is dict else super().convert(value, kind, name, rule)
+
+    def record(self, tree: Any, kind: Any, name: str) -> Any:
+        if not isinstance(tree, dict):
+            shown = as_typed(tree)
+            raise UserError(f"{self.where}: {name or 'the file'} must be a mapping of settings, not {shown}.")
+        prefix, hints = f"{name}." if name else "", typing.get_type_hints(kind)
+        for key in tree:
+            if key not in hints:
+                guess = _did_you_mean(kind, prefix, str(key))
+                raise UserError(f"{self.where}: unknown setting {prefix}{as_typed(key)}.{guess}")
+        return super().record({**{section: None for section in hints if is_record(hints[section])}, **tree}, kind, name)
+
+    def scalar(self, value: Any, kind: Any, rule: Any) -> Any:
+        origin = typing.get_origin(kind)
         if hasattr(kind, "parse"):
             parsed = kind.parse(value)
             _check_range(getattr(parsed, "amount", None), rule)
             return parsed
-        if origin is typing.Literal:
-            return _choice(typing.get_args(kind), value)
-        if rule.choices:
-            return _choice(rule.choices, value)
+        if origin is typing.Literal or rule.choices:
+            return _choice(rule.choices or typing.get_args(kind), value)
         if origin is dict and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return {_checked_text(str(key)): _checked_text(text) for key, text in value.items()}
         if kind is bool and isinstance(value, bool):
@@ -202,40 +193,18 @@ def _convert(kind: Any, value: Any, name: str, where: str, rule: Rule) -> Any:
                 _check_quotes(text)
             return _expanded(text) if rule.is_path else text
         if kind in (int, float) and not isinstance(value, bool):
-            number = _whole(value) if kind is int else _number(value)
+            # PyYAML reads 1e-3 (no dot) as text, and people write it often.
+            number = _whole(value) if kind is int else finite(value)
             if number is not None:
                 _check_range(number, rule, _MAX_NUMBER[kind])
                 return number
-    except _RefusedError as error:
-        raise UserError(f"{where}: {name} = {as_typed(value)} {error}") from None
-    except ValueError as error:  # From `parse`.
-        raise UserError(f"{where}: {name} = {as_typed(value)}: {error}") from None
-    expected = "mapping of names to text" if origin is dict else type_name(kind)
-    raise UserError(f"{where}: {name} = {as_typed(value)} must be a {expected}.")
-
-
-def _convert_list(kind: Any, value: Any, name: str, where: str, rule: Rule) -> list[Any]:
-    """A list of values; a single value is a list of one."""
-    (inner,) = typing.get_args(kind)
-    values = value if isinstance(value, list) else [value]
-    names = [f"{name}[{i}]" if _is_section(inner) else name for i in range(len(values))]
-    items = [_convert(inner, item, item_name, where, rule) for item, item_name in zip(values, names, strict=True)]
-    if len(items) < rule.min_items:
-        count = "one value" if rule.min_items == 1 else f"{counted(rule.min_items, 'value')}"
-        raise UserError(f"{where}: {name} = {quoted(value)} must have at least {count}.")
-    if rule.distinct and any(item in items[:i] for i, item in enumerate(items)):
-        raise UserError(f"{where}: {name} = {quoted(value)} must have different values: one is there twice.")
-    return items
-
-
-class _RefusedError(Exception):
-    """What a value must be: the end of an error whose beginning names the setting and the value."""
+        raise RefusedError(f"must be a {'mapping of names to text' if origin is dict else type_name(kind)}.")
 
 
 def _choice(accepted: tuple[Any, ...], value: Any) -> Any:
     choices = {str(choice): choice for choice in accepted}  # Numbers in a file are still text.
     if isinstance(value, bool) or str(value) not in choices:
-        raise _RefusedError(f"must be one of {', '.join(choices)}.")
+        raise RefusedError(f"must be one of {', '.join(choices)}.")
     return choices[str(value)]
 
 
@@ -243,26 +212,26 @@ def _check_range(number: float | None, rule: Rule, limit: float = math.inf) -> N
     if number is None:
         return
     if not rule.accepts(number):
-        raise _RefusedError(f"must be {rule.range}.")
+        raise RefusedError(f"must be {rule.range}.")
     if 0 < abs(number) < _MIN_NUMBER:
         or_0 = " or 0" if rule.accepts(0) else ""
-        raise _RefusedError(f"is too small to count: it must be at least {_MIN_NUMBER:g}{or_0}.")
+        raise RefusedError(f"is too small to count: it must be at least {_MIN_NUMBER:g}{or_0}.")
     if rule.max is None and abs(number) > limit:
-        raise _RefusedError(f"must be at most {_plain(limit)}.")
+        raise RefusedError(f"must be at most {plain(limit)}.")
 
 
 def _checked_text(text: str, form: TextForm | None = None) -> str:
     """The text, if a file name can contain it (no NUL, no lone surrogate) and it has the form."""
     if len(text) > _MAX_TEXT:
-        raise _RefusedError(f"must be at most {_MAX_TEXT:,} characters long.")
+        raise RefusedError(f"must be at most {_MAX_TEXT:,} characters long.")
     try:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
         encoded = b"\0"
     if b"\0" in encoded:
-        raise _RefusedError("has a character that no file name can have.")
+        raise RefusedError("has a character that no file name can have.")
     if form is not None and not re.fullmatch(form.pattern, text):
-        raise _RefusedError(f"must be {form.name}.")
+        raise RefusedError(f"must be {form.name}.")
     return text
 
 
@@ -270,25 +239,25 @@ def _check_quotes(text: str) -> None:
     try:
         shlex.split(text)
     except ValueError:
-        raise _RefusedError("has a quote that is not closed, or ends in a backslash.") from None
+        raise RefusedError("has a quote that is not closed, or ends in a backslash.") from None
 
 
 def _expanded(path: str) -> str:
-    """A path with `~` or `~user` at its beginning replaced by that home folder. Raises _RefusedError for an unknown user.
+    """A path with `~` or `~user` at its beginning replaced by that home folder. Raises RefusedError for an unknown user.
 
     Every setting that is a path comes through here, so nothing else needs to know of `~`.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
         user = found.partition("/")[0]
-        raise _RefusedError(f"names the home folder of a user who does not exist here. A folder {user} is ./{user}.")
+        raise RefusedError(f"names the home folder of a user who does not exist here. A folder {user} is ./{user}.")
     return found
 
 
 def _config_file(path: str) -> Path:
     try:
         return Path(_expanded(path))
-    except _RefusedError as error:
+    except RefusedError as error:
         raise UserError(f"--config {as_typed(path)} {error}") from None
 
 
@@ -302,13 +271,13 @@ def to_dict(config: Any) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value):
             plain[field.name] = to_dict(value)
         elif isinstance(value, list):
-            plain[field.name] = [_item_to_plain(item) for item in value]
+            plain[field.name] = [_item_toplain(item) for item in value]
         else:
             plain[field.name] = value
     return plain
 
 
-def _item_to_plain(item: Any) -> Any:
+def _item_toplain(item: Any) -> Any:
     if hasattr(item, "parse"):
         return str(item)
     return to_dict(item) if dataclasses.is_dataclass(item) else item
@@ -331,14 +300,14 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     rows = []
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        if _is_section(kind):
+        if is_record(kind):
             rows += describe(kind, f"{prefix}{field.name}.")
             continue
         if field.default is not REQUIRED:
             default = _as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
-        if typing.get_origin(kind) is list and _is_section(typing.get_args(kind)[0]):
+        if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
             rows += describe(typing.get_args(kind)[0], f"{prefix}{field.name}[].")
             continue
         rule: Rule = field.metadata["rule"]
@@ -366,10 +335,6 @@ def type_name(kind: Any) -> str:
     return names.get(kind, getattr(kind, "__name__", str(kind)).lower())
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "parse")
-
-
 def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
@@ -386,11 +351,11 @@ def _apply(cls: type, tree: dict[str, Any], override: str) -> None:
         if not rest:
             value = _override_value(kind, text)
             (rule,) = (field.metadata["rule"] for field in dataclasses.fields(cls) if field.name == part)
-            _convert(kind, value, name, "the command line", rule)  # So that errors do not blame the file.
+            _Reader("the command line").convert(value, kind, name, rule)  # So that errors do not blame the file.
             tree[part] = value
             return
         is_mapping = typing.get_origin(kind) is dict
-        if not is_mapping and not _is_section(kind):
+        if not is_mapping and not is_record(kind):
             raise UserError(f"the command line: {prefix}{part} is a single value, so there is no {as_typed(name)}.")
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
@@ -419,10 +384,6 @@ def _did_you_mean(cls: type, prefix: str, key: str) -> str:
     return f" Did you mean {prefix}{near[0]}?" if near else f" Known here: {', '.join(known)}."
 
 
-def _plain(number: float) -> str:
-    return f"{int(number):,}" if number == int(number) and abs(number) < 1e20 else f"{number:g}"
-
-
 def _as_yaml(value: Any) -> str:
     if value is None:
         return "null"
@@ -435,14 +396,5 @@ def _whole(value: Any) -> int | None:
         # A float has 53 bits, and a seed may have more. int() raises for thousands of digits; 21 exceed every limit.
         digits = text.lstrip("+-").lstrip("0")
         return int(digits[:21] or "0") * (-1 if text.startswith("-") else 1)
-    number = _number(value)
+    number = finite(value)
     return int(number) if number is not None and number.is_integer() else None
-
-
-def _number(value: Any) -> float | None:
-    # PyYAML reads 1e-3 (no dot) as text, and people write it often. Infinity and NaN are refused.
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        return None
-    return number if number is not None and math.isfinite(number) else None

@@ -6,6 +6,7 @@ A protocol fixes everything that makes two scores comparable; `configs/vtab/` ha
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.architecture.config import Kernel
 from pipeline.errors import UserError
 from pipeline.settings.quantities import (
     MAX_BATCH,
@@ -13,7 +14,6 @@ from pipeline.settings.quantities import (
     MAX_SIDE,
     MAX_TASKS,
     MAX_THREADS,
-    Kernel,
     Length,
     kernel_setting,
 )

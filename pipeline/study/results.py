@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pipeline import json_record
 from pipeline.files import write_text
-from pipeline.json_record import Between, Count, Share
+from pipeline.json_record import Count, Limits, Share
 
 RESULTS_FILE = "results.json"
 Question = Literal["data_size", "scaling", "ablation"]
@@ -35,13 +35,13 @@ class CellResult:
     data_size: Count
     steps: Count
     images_seen: Count
-    exaflops: Annotated[float, Between(0, 1e30)]
+    exaflops: Annotated[float, Limits(0, 1e30)]
     seed: int
     state: State = "not run"
     reason: str = ""
     scores: dict[str, Share] = field(default_factory=dict)
     num_test: dict[str, Count] = field(default_factory=dict)
-    hours: Annotated[float, Between(0, 1e9)] | None = None
+    hours: Annotated[float, Limits(0, 1e9)] | None = None
     folder: str = ""
     run_id: str = ""
 

@@ -158,11 +158,10 @@ def initial_model(config: RunConfig, dataset: Dataset, resumed: AnyPath | None, 
             image_size=settings.image_size,
             num_classes=dataset.num_classes if config.init.new_head else None,
             new_head=config.init.new_head,
-            dropout=settings.dropout,
-            drop_path=settings.drop_path,
             seed=config.seed,
             kernel=config.init.kernel,
             say=console.say,
+            **settings.for_weights(),
         )
         if model.config.num_classes != dataset.num_classes:
             raise UserError(

@@ -20,7 +20,7 @@ from pipeline.data.storage.whole import write_files
 from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.files import write_text
-from pipeline.json_record import Between, Count, Share
+from pipeline.json_record import Count, Limits, Share
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.outputs import try_output
 from pipeline.page import Block, Heading, Paragraph, Table, markdown
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 GRID_FILE = "grid.json"
 Start = Callable[[ChildRun, GridConfig], int]
-_Rate = Annotated[float, Between(0, 1e30)]
+_Rate = Annotated[float, Limits(0, 1e30)]
 
 
 @dataclass(frozen=True)

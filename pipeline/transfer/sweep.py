@@ -12,12 +12,12 @@ from typing import Any
 
 from pipeline import json_record
 from pipeline import model as models
+from pipeline.architecture.config import Kernel
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.model import files
 from pipeline.settings import schema
-from pipeline.settings.quantities import Kernel
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.architecture.variants import VARIANTS, parse_name
 from pipeline.errors import UserError
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
-from pipeline.model.variants import VARIANTS, parse_name
 
 # Millions of parameters at 224 px: no head; 1000 classes; representation layer and 21843 classes. Computed from the
 # sizes in the ViT paper's Table 1, whose own counts are rounded: B 86, L 307, H 632.
@@ -170,8 +170,9 @@ def test_an_unknown_name_gets_the_nearest_known(name, nearest):
         ({"width": 100}, "width = 100 is not divisible by num_heads = 12. Use width 96 or 108"),
         ({"depth": 0}, "depth = 0 must be from 1 to 1,024"),
         ({"num_classes": -1}, "num_classes = -1 must be from 0"),
-        ({"gelu": "exact"}, 'gelu = "exact" is unknown'),
-        ({"dropout": 1.0}, "dropout = 1.0 must be in"),
+        ({"gelu": "exact"}, "gelu = 'exact' must be one of 'tanh', 'erf'"),
+        ({"pool": "mean"}, "pool = 'mean' must be one of 'token', 'gap', 'map'"),
+        ({"dropout": 1.0}, "dropout = 1.0 must be at least 0 and below 1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_with_a_remedy(changes, message):

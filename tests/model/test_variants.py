@@ -191,7 +191,7 @@ def test_drop_path_skips_samples_and_keeps_the_mean():
         ("ViT-B/16", {"patch_stride": 12}, "image_size = 224 is not patch_size = 16 plus a multiple of the stride 12. Nearest sizes: 220"),
         ("ViT-B/16", {"positions": "relative", "positions_at": "shared"}, "relative adds nothing to the tokens"),
         ("ViT-B/16", {"positions": "sincos2d", "width": 90, "num_heads": 1}, "needs a width divisible by 4, not 90"),
-        ("ViT-B/16", {"drop_path": 1.0}, "drop_path = 1.0 must be in [0, 1)"),
+        ("ViT-B/16", {"drop_path": 1.0}, "drop_path = 1.0 must be at least 0 and below 1"),
         ("R50+ViT-B/32", {"image_size": 240}, "240 is not divisible by patch_size = 32 (1 x 32). Nearest sizes: 224 or 256"),
         ("R50+ViT-B/8", {}, 'did you mean "R50+ViT-B/16"'),
         ("BiT-R50", {}, 'did you mean "BiT-R50x1"'),

@@ -305,7 +305,7 @@ def test_repeated_class_names_are_reported_not_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_norm_eps": 1e30}, "layer_norm_eps = 1e+30 must be greater than 0, and at most 1"),
+        ({"layer_norm_eps": 1e30}, "layer_norm_eps = 1e+30 must be above 0 and at most 1"),
         ({"depth": 10**12}, "depth = 1000000000000 must be from 1 to 1,024"),
         ({"width": "32"}, "model: width = '32' must be a whole number"),
         ({"image_size": [8, 0]}, "image_size = (8, 0) must be from 1 to"),

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import model as models
+from pipeline.architecture.config import ViTConfig
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.errors import UserError
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
-from pipeline.model.variants import ViTConfig
 from pipeline.objectives.masked_patches import Masking
 from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.weights import WeightsConfig

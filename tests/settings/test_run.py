@@ -556,7 +556,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["seed=-1"], "seed = -1 must be from 0 to 9,223,372,036,854,775,807."),
         (["seed=9223372036854775808"], "seed = 9223372036854775808 must be from 0 to 9,223,372,036,854,775,807."),
         (["train.stop_after_minutes=0.5"], "train.stop_after_minutes = 0.5 leaves no time to train"),
-        (["model.dropout=1.5"], "model.dropout = 1.5 must be from 0 to 1."),
+        (["model.dropout=1.5"], "model.dropout = 1.5 must be at least 0 and below 1."),
         (["name=a/b"], "name = a/b must be a plain folder name."),
         (["name=.."], "must be a plain folder name"),
         (

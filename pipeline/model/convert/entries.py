@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline import json_record
+from pipeline.architecture.config import Config
 from pipeline.errors import UserError
-from pipeline.model.variants import Config
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -5,10 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipeline.architecture.config import Gelu, Kernel, ViTConfig, stem_reduction
+from pipeline.architecture.variants import VARIANTS
 from pipeline.errors import UserError
 from pipeline.model.convert import resnets
 from pipeline.model.convert.entries import Entries, Tensors, key_pattern
-from pipeline.model.variants import VARIANTS, Gelu, Kernel, ViTConfig, stem_reduction
 from pipeline.words import counted
 
 

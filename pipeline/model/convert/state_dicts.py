@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeline import json_record
+from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, stem_reduction
+from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.errors import UserError
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights, check_values
@@ -21,7 +23,6 @@ from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
-from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.model.vit import VisionTransformer
 from pipeline.words import counted
 

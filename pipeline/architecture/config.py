@@ -1,0 +1,359 @@
+"""The configurations of the models: `ViTConfig` and `ResNetConfig`, where each field of a model is declared.
+
+    dropout: Annotated[float, Limits(0, below=1), Option("Dropout after positions ...")] = 0.0
+
+is all that `model.dropout` needs to be a setting with help and a range, to be saved with weights and checkpoints, and to be read
+as its default from files that were made without it. What uses the field is in `pipeline/model/`.
+"""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pipeline import json_record
+from pipeline.errors import UserError
+from pipeline.json_record import Limits, quoted
+from pipeline.words import counted
+
+Gelu = Literal["tanh", "erf"]
+Pool = Literal["token", "gap", "map"]
+# Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
+Masked = Literal["mean_color", "small_patch", "pixels"]
+# How learned positions are resampled to another patch grid (pipeline/model/position.py).
+Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
+
+# Far above every published model: a damaged file must not allocate more than these.
+_MAX_SIDE, _MAX_TOKENS, _MAX_STAGES, _MAX_UNITS = 2**16, 2**17, 8, 1024
+# The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are not at
+# their defaults.
+_FIRST_SAVED = (
+    "units", "width", "depth", "mlp_width", "num_heads", "patch_size", "image_size", "num_classes", "representation", "gelu",
+    "dropout", "head_bias", "drop_path", "pool", "positions", "positions_at", "patch_stride", "stem", "axial", "layer_norm_eps",
+    "masked",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """Marks a field that a run may set as `model.NAME`.
+
+    doc: its help. setting: default of the setting; ... is that of the field, which files without the field have, and None is what
+    the model's name implies. only_trains: the field changes neither the weights nor what they compute after training, so a run
+    may set it for weights that exist.
+    """
+
+    doc: str
+    setting: Any = ...
+    only_trains: bool = False
+
+
+class _Config:
+    image_size: tuple[int, int]
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a value of another type or out of its range."""
+        hints = typing.get_type_hints(type(self), include_extras=True)
+        for name, value in vars(self).items():
+            if not isinstance(value, tuple):
+                json_record.convert(value, hints[name], "model", name)
+        if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
+            raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
+
+    def added(self) -> dict[str, Any]:
+        """The fields that the first files did not have, where they are not at their defaults."""
+        defaults = {field.name: field.default for field in fields(self) if field.name not in _FIRST_SAVED}  # type: ignore[arg-type]
+        return {name: vars(self)[name] for name, default in defaults.items() if vars(self)[name] != default}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, YAML and weights files; tuples become lists."""
+        values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class ViTConfig(_Config):
+    """The architecture of a ViT. Raises UserError for values that do not fit together."""
+
+    width: Annotated[
+        int,
+        Limits(1, 2**16),
+        Option("Overrides the variant's width D; for a ResNet, the channels of its first layer.", None),
+    ]
+    depth: Annotated[int, Limits(1, 1024), Option("Overrides the variant's number of blocks.", None)]
+    mlp_width: Annotated[int, Limits(1, 2**18), Option("Overrides the variant's MLP width.", None)]
+    num_heads: Annotated[int, Limits(1, 2**12), Option("Overrides the variant's number of heads.", None)]
+    patch_size: Annotated[int, Limits(1, 2**12)]  # P, in pixels; in a hybrid, in cells of the stem's output
+    image_size: tuple[int, int]  # height, width, in pixels
+    num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
+    patch_stride: Annotated[  # in a hybrid, in cells of the stem's output; None: patch_size
+        int | None,
+        Limits(1, 2**12),
+        Option("Distance between patches in pixels; patches overlap if it is below the patch side."),
+    ] = None
+    positions: Annotated[  # ViT paper, D.4
+        Literal["learned", "learned2d", "sincos2d", "relative", "none"],
+        Option("Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."),
+    ] = "learned"
+    positions_at: Annotated[
+        Literal["stem", "blocks", "shared"],
+        Option(
+            "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
+            "with the same table (shared)."
+        ),
+    ] = "stem"
+    pool: Annotated[
+        Pool,
+        Option(
+            "Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
+            setting=None,
+        ),
+    ] = "token"
+    representation: Annotated[  # "pre_logits" of the official weights of ImageNet-21k
+        bool, Option("Add a dense + tanh layer before the head (pre-training only).", setting=True)
+    ] = False
+    gelu: Annotated[Gelu, Option("GELU: tanh approximation (official code) or exact.")] = (
+        "tanh"  # timm, Hugging Face: erf
+    )
+    dropout: Annotated[  # ViT paper, Table 3
+        float,
+        Limits(0, below=1),
+        Option("Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", only_trains=True),
+    ] = 0.0
+    drop_path: Annotated[
+        float,
+        Limits(0, below=1),
+        Option("Stochastic depth: drop probability of the last block, linear from 0.", only_trains=True),
+    ] = 0.0
+    head_bias: Annotated[
+        float, Limits(-1000, 1000), Option("Initial bias of the head; -10 suits sigmoid loss on 21k classes.")
+    ] = 0.0
+    stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
+    axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
+    # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
+    layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
+    masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
+    registers: Annotated[int, Limits(0, 256)] = (
+        0  # extra tokens without a position, not read by the head (arXiv 2309.16588)
+    )
+    kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_units("stem", self.stem or (), 0)
+        if self.width % self.num_heads:
+            raise UserError(
+                f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
+                f"Use width {_nearest_multiples(self.width, self.num_heads)}, or another number of heads."
+            )
+        self._check_positions()
+        self._check_registers()
+        if self.axial and self.pool == "token":
+            raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
+        if not 1 <= self.stride <= self.patch_size:
+            raise UserError(
+                f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a larger one "
+                "leaves pixels that no patch covers."
+            )
+        if self.masked or self.stem is not None or min(self.image_size) < self.patch_size:
+            self.check_covered()
+        if self.num_tokens > _MAX_TOKENS:
+            raise UserError(
+                f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
+                f"{counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
+            )
+        if self.masked:
+            self._check_masked()
+
+    def _check_masked(self) -> None:
+        if self.num_classes or self.representation or self.pool == "map" or self.axial:
+            raise UserError(
+                "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
+                "pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
+            )
+        if self.masked == "small_patch" and self.patch_pixels % 4:
+            raise UserError(
+                f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels. Use "
+                "a patch side divisible by 4, or mean_color."
+            )
+
+    def _check_registers(self) -> None:
+        needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
+        if self.registers and (needs_positions or self.pool == "map" or self.masked):
+            raise UserError(
+                "model: registers have no position, and the head does not read them. Use them with pool=token or pool=gap, "
+                "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
+            )
+
+    def _check_positions(self) -> None:
+        if self.positions in ("relative", "none") and self.positions_at != "stem":
+            raise UserError(
+                f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
+            )
+        parts = {"learned2d": 2, "sincos2d": 4}.get(self.positions, 1)
+        if self.width % parts:
+            raise UserError(
+                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
+            )
+
+    def check_covered(self) -> None:
+        """Raise UserError if no patch covers the last rows or columns of pixels, which is a mistake in a new model."""
+        patch, step = self.patch_pixels, self.stride * self.reduction  # in pixels
+        for side, unseen in zip(self.image_size, self.unseen, strict=True):
+            if not unseen:
+                continue
+            below = patch + max(side - patch, 0) // step * step
+            nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
+            if step == patch:
+                why = f"is not divisible by patch_size = {patch}"
+                why += f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
+            else:
+                why = f"is not patch_size = {patch} plus a multiple of the stride {step}"
+            raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
+
+    @property
+    def stride(self) -> int:
+        """Cells from patch to patch; a cell is a pixel, or in a hybrid one position of the stem's output."""
+        return self.patch_size if self.patch_stride is None else self.patch_stride
+
+    @property
+    def reduction(self) -> int:
+        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples."""
+        return stem_reduction(self.stem)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in self.image_size)
+        return rows, columns
+
+    @property
+    def unseen(self) -> tuple[int, int]:
+        """(rows, columns) of pixels at the lower and right edge that no patch covers, as in the official code (padding
+        "VALID"): 6 of the 384 of ViT-H/14 in the ViT paper's fine-tuning."""
+        patch, step = self.patch_pixels, self.stride * self.reduction
+        height, width = (side if side < patch else (side - patch) % step for side in self.image_size)
+        return height, width
+
+    @property
+    def unseen_note(self) -> str:
+        """A line about pixels that no patch covers; empty if there are none."""
+        if not any(self.unseen):
+            return ""
+        return (
+            f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the last "
+            f"{counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
+        )
+
+    @property
+    def patch_pixels(self) -> int:
+        """Side of a patch in pixels of the image."""
+        return self.patch_size * self.reduction
+
+    @property
+    def num_corrupted(self) -> int:
+        """Number of patches that masked prediction corrupts: half of them (ViT paper, B.1.2)."""
+        rows, columns = self.grid
+        return (rows * columns + 1) // 2
+
+    @property
+    def patch_outputs(self) -> int:
+        """Number of outputs for each corrupted patch."""
+        return {None: 0, "mean_color": 512, "small_patch": 16 * 512, "pixels": 3 * self.patch_pixels**2}[self.masked]
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the head for one image: class logits, or predictions of its corrupted patches."""
+        return self.num_corrupted * self.patch_outputs if self.masked else self.num_classes
+
+    @property
+    def num_tokens(self) -> int:
+        """N: patches, the class token if any, and registers."""
+        return self.num_positions + self.registers
+
+    @property
+    def num_positions(self) -> int:
+        """Number of tokens with a position: patches, and the class token if any."""
+        return (self.pool == "token") + self.grid[0] * self.grid[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that run: `depth`, or twice that in an axial ViT."""
+        return self.depth * 2 if self.axial else self.depth
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
+class ResNetConfig(_Config):
+    """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
+
+    units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
+    width: Annotated[int, Limits(1, 2**16)]  # channels after the root; stage i has 4 * 2^i times as many
+    image_size: tuple[int, int]  # height, width, in pixels
+    num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
+    head_bias: Annotated[float, Limits(-1000, 1000)] = 0.0  # initial bias of the head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_units("units", self.units, 1)
+        if self.width % 32:
+            raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the features that the head reads."""
+        return 4 * self.width * 2 ** (len(self.units) - 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the head for one image: class logits."""
+        return self.num_classes
+
+
+Config = ViTConfig | ResNetConfig
+
+
+class Setting(NamedTuple):
+    """A setting `model.NAME`, from a field with an `Option`. default: None is what the model's name implies."""
+
+    kind: Any
+    default: Any
+    limits: Limits
+    option: Option
+
+
+def _settings() -> Iterator[tuple[str, Setting]]:
+    for cls in (ViTConfig, ResNetConfig):
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            marks = getattr(hints[field.name], "__metadata__", ())
+            limits = next((mark for mark in marks if isinstance(mark, Limits)), Limits())
+            for option in (mark for mark in marks if isinstance(mark, Option)):
+                kind = hints[field.name].__origin__
+                default = field.default if option.setting is ... else option.setting
+                yield field.name, Setting(kind | None if default is None else kind, default, limits, option)
+
+
+# What a run may set of a model, by the field's name, in the order of `--help`.
+MODEL_SETTINGS = dict(_settings())
+
+
+def stem_reduction(stem: tuple[int, ...] | None) -> int:
+    """The factor by which a hybrid's stem downsamples; 1 without a stem. stem: units of each stage."""
+    return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
+
+
+def _check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
+    if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
+        raise UserError(
+            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS} units."
+        )
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return f"{below} or {below + step}" if below > 0 else str(step)

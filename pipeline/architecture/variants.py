@@ -1,0 +1,175 @@
+"""Models by name, and configurations from names, changes and saved files."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple
+
+from pipeline import json_record
+from pipeline.architecture.config import MODEL_SETTINGS, Config, ResNetConfig, ViTConfig
+from pipeline.errors import UserError
+from pipeline.json_record import quoted
+
+ImageSize = int | tuple[int, int]
+
+
+class Variant(NamedTuple):
+    width: int
+    depth: int
+    mlp_width: int
+    num_heads: int
+
+
+# B, L, H: ViT paper, Table 1. Ti, S: google-research/vision_transformer, vit_jax/configs/models.py.
+# The others: google-research/big_vision, models/vit.py (mu is its size for tests).
+VARIANTS = {
+    "mu":     Variant(32, 1, 128, 2),
+    "Ti":     Variant(192, 12, 768, 3),
+    "S":      Variant(384, 12, 1536, 6),
+    "M":      Variant(512, 12, 2048, 8),
+    "B":      Variant(768, 12, 3072, 12),
+    "L":      Variant(1024, 24, 4096, 16),
+    "So400m": Variant(1152, 27, 4304, 16),
+    "H":      Variant(1280, 32, 5120, 16),
+    "g":      Variant(1408, 40, 6144, 16),
+    "G":      Variant(1664, 48, 8192, 16),
+    "e":      Variant(1792, 56, 15360, 16),
+}  # fmt: skip
+
+# Name -> size of the ViT, units of each stage of the ResNet stem, patch side in cells of the stem's output. The number in a
+# name is the side of a token in pixels (ViT paper, section 4.1; vit_jax/configs/models.py). R+Ti/16 is an exception: its root
+# downsamples 4 times, not 2 as a comment there says, so the side of its tokens is 32.
+HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
+    "R50+ViT-B/16": ("B", (3, 4, 9), 1),
+    "R50+ViT-B/32": ("B", (3, 4, 6, 3), 1),
+    "R50+ViT-L/16": ("L", (3, 4, 9), 1),
+    "R50+ViT-L/32": ("L", (3, 4, 6, 3), 1),
+    "R26+S/32": ("S", (2, 2, 2, 2), 1),
+    "R+Ti/16": ("Ti", (), 8),
+}
+
+# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py). 26 is the smallest hybrid's, for small studies.
+RESNET_UNITS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """The inverse of to_dict. A field that did not exist when the file was made has its default.
+
+    Raises UserError for unknown fields, missing ones without a default, and wrong types.
+    """
+    cls: type[Config] = ResNetConfig if "units" in values else ViTConfig
+    known = [field.name for field in fields(cls)]
+    if unknown := sorted(map(str, values.keys() - set(known))):
+        raise UserError(f"model: unknown field {unknown[0][:200]!r}{_did_you_mean(unknown[0][:200], known)}")
+    if type(side := values.get("image_size")) is int:
+        values = {**values, "image_size": [side, side]}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return json_record.convert(plain, cls, "model")
+
+
+def configure(
+    name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, covered: bool = True, **changes: Any
+) -> Config:
+    """The configuration of a named model.
+
+    name: "ViT-L/16": a size and any patch side in pixels; "Axial-ViT-B/16"; a hybrid, "R50+ViT-B/16"; or a ResNet,
+        "BiT-R101x3": layers and width factor.
+    image_size: side or (height, width) in pixels.
+    covered: refuse an image size with pixels that no patch covers (`ViTConfig.unseen`).
+    changes: fields of the configuration by name; None keeps the value that the name implies. Fields of the other kind of
+        model are accepted with their defaults.
+    Raises UserError for an unknown name or field, and for values that do not fit together.
+    """
+    cls, values = _implied(name)
+    own = {field.name for field in fields(cls)}
+    neutral = {field.name: field.default for kind in (ResNetConfig, ViTConfig) for field in fields(kind)}
+    for field, value in changes.items():
+        if field in own and value is not None:
+            values[field] = value
+        elif field not in own and field not in neutral:
+            raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
+        elif field not in own and value not in (None, neutral[field]):
+            default = None if neutral[field] is MISSING else neutral[field]
+            raise UserError(f"model: {name} has no {field}. Set model.{field}={_as_yaml(default)}.")
+    config = cls(**values, image_size=as_pair(image_size), num_classes=num_classes)
+    if covered and isinstance(config, ViTConfig):
+        config.check_covered()
+    return config
+
+
+def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Field -> (the value that the name implies, the value of `changes`), where these differ.
+
+    changes: as of `configure`; None keeps the implied value, and other keys are ignored. Raises UserError for an unknown name.
+    """
+    cls, values = _implied(name)
+    usual = {
+        name: getattr(cls, name)
+        for name, found in MODEL_SETTINGS.items()
+        if found.default is None and hasattr(cls, name)
+    }
+    if "patch_size" in values:
+        usual["patch_stride"] = values["patch_size"]
+    values = {**usual, **values}
+    given = {field: value for field, value in changes.items() if field in values and value is not None}
+    return {field: (values[field], value) for field, value in given.items() if value != values[field]}
+
+
+def parse_name(name: str) -> tuple[Variant, int]:
+    """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side is accepted. Raises UserError for an unknown name."""
+    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)
+    if match is None or match[1] not in VARIANTS:
+        patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
+        known = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
+        known += [f"Axial-{plain}" for plain in known if "-B/" in plain] + [*HYBRIDS, *_RESNETS]
+        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, known)}")
+    return VARIANTS[match[1]], int(match[2])
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name.isprintable() and len(name) < 100 else quoted(name)
+
+
+def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
+    """A side, or (height, width) -> (height, width)."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+# The ResNets of the BiT and ViT papers, for suggestions in errors; any width factor is accepted.
+_RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
+
+
+def _implied(name: str) -> tuple[type[Config], dict[str, Any]]:
+    """The class of the configuration, and the fields that the name implies."""
+    return _resnet(name) if name.startswith("BiT-") else _vit(name)
+
+
+def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
+    if name in HYBRIDS:
+        letter, stem, patch_size = HYBRIDS[name]
+        return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}
+    axial = name.startswith("Axial-ViT-")
+    variant, patch_size = parse_name(name.removeprefix("Axial-") if axial else name)
+    kind = {"axial": True, "pool": "gap"} if axial else {}
+    return ViTConfig, {**variant._asdict(), "patch_size": patch_size, **kind}
+
+
+def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
+    match = re.fullmatch(r"BiT-R(\d{1,5})x([1-9]\d{0,2})", name, re.ASCII)
+    if match is None or int(match[1]) not in RESNET_UNITS:
+        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, _RESNETS)}")
+    return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
+
+
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    # In lower case, so that "vit-l/16" finds "ViT-L/16". `max` returns the first of several equal entries.
+    def similarity(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+
+    return f'; did you mean "{max(known, key=similarity)}"? Known: {", ".join(known)}.'
