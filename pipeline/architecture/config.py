@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.json_record import Limits, quoted
-from pipeline.words import counted
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import Limits, quoted
+from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from pipeline import json_record
 from pipeline.architecture.config import MODEL_SETTINGS, Config, ResNetConfig, ViTConfig
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 
 ImageSize = int | tuple[int, int]
 

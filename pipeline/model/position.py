@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Config, Kernel, ViTConfig
 from pipeline.architecture.variants import ImageSize, as_pair
-from pipeline.errors import UserError
-from pipeline.words import counted
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "zoom": {"mode": "bilinear", "align_corners": True},

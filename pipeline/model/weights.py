@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
 from pipeline.architecture.config import MODEL_SETTINGS, Config, Gelu, Kernel, ViTConfig
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
-from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import replacing
+from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.convert.entries import Weights, check_tensors
@@ -28,7 +29,6 @@ from pipeline.model.convert.preprocessing import SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resampling_note
-from pipeline.words import counted
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from pipeline.architecture.config import MODEL_SETTINGS
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_sections import (
     AugmentConfig,

@@ -4,8 +4,8 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, TypeVar
 
 from pipeline.architecture.config import MODEL_SETTINGS, Kernel
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.architecture.config import Kernel
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SEED,

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.variants import VARIANTS, parse_name
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
 
 # Millions of parameters at 224 px: no head; 1000 classes; representation layer and 21843 classes. Computed from the

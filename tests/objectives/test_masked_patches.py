@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline.architecture.config import ViTConfig
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.errors import UserError
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
 from pipeline.objectives.masked_patches import Masking

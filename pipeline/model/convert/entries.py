@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import json_record
 from pipeline.architecture.config import Config
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from pipeline.architecture.config import Gelu, Kernel, ViTConfig, stem_reduction
 from pipeline.architecture.variants import VARIANTS
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert import resnets
 from pipeline.model.convert.entries import Entries, Tensors, key_pattern
-from pipeline.words import counted
 
 
 class PoolNames(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.architecture.config import MODEL_SETTINGS, Pool, ViTConfig
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import position
 from pipeline.model.vit import VisionTransformer
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeline.architecture.config import ResNetConfig
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
 from pipeline.model.resnet import unit_shapes
 

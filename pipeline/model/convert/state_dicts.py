@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
 from pipeline.architecture.config import Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
@@ -24,7 +25,6 @@ from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
-from pipeline.words import counted
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
