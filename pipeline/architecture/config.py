@@ -79,11 +79,11 @@ class ViTConfig(_Config):
     width: Annotated[
         int,
         Limits(1, 2**16),
-        Option("Overrides the variant's width D; for a ResNet, the channels of its first layer.", None),
+        Option("Overrides the variant's width D; for a ResNet, the channels of its first layer.", setting=None),
     ]
-    depth: Annotated[int, Limits(1, 1024), Option("Overrides the variant's number of blocks.", None)]
-    mlp_width: Annotated[int, Limits(1, 2**18), Option("Overrides the variant's MLP width.", None)]
-    num_heads: Annotated[int, Limits(1, 2**12), Option("Overrides the variant's number of heads.", None)]
+    depth: Annotated[int, Limits(1, 1024), Option("Overrides the variant's number of blocks.", setting=None)]
+    mlp_width: Annotated[int, Limits(1, 2**18), Option("Overrides the variant's MLP width.", setting=None)]
+    num_heads: Annotated[int, Limits(1, 2**12), Option("Overrides the variant's number of heads.", setting=None)]
     patch_size: Annotated[int, Limits(1, 2**12)]  # P, in pixels; in a hybrid, in cells of the stem's output
     image_size: tuple[int, int]  # height, width, in pixels
     num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
@@ -113,9 +113,8 @@ class ViTConfig(_Config):
     representation: Annotated[  # "pre_logits" of the official weights of ImageNet-21k
         bool, Option("Add a dense + tanh layer before the head (pre-training only).", setting=True)
     ] = False
-    gelu: Annotated[Gelu, Option("GELU: tanh approximation (official code) or exact.")] = (
-        "tanh"  # timm, Hugging Face: erf
-    )
+    # timm and Hugging Face: erf.
+    gelu: Annotated[Gelu, Option("GELU: tanh approximation (official code) or exact.")] = "tanh"
     dropout: Annotated[  # ViT paper, Table 3
         float,
         Limits(0, below=1),
@@ -134,9 +133,8 @@ class ViTConfig(_Config):
     # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
     layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
-    registers: Annotated[int, Limits(0, 256)] = (
-        0  # extra tokens without a position, not read by the head (arXiv 2309.16588)
-    )
+    # Extra tokens without a position, not read by the head (arXiv 2309.16588).
+    registers: Annotated[int, Limits(0, 256)] = 0
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pipeline.architecture.variants import overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.run import ModelConfig, RunConfig
@@ -117,8 +118,6 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
 
 def overrides_of_name(settings: ModelConfig) -> str:
     """A line that names the settings whose values are not those of model.name; empty if there are none."""
-    from pipeline.model import overridden  # Late: imports torch, which batch arithmetic does not need.
-
     found = overridden(settings.name, vars(settings)) if settings.name else {}
     values = [f"model.{field} = {given} instead of {own}" for field, (own, given) in found.items()]
     return f"not as model.name = {settings.name}: {', '.join(values)}" if values else ""
