@@ -36,7 +36,7 @@ _FIRST_SAVED = (
 
 @dataclass(frozen=True)
 class Option:
-    """Marks a field that a run may set as `model.NAME`.
+    """Marks a field that a run may set, in the section `model` of its settings.
 
     doc: its help. setting: default of the setting; ... is that of the field, which files without the field have, and None is what
     the model's name implies. only_trains: the field changes neither the weights nor what they compute after training, so a run
@@ -316,7 +316,7 @@ Config = ViTConfig | ResNetConfig
 
 
 class Setting(NamedTuple):
-    """A setting `model.NAME`, from a field with an `Option`. default: None is what the model's name implies."""
+    """A setting of the section `model`, from a field with an `Option`. default: None is what the model's name implies."""
 
     kind: Any
     default: Any
