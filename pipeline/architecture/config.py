@@ -1,6 +1,6 @@
 """The configurations of the models: `ViTConfig` and `ResNetConfig`, where each field of a model is declared.
 
-    dropout: Annotated[float, Limits(0, below=1), Option("Dropout after positions ...")] = 0.0
+    dropout: Annotated[float, Option(0, below=1, doc="Dropout after positions ...")] = 0.0
 
 is all that `model.dropout` needs to be a setting with help and a range, to be saved with weights and checkpoints, and to be read
 as its default from files that were made without it. What uses the field is in `pipeline/model/`.
@@ -8,8 +8,8 @@ as its default from files that were made without it. What uses the field is in `
 
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -35,17 +35,18 @@ _FIRST_SAVED = (
 
 
 @dataclass(frozen=True)
-class Option:
+class Option(Limits):
     """Marks a field that a run may set, in the section `model` of its settings.
 
     doc: its help. setting: default of the setting; ... is that of the field, which files without the field have, and None is what
     the model's name implies. only_trains: the field changes neither the weights nor what they compute after training, so a run
-    may set it for weights that exist.
+    may set it for weights that exist. kind: type of the setting, filled in below.
     """
 
-    doc: str
+    doc: str = ""
     setting: Any = ...
     only_trains: bool = False
+    kind: Any = None
 
 
 class _Config:
@@ -63,8 +64,10 @@ class _Config:
 
     def added(self) -> dict[str, Any]:
         """The fields that the first files did not have, where they are not at their defaults."""
-        defaults = {field.name: field.default for field in fields(self) if field.name not in _FIRST_SAVED}  # type: ignore[arg-type]
-        return {name: vars(self)[name] for name, default in defaults.items() if vars(self)[name] != default}
+        later = vars(self).keys() - set(_FIRST_SAVED)
+        return {
+            name: value for name, value in vars(self).items() if name in later and value != getattr(type(self), name)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
@@ -78,55 +81,66 @@ class ViTConfig(_Config):
 
     width: Annotated[
         int,
-        Limits(1, 2**16),
-        Option("Overrides the variant's width D; for a ResNet, the channels of its first layer.", setting=None),
+        Option(
+            1,
+            2**16,
+            doc="Overrides the variant's width D; for a ResNet, the channels of its first layer.",
+            setting=None,
+        ),
     ]
-    depth: Annotated[int, Limits(1, 1024), Option("Overrides the variant's number of blocks.", setting=None)]
-    mlp_width: Annotated[int, Limits(1, 2**18), Option("Overrides the variant's MLP width.", setting=None)]
-    num_heads: Annotated[int, Limits(1, 2**12), Option("Overrides the variant's number of heads.", setting=None)]
+    depth: Annotated[int, Option(1, 1024, doc="Overrides the variant's number of blocks.", setting=None)]
+    mlp_width: Annotated[int, Option(1, 2**18, doc="Overrides the variant's MLP width.", setting=None)]
+    num_heads: Annotated[int, Option(1, 2**12, doc="Overrides the variant's number of heads.", setting=None)]
     patch_size: Annotated[int, Limits(1, 2**12)]  # P, in pixels; in a hybrid, in cells of the stem's output
     image_size: tuple[int, int]  # height, width, in pixels
     num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
-    patch_stride: Annotated[  # in a hybrid, in cells of the stem's output; None: patch_size
+    # In a hybrid, in cells of the stem's output. None: patch_size.
+    patch_stride: Annotated[
         int | None,
-        Limits(1, 2**12),
-        Option("Distance between patches in pixels; patches overlap if it is below the patch side."),
+        Option(1, 2**12, doc="Distance between patches in pixels; patches overlap if it is below the patch side."),
     ] = None
-    positions: Annotated[  # ViT paper, D.4
+    # ViT paper, D.4.
+    positions: Annotated[
         Literal["learned", "learned2d", "sincos2d", "relative", "none"],
-        Option("Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."),
+        Option(doc="Position embedding: learned 1-D or 2-D, fixed sine-cosine, relative attention, or none."),
     ] = "learned"
     positions_at: Annotated[
         Literal["stem", "blocks", "shared"],
         Option(
-            "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
+            doc="Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
             "with the same table (shared)."
         ),
     ] = "stem"
     pool: Annotated[
         Pool,
         Option(
-            "Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
+            doc="Input of the head: class token, global average pool, or attention pool (map). null is token (axial models: gap).",
             setting=None,
         ),
     ] = "token"
-    representation: Annotated[  # "pre_logits" of the official weights of ImageNet-21k
-        bool, Option("Add a dense + tanh layer before the head (pre-training only).", setting=True)
+    # "pre_logits" of the official weights of ImageNet-21k.
+    representation: Annotated[
+        bool, Option(doc="Add a dense + tanh layer before the head (pre-training only).", setting=True)
     ] = False
     # timm and Hugging Face: erf.
-    gelu: Annotated[Gelu, Option("GELU: tanh approximation (official code) or exact.")] = "tanh"
-    dropout: Annotated[  # ViT paper, Table 3
+    gelu: Annotated[Gelu, Option(doc="GELU: tanh approximation (official code) or exact.")] = "tanh"
+    dropout: Annotated[
         float,
-        Limits(0, below=1),
-        Option("Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", only_trains=True),
+        Option(
+            0,
+            below=1,
+            doc="Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).",
+            only_trains=True,
+        ),
     ] = 0.0
     drop_path: Annotated[
         float,
-        Limits(0, below=1),
-        Option("Stochastic depth: drop probability of the last block, linear from 0.", only_trains=True),
+        Option(
+            0, below=1, doc="Stochastic depth: drop probability of the last block, linear from 0.", only_trains=True
+        ),
     ] = 0.0
     head_bias: Annotated[
-        float, Limits(-1000, 1000), Option("Initial bias of the head; -10 suits sigmoid loss on 21k classes.")
+        float, Option(-1000, 1000, doc="Initial bias of the head; -10 suits sigmoid loss on 21k classes.")
     ] = 0.0
     stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
@@ -315,29 +329,18 @@ class ResNetConfig(_Config):
 Config = ViTConfig | ResNetConfig
 
 
-class Setting(NamedTuple):
-    """A setting of the section `model`, from a field with an `Option`. default: None is what the model's name implies."""
-
-    kind: Any
-    default: Any
-    limits: Limits
-    option: Option
-
-
-def _settings() -> Iterator[tuple[str, Setting]]:
+def _options() -> Iterator[tuple[str, Option]]:
     for cls in (ViTConfig, ResNetConfig):
-        hints = typing.get_type_hints(cls, include_extras=True)
         for field in fields(cls):
-            marks = getattr(hints[field.name], "__metadata__", ())
-            limits = next((mark for mark in marks if isinstance(mark, Limits)), Limits())
-            for option in (mark for mark in marks if isinstance(mark, Option)):
-                kind = hints[field.name].__origin__
+            hint = typing.get_type_hints(cls, include_extras=True)[field.name]
+            for option in (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Option)):
                 default = field.default if option.setting is ... else option.setting
-                yield field.name, Setting(kind | None if default is None else kind, default, limits, option)
+                kind = hint.__origin__ | None if default is None else hint.__origin__
+                yield field.name, replace(option, setting=default, kind=kind)
 
 
-# What a run may set of a model, by the field's name, in the order of `--help`.
-MODEL_SETTINGS = dict(_settings())
+# What a run may set of a model, in the order of `--help`.
+OPTIONS = dict(_options())
 
 
 def stem_reduction(stem: tuple[int, ...] | None) -> int:

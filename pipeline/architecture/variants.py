@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from pipeline.architecture.config import MODEL_SETTINGS, Config, ResNetConfig, ViTConfig
+from pipeline.architecture.config import OPTIONS, Config, ResNetConfig, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -105,9 +105,7 @@ def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, An
     """
     cls, values = _implied(name)
     usual = {
-        name: getattr(cls, name)
-        for name, found in MODEL_SETTINGS.items()
-        if found.default is None and hasattr(cls, name)
+        name: getattr(cls, name) for name, option in OPTIONS.items() if option.setting is None and hasattr(cls, name)
     }
     if "patch_size" in values:
         usual["patch_stride"] = values["patch_size"]

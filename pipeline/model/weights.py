@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import MODEL_SETTINGS, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.config import OPTIONS, Config, Gelu, Kernel, ViTConfig
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -149,8 +149,6 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
 def _check_extra(extra: dict[str, Any], config: Config) -> list[str]:
     """Raise UserError for fields that the commands could not use. Returns notes."""
     found = json_record.convert(_as_json(extra), _Extra, "extra")
-    if found.preprocessing is not None:
-        found.preprocessing.check()
     if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
         raise UserError(f"extra has {len(found.class_names):,} class_names for {len(found.classes or ()):,} classes.")
     # Without a head, class names may remain from the head that was removed.
@@ -213,7 +211,7 @@ def load(
         num_classes=num_classes,
         head_bias=old.head_bias if keep_head else 0.0,
     )
-    if wrong := training.keys() - {name for name, found in MODEL_SETTINGS.items() if found.option.only_trains}:
+    if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):

@@ -6,7 +6,7 @@ train/ and transfer/.
 
 import importlib
 
-from pipeline.architecture.config import MODEL_SETTINGS
+from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.model import Config, Model, configure
@@ -43,6 +43,6 @@ def new_backbone(config: RunConfig, num_classes: int, covered: bool = True) -> C
     name = config.model.name
     assert name, "config.check refuses a run with neither model.name nor init.weights"
     check(config)
-    given = {name: getattr(config.model, name) for name in MODEL_SETTINGS}
+    given = {name: getattr(config.model, name) for name in OPTIONS}
     given |= kind(config.train.loss).of_backbone(config, num_classes)
     return configure(name, config.model.image_size, covered=covered, **given)

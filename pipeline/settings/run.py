@@ -7,7 +7,7 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective with t
 import math
 from dataclasses import dataclass
 
-from pipeline.architecture.config import MODEL_SETTINGS
+from pipeline.architecture.config import OPTIONS
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
@@ -114,8 +114,8 @@ class RunConfig:
                     f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set."
                 )
             return
-        given = {n: s for n, s in MODEL_SETTINGS.items() if n not in self.model.for_weights()}
-        if other := [f"model.{n}" for n, found in given.items() if getattr(self.model, n) != found.default]:
+        fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
+        if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
 
     def _check_training(self) -> None:

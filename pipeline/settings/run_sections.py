@@ -3,7 +3,7 @@
 from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, TypeVar
 
-from pipeline.architecture.config import MODEL_SETTINGS, Kernel
+from pipeline.architecture.config import OPTIONS, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import (
@@ -32,17 +32,17 @@ OBJECTIVES = {
 }
 
 
-def _with_model_settings(cls: type[T]) -> type[T]:
+def _with_options(cls: type[T]) -> type[T]:
     """The class with what a run may set of a model, as `pipeline/architecture/config.py` declares it."""
-    added = [
-        (name, found.kind, setting(found.default, found.option.doc, **vars(found.limits)))
-        for name, found in MODEL_SETTINGS.items()
-    ]
+    added = []
+    for name, option in OPTIONS.items():
+        limits = {limit: getattr(option, limit) for limit in ("min", "max", "above", "below")}
+        added.append((name, option.kind, setting(option.setting, option.doc, **limits)))
     space = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return make_dataclass(cls.__name__, added, bases=(cls,), namespace=space, frozen=True, kw_only=True)
 
 
-@_with_model_settings
+@_with_options
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model: its name, its image size, and the fields of `ViTConfig` and `ResNetConfig` that are marked as options."""
@@ -58,7 +58,7 @@ class ModelConfig:
 
     def for_weights(self) -> dict[str, Any]:
         """The settings that a run may change for init.weights, but for the image size: they act in training only."""
-        return {name: getattr(self, name) for name, found in MODEL_SETTINGS.items() if found.option.only_trains}
+        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.only_trains}
 
 
 @dataclass(frozen=True, kw_only=True)

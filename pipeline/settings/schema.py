@@ -50,17 +50,18 @@ TRACKING_URI = TextForm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Limits):
-    """What a setting accepts beyond its type. In a list, values are checked one by one.
+    """What a setting accepts beyond its type: limits of a number or of a length's amount; in a list, values are checked one by one.
 
-    is_path: the text is a path, where `~` is the home folder. is_command: the text is words as in a shell, with quotes.
+    form, choices: of text, where choices may be a table. min_items, distinct: of a list. is_path: the text is a path, where `~` is
+    the home folder. command: the text is words as in a shell, with quotes.
     """
 
     form: TextForm | None = None
     min_items: int = 0
     distinct: bool = False
-    choices: tuple[str, ...] = ()
+    choices: typing.Collection[str] = ()
     is_path: bool = False
-    is_command: bool = False
+    command: bool = False
 
     @property
     def range(self) -> str:
@@ -71,42 +72,20 @@ def setting(
     default: Any,
     doc: str,
     *,
-    min: float | None = None,
-    above: float | None = None,
-    max: float | None = None,
-    below: float | None = None,
-    form: TextForm | None = None,
-    min_items: int = 0,
-    distinct: bool = False,
-    choices: typing.Iterable[str] = (),
     path: bool = False,
-    command: bool = False,
     output: Output | None = None,
     within: str | None = None,
     holds: Holds | None = None,
+    **rule: Any,
 ) -> Any:
     """A documented dataclass field.
 
-    default: a value, REQUIRED, or a settings class (a nested section). min, max, above (exclusive), below (exclusive): range
-    of a number or of a length's amount. form, choices: of text, where choices are the keys of a table. min_items, distinct: of a
-    list. path: the text is a path, or an address that may be one. command: the text is words, as in a shell. output: it is a path
-    that the command writes (`outputs.py`). within: name of the field whose folder contains that path, which then is a plain name.
-    holds: what kind of results the output folder is for.
+    default: a value, REQUIRED, or a settings class (a nested section). path: the text is a path, or an address that may be one.
+    output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder contains that path, which
+    then is a plain name. holds: what kind of results the output folder is for. rule: fields of `Rule`, such as min and max.
     """
-    is_path = path or (output is not None and within is None)
-    rule = Rule(
-        min=min,
-        above=above,
-        max=max,
-        below=below,
-        form=form,
-        min_items=min_items,
-        distinct=distinct,
-        choices=tuple(choices),
-        is_path=is_path,
-        is_command=command,
-    )
-    metadata = {"doc": doc, "rule": rule, "output": output, "within": within, "holds": holds}
+    accepted = Rule(is_path=path or (output is not None and within is None), **rule)
+    metadata = {"doc": doc, "rule": accepted, "output": output, "within": within, "holds": holds}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, (type, dict, list)):
@@ -189,7 +168,7 @@ class _Reader(Reader):
             return value
         if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
             text = _checked_text(str(value), rule.form)
-            if rule.is_command:
+            if rule.command:
                 _check_quotes(text)
             return _expanded(text) if rule.is_path else text
         if kind in (int, float) and not isinstance(value, bool):
@@ -201,7 +180,7 @@ class _Reader(Reader):
         raise RefusedError(f"must be a {'mapping of names to text' if origin is dict else type_name(kind)}.")
 
 
-def _choice(accepted: tuple[Any, ...], value: Any) -> Any:
+def _choice(accepted: typing.Iterable[Any], value: Any) -> Any:
     choices = {str(choice): choice for choice in accepted}  # Numbers in a file are still text.
     if isinstance(value, bool) or str(value) not in choices:
         raise RefusedError(f"must be one of {', '.join(choices)}.")

@@ -7,13 +7,14 @@ Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import Limits
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)
@@ -28,17 +29,10 @@ Three = tuple[float, float, float]
 class SavedPreprocessing:
     """Our settings, as a weights file stores them; None if unknown."""
 
-    image_size: int | None = None
-    eval_resize: int | None = None
+    image_size: Annotated[int, Limits(1, _MAX_SIDE)] | None = None
+    eval_resize: Annotated[int, Limits(0, _MAX_SIDE)] | None = None
     eval_crop: Literal["center", "resize", "resize_center"] | None = None
     resize_filter: Literal["linear", "antialias", "bilinear"] | None = None
-
-    def check(self) -> None:
-        """Raise UserError for impossible sizes."""
-        for name, least in (("image_size", 1), ("eval_resize", 0)):
-            value = getattr(self, name)
-            if value is not None:
-                _in_range("extra", f"preprocessing.{name}", value, least, _MAX_SIDE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class _Processor:
     image_std: Three | None = None
     size: Size | None = None
     crop_size: Size | None = None
-    resample: int | None = None
+    resample: Annotated[int, Limits(0, 5)] | None = None  # Pillow's filters
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,6 @@ def from_huggingface(processor: Json) -> Preprocessing:
         return Preprocessing({})
     where = "preprocessor_config.json"
     found: _Processor = json_record.convert(processor, _Processor, where)
-    if found.resample is not None:
-        _in_range(where, "resample", found.resample, 0, 5)  # Pillow's filters
     for name, size in (("size", found.size), ("crop_size", found.crop_size)):
         _check_size(where, name, size)
     factor = 1 / 255 if found.rescale_factor is None else found.rescale_factor
