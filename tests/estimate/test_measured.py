@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from data_tools.bench.gpu_report import Exactness, write_report
-from data_tools.bench.gpu_step import Setup
+from data_tools.bench.gpu.gpu_report import Exactness, write_report
+from data_tools.bench.gpu.gpu_step import Setup
 from data_tools.bench.record import Record
 from pipeline.errors import UserError
 from pipeline.estimate.forecast import describe, make_forecast

@@ -15,7 +15,8 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from data_tools.bench import augment, measure, peers
+from data_tools.bench import measure
+from data_tools.bench.data import augment, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import Record
 from pipeline.errors import UserError
