@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipeline.files import write_text
+from pipeline.base.files import write_text
 from pipeline.study.running.cells import Study
 from pipeline.study.running.cost import Estimate
 

@@ -19,7 +19,7 @@ from data_tools.bench import measure
 from data_tools.bench.data import augment, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.data import BenchConfig
 
 ROOT = Path(__file__).parents[3]
