@@ -25,6 +25,7 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.evaluate.intervals import quantile
 from pipeline.study.laws.fit_numbers import Noise, Region, minimise, region
 
 # A law is not used beyond so many times the largest x measured, or below the smallest by the same factor. One that fits
@@ -148,7 +149,7 @@ class PowerLaw:
     def expected(self, x: float, num_runs: int = 1) -> Prediction:
         """As `predict`, but refuses nothing."""
         law, low, high = (float(values[0]) for values in self.curve(np.array([float(x)])))
-        scatter = _quantile(self.noise, self.confidence) * math.sqrt(
+        scatter = quantile(self.noise.freedom, self.confidence) * math.sqrt(
             self.noise.cell_variance + self.noise.seed_variance / num_runs
         )
         return Prediction(
@@ -326,7 +327,7 @@ def _fitted(
     used = own_noise if noise is None else noise
     assert used.freedom > 0
     best = floor, scale, exponent
-    laws = region(errors, u, fixed_floor, best, squares + _quantile(used, confidence) ** 2 * used.variance)
+    laws = region(errors, u, fixed_floor, best, squares + quantile(used.freedom, confidence) ** 2 * used.variance)
     with np.errstate(over="ignore"):
         at_one = [scales * largest**laws.exponents for scales in (laws.low_scales, laws.high_scales)]
     return PowerLaw(
@@ -344,10 +345,3 @@ def _fitted(
         fixed_floor=fixed_floor,
         unit=unit,
     )
-
-
-def _quantile(noise: Noise, confidence: float) -> float:
-    """Student's t of a two-sided interval."""
-    from scipy.special import stdtrit  # Imported here because it takes 0.3 s.
-
-    return float(stdtrit(noise.freedom, (1 + confidence) / 2))
