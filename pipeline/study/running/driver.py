@@ -14,7 +14,7 @@ Where cells run is decided by the caller, which passes a `RunJobs`.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import RETRY_PAUSES, LostError
+from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.study import StudyConfig
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
@@ -40,51 +40,11 @@ _TO_RUN = ("not run", "failed", "damaged")
 _REPORT_SECONDS = 60.0
 
 
-class RunJobs(Protocol):
-    """Runs function(job) for each job; yields (index of the job, outcome) as they finish. Jobs are taken one by one.
-
-    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails.
-    """
-
-    def __call__(
-        self,
-        function: Callable[[Job], dict[str, str]],
-        jobs: Iterable[Job],
-        on_retry: Callable[[str], None],
-        on_failure: Callable[[int, str], None],
-        /,
-    ) -> Iterable[tuple[int, dict[str, str]]]: ...
-
-
 class Page(Protocol):
     """Where a study is shown while it runs: MLflow."""
 
     def tracking(self, track: TrackConfig) -> TrackConfig: ...
     def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None: ...
-
-
-def run_here(
-    function: Callable[[Job], dict[str, str]],
-    jobs: Iterable[Job],
-    on_retry: Callable[[str], None],
-    on_failure: Callable[[int, str], None],
-    pauses: Sequence[float] = RETRY_PAUSES,
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """A `RunJobs` in this process: one job after the other. A job whose processes die is tried again, as on a cluster."""
-    for index, job in enumerate(jobs):
-        for pause in (*pauses, None):
-            try:
-                yield index, function(job)
-                break
-            except UserError as error:
-                on_failure(index, str(error))
-                break
-            except LostError as error:
-                if pause is None:
-                    on_failure(index, str(error))
-                else:
-                    on_retry(str(error))
-                    time.sleep(pause)
 
 
 def run(

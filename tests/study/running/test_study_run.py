@@ -22,7 +22,7 @@ from tiny_vtab import run_here as run_vtab_here
 
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import LostError
+from pipeline.ray_tasks import LostError, run_here
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig
@@ -90,7 +90,7 @@ def make(base: Path, name: str, question: str, *settings: str) -> StudyConfig:
 
 
 def no_pause(*arguments: Any) -> Any:
-    return driver.run_here(*arguments, pauses=(0.0,))
+    return run_here(*arguments, pauses=(0.0,))
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -255,12 +255,12 @@ def test_hours_leave_out_what_does_not_fit(
         "tflops=1",
     )
     monkeypatch.setattr(driver, "_hours_of", lambda study, cells: 0.3 * len(cells[0].name))
-    results = driver.run(config, driver.run_here)
+    results = driver.run(config, run_here)
     assert [cell.state for cell in by_name(results).values()] == ["not run", "not run"]
     assert "2 cells left out: one-seed0, two-seed0. A larger hours=... continues." in capsys.readouterr().out
     (base.parent / "runs" / "limited" / "spent.json").write_text('{"hours": 0.6}')
     with pytest.raises(UserError, match=r"hours = 0.5 cannot hold this study: 0.6 h are spent, and 2 cells would take"):
-        driver.run(config, driver.run_here)
+        driver.run(config, run_here)
 
 
 def test_lost_jobs_are_tried_as_often_as_there_are_pauses() -> None:
@@ -271,7 +271,7 @@ def test_lost_jobs_are_tried_as_often_as_there_are_pauses() -> None:
         raise LostError("gone")
 
     retried, failed = list[str](), list[tuple[int, str]]()
-    assert list(driver.run_here(lost, [7], retried.append, lambda *what: failed.append(what), (0.0, 0.0))) == []
+    assert list(run_here(lost, [7], retried.append, lambda *what: failed.append(what), (0.0, 0.0))) == []
     assert (tried, retried, failed) == ([7, 7, 7], ["gone", "gone"], [(0, "gone")])
 
 
