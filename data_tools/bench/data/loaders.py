@@ -12,7 +12,7 @@ import torch
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.data import peers
-from data_tools.bench.measure import Contestant, race, rows, table
+from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import Record
 from data_tools.sharding import shard
 from pipeline.base.words import counted
@@ -24,7 +24,6 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.data import BenchConfig, ShardConfig
 from pipeline.settings.run import AugmentConfig
 
-_COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256
 _LATE_STEP = 1_000_000
 _MODULES = {
@@ -54,14 +53,9 @@ def run(config: BenchConfig, folder: Path, record: Record) -> None:
     torch.set_num_threads(1)
     cores = len(os.sched_getaffinity(0))
     contestants = [*_ours(config, splits, cores), *_others(config, folder, files, splits["full size"], cores)]
-    results = race(contestants, config.rounds)
-    record.add_all(rows(contestants, results))
     mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
-    print(
-        f"\n{counted(config.images, 'JPEG')} of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, "
-        f"{counted(cores, 'core')}; medians of {counted(config.rounds, 'round')}, alternating\n"
-    )
-    print(table(contestants, results, _COLUMNS))
+    what = f"{counted(config.images, 'JPEG')} of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, {counted(cores, 'core')}"
+    report(contestants, config.rounds, record, what)
 
 
 def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator[Contestant]:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from data_tools.bench.corpus import write_raw
 from data_tools.bench.data.peers import write_mosaic
-from data_tools.bench.measure import Contestant, race, rows, table
+from data_tools.bench.measure import Contestant, report
 from data_tools.bench.record import Record
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
@@ -23,7 +23,6 @@ from data_tools.sources import list_source
 from pipeline.base.words import counted
 from pipeline.settings.data import BenchConfig, ShardConfig
 
-_COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500
 _OURS = "pandas"  # Imported before timing, because pyarrow imports it, which takes half a second.
 Files = Sequence[tuple[Path, int]]
@@ -38,12 +37,7 @@ def run(config: BenchConfig, folder: Path, record: Record) -> None:
     all_cores = len(os.sched_getaffinity(0))
     numbers = [2**power for power in range(all_cores.bit_length())]
     contestants = [one for cores in numbers for one in _contestants(files, folder, cores)]
-    results = race(contestants, config.rounds)
-    record.add_all(rows(contestants, results))
-    print(
-        f"\n{counted(config.images, 'JPEG')} in shards of {_PER_SHARD}; medians of {counted(config.rounds, 'round')}, alternating\n"
-    )
-    print(table(contestants, results, _COLUMNS))
+    report(contestants, config.rounds, record, f"{counted(config.images, 'JPEG')} in shards of {_PER_SHARD}")
 
 
 def _contestants(files: Files, folder: Path, cores: int) -> Iterator[Contestant]:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_tools.bench.apart import reason
-from data_tools.bench.corpus import noise_batch
+from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.gpu import roofline
 from data_tools.bench.record import machine
+from data_tools.bench.training.model_speed import transformers_vit
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
@@ -33,7 +34,6 @@ from pipeline.train import optimizers
 
 Step = Callable[[], Tensor]
 Row = dict[str, Any]
-NUM_CLASSES = 1000
 _LR = 1e-4
 _CHECKED_STEPS, _WARM_UP_STEPS, _MIN_ROUNDS = 5, 3, 3
 _BACKENDS = {
@@ -343,18 +343,6 @@ def _filled(model: Any, device: torch.device) -> Any:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     assert not list(model.buffers()), "they would be uninitialised"
     return model
-
-
-def transformers_vit(config: models.ViTConfig) -> nn.Module:
-    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
-    import transformers
-
-    settings = transformers.ViTConfig(
-        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
-        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
-        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(settings)
 
 
 def _timm_vit(case: Case) -> nn.Module:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_tools.bench.corpus import noise_batch
-from data_tools.bench.gpu.gpu_step import NUM_CLASSES, transformers_vit
+from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import Record, markdown
 from pipeline import model as models
@@ -96,6 +95,18 @@ def minimal_vit(config: models.ViTConfig) -> nn.Module:
 def copy_parameters(model: nn.Module, minimal: nn.Module) -> None:
     for mine, its in zip(model.parameters(), minimal.parameters(), strict=True):
         its.copy_(mine)
+
+
+def transformers_vit(config: models.ViTConfig) -> nn.Module:
+    """The same architecture in `transformers`. Raises ImportError if that is not installed."""
+    import transformers
+
+    settings = transformers.ViTConfig(
+        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_width, image_size=config.image_size, patch_size=config.patch_size, num_labels=config.num_classes,
+        hidden_act="gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(settings)
 
 
 _MAKERS: dict[str, Callable[[models.ViTConfig], nn.Module]] = {

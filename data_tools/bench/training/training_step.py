@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from data_tools.bench.corpus import noise_batch
+from data_tools.bench.corpus import NUM_CLASSES, noise_batch
 from data_tools.bench.record import Record, machine
 from pipeline import model as models
 from pipeline.base.errors import UserError
@@ -42,7 +42,6 @@ from pipeline.train.loop import training_step
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks
 
-_CLASSES = 1000
 _LR = 1e-3
 _OF_A_RUN = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
 
@@ -200,10 +199,10 @@ def _bare_step(config: TrainBenchConfig, ranks: Ranks, batch: Batch) -> Callable
 
 
 def _model_and_optimizer(config: TrainBenchConfig) -> tuple[models.Model, torch.optim.Optimizer]:
-    model = models.create(config.model, config.image_size, _CLASSES, seed=0)
+    model = models.create(config.model, config.image_size, NUM_CLASSES, seed=0)
     model.train()
     return model, optimizers.build(model, model.weight_decay_mask(), OptimizerConfig())
 
 
 def _flops(config: TrainBenchConfig) -> float:
-    return models.training_flops_per_image(models.configure(config.model, config.image_size, _CLASSES))
+    return models.training_flops_per_image(models.configure(config.model, config.image_size, NUM_CLASSES))
