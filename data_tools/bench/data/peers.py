@@ -99,6 +99,17 @@ def read_webdataset(shards: Sequence[str], view: View, side: int, batch: int, wo
         yield len(labels)
 
 
+def _with_views(base: Any, view: View, side: int) -> Any:
+    """A class of data sets, whose samples are bytes, with the view in their place."""
+
+    class Samples(base):
+        def __getitem__(self, index: Any) -> tuple[Any, int]:
+            sample = super().__getitem__(index)
+            return view(sample["image"], side), sample["label"]
+
+    return Samples
+
+
 def write_litdata(files: Sequence[tuple[Path, int]], folder: Path) -> None:
     """LitData's chunks of the encoded images."""
     import litdata
@@ -114,12 +125,7 @@ def read_litdata(folder: Path, view: View, side: int, batch: int, workers: int) 
     """LitData's StreamingDataset and StreamingDataLoader."""
     import litdata
 
-    class Samples(litdata.StreamingDataset):
-        def __getitem__(self, index: Any) -> tuple[Any, int]:
-            sample = super().__getitem__(index)
-            return view(sample["image"], side), sample["label"]
-
-    dataset = Samples(str(folder), shuffle=True)
+    dataset = _with_views(litdata.StreamingDataset, view, side)(str(folder), shuffle=True)
     for _, labels in litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=workers):
         yield len(labels)
 
@@ -138,12 +144,8 @@ def read_mosaic(folder: Path, view: View, side: int, batch: int, workers: int) -
     """MosaicML's StreamingDataset in torch's DataLoader."""
     import streaming
 
-    class Samples(streaming.StreamingDataset):
-        def __getitem__(self, index: Any) -> tuple[Any, int]:
-            sample = super().__getitem__(index)
-            return view(sample["image"], side), sample["label"]
-
-    dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
+    samples = _with_views(streaming.StreamingDataset, view, side)
+    dataset = samples(local=str(folder), shuffle=True, batch_size=batch)
     for _, labels in torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers):
         yield len(labels)
 

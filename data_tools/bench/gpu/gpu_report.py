@@ -123,22 +123,24 @@ def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: flo
                 {True: "yes", False: "no", None: ""}[row["repeats"]],
             ]
         )  # fmt: skip
-    return markdown(heads, lines) if lines else ""
+    return markdown(heads, lines)
 
 
 def _bounds(rows: Sequence[Row], sheet: roofline.Sheet | None, product: float) -> str:
     """Lower bounds of each model's step, at the data sheet's peak and at the measured matrix product."""
     lines = []
-    for model, batch in {(row["model"], row["batch"]): None for row in rows if "losses" in row} if sheet else ():
-        case = _case(model, batch)
+    for case in _cases(rows) if sheet else ():
         assert sheet is not None
-        bounds = [roofline.bound(case.config, batch, sheet, tflops=tflops) for tflops in (0.0, product)]
-        lines.append([f"{model}, batch {batch}", *(f"{1e3 * b.seconds:,.1f} ms, MFU {b.mfu:.1%}" for b in bounds)])
-    return (
-        markdown(["least time from first principles", "at the data sheet's peak", "at the measured product"], lines)
-        if lines
-        else ""
-    )
+        bounds = [roofline.bound(case.config, case.batch, sheet, tflops=tflops) for tflops in (0.0, product)]
+        lines.append(
+            [f"{case.name}, batch {case.batch}", *(f"{1e3 * b.seconds:,.1f} ms, MFU {b.mfu:.1%}" for b in bounds)]
+        )
+    return markdown(["least time from first principles", "at the data sheet's peak", "at the measured product"], lines)
+
+
+def _cases(rows: Sequence[Row]) -> list[Case]:
+    """The models and batches of which a step was measured."""
+    return [_case(*key) for key in {(row["model"], row["batch"]): None for row in rows if "losses" in row}]
 
 
 def _case(model: str, batch: int) -> Case:
@@ -154,7 +156,7 @@ def _others(rows: Sequence[Row]) -> str:
         speed = [row["failed"], ""] if "failed" in row else [f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}"]
         compiled = ", all compiled" if row.get("compiled") else ""
         lines.append([str(row.get("contestant", row["name"])) + compiled, *speed])
-    return markdown(["side by side", "ms", "images/s"], lines) if lines else ""
+    return markdown(["side by side", "ms", "images/s"], lines)
 
 
 def _shards(rows: Sequence[Row]) -> str:
@@ -172,14 +174,14 @@ def _shards(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     rates = [row["images_per_second"] for row in found if "failed" not in row]
     cost = f"\n\nA log line every step costs {1 - rates[1] / rates[0]:+.2%} of the speed." if len(rates) == 2 else ""
-    return markdown(heads, lines) + cost if lines else ""
+    return markdown(heads, lines) + cost
 
 
 def _fits(rows: Sequence[Row]) -> str:
     lines = [
         [row["name"].removeprefix("fit "), *_fit(row)] for row in rows if row["name"].startswith("fit")
     ]  # fmt: skip
-    return markdown(["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], lines) if lines else ""
+    return markdown(["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], lines)
 
 
 def _fit(row: Row) -> tuple[str, str]:
@@ -221,14 +223,12 @@ def _us(value: float | None, missing: str) -> str:
 def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
     """Lines that name the fastest exact configuration of each model, and the settings of a run that give it."""
     lines = []
-    cases = {(row["model"], row["batch"]): None for row in rows if "losses" in row}
-    for model, batch in cases:
-        case = _case(model, batch)
+    for case in _cases(rows):
         best, engine = (exactness.fastest(rows, case, engine=kind) for kind in (False, True))
-        said = f"{model}, batch {batch}: fastest exact step: {best or 'none measured'}"
+        said = f"{case.name}, batch {case.batch}: fastest exact step: {best or 'none measured'}"
         if engine:
             rest = _without_settings(engine)
-            said += f"; in the engine: {' '.join(_settings(engine, batch))}"
+            said += f"; in the engine: {' '.join(_settings(engine, case.batch))}"
             said += "" if rest == Setup() else f", and, which no setting offers: {rest}"
         lines.append(said + ".")
     return lines
@@ -238,13 +238,12 @@ def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
     """The fastest exact configuration that settings of a run give, for each model and batch: `launch/plan.py bench=FILE` reads it."""
     rows = [row for row in rows if "setup" not in row or _without_settings(Setup(**row["setup"])) == Setup()]
     found = []
-    for model, batch in {(row["model"], row["batch"]): None for row in rows if "losses" in row}:
-        case = _case(model, batch)
+    for case in _cases(rows):
         setup = exactness.fastest(rows, case, engine=True)
-        row = setup and _find(rows, model, batch, setup)
+        row = setup and _find(rows, case.name, case.batch, setup)
         if setup and row:
             gflops = training_flops_per_image(case.config) / 1e9
-            found.append(Fastest(model, gflops, batch, row["images_per_second"], _settings(setup, batch)))
+            found.append(Fastest(case.name, gflops, case.batch, row["images_per_second"], _settings(setup, case.batch)))
     return found
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from data_tools.bench.record import Record
+from data_tools.bench.record import Record, markdown
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.launcher import free_port
@@ -31,16 +31,16 @@ def run(config: TrackingBenchConfig, folder: Path, record: Record) -> None:
         rows.append(_measure("server", url, config, folder / "near"))
         with _delayed(url, config.delay) as slow:
             rows.append(_measure(f"server, answers after {config.delay:g} s", slow, config, folder / "late"))
-    print("| store | training waits, median | longest | sender's CPU for a record | share of a step |")
-    print("|---|---|---|---|---|")
+    lines = []
     for name, waits, cpu in rows:
         per_step = (statistics.median(waits) + cpu) / config.log_every / config.step_seconds
         record.add(
             name, wait_seconds=statistics.median(waits), longest_wait_seconds=max(waits), cpu_seconds=cpu, share=per_step
         )  # fmt: skip
-        print(
-            f"| {name} | {statistics.median(waits) * 1e6:,.0f} us | {max(waits) * 1e3:.1f} ms | {cpu * 1e3:.1f} ms | {per_step:.3%} |"
-        )
+        times = [f"{statistics.median(waits) * 1e6:,.0f} us", f"{max(waits) * 1e3:.1f} ms", f"{cpu * 1e3:.1f} ms"]
+        lines.append([name, *times, f"{per_step:.3%}"])
+    heads = ["store", "training waits, median", "longest", "sender's CPU for a record", "share of a step"]
+    print(markdown(heads, lines))
 
 
 def _measure(name: str, uri: str, config: TrackingBenchConfig, out: Path) -> tuple[str, list[float], float]:
