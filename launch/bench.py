@@ -19,7 +19,7 @@ from pipeline.settings.run import DataConfig
 
 def bench(config: BenchConfig) -> None:
     # Late: --help needs no torch.
-    from data_tools.bench import augment, loaders, shards
+    from data_tools.bench.data import augment, loaders, shards
     from data_tools.bench.record import Record
 
     record = Record(config.what, config)
@@ -38,7 +38,7 @@ def bench_train(config: TrainBenchConfig) -> None:
 
         run_splits(open_dataset(config.data), DataConfig(path=config.data), seed=0)
     from data_tools.bench.record import Record
-    from data_tools.bench.training_step import run  # Late: imports DeepSpeed.
+    from data_tools.bench.training.training_step import run  # Late: imports DeepSpeed.
 
     run(config, record := Record("train", config))
     record.finish()
@@ -46,7 +46,7 @@ def bench_train(config: TrainBenchConfig) -> None:
 
 def bench_tracking(config: TrackingBenchConfig) -> None:
     from data_tools.bench.record import Record
-    from data_tools.bench.tracking import run  # Late: imports torch.
+    from data_tools.bench.training.tracking import run  # Late: imports torch.
 
     record = Record("tracking", config)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,14 +55,14 @@ def bench_tracking(config: TrackingBenchConfig) -> None:
 
 
 def bench_gpu(config: GpuBenchConfig) -> None:
-    from data_tools.bench.gpu import run  # Late: imports torch.
+    from data_tools.bench.gpu.gpu_bench import run  # Late: imports torch.
 
     run(config)
 
 
 def bench_model(config: ModelBenchConfig) -> None:
-    from data_tools.bench.model_speed import run  # Late: imports torch.
     from data_tools.bench.record import Record
+    from data_tools.bench.training.model_speed import run  # Late: imports torch.
 
     run(config, record := Record("model", config))
     record.finish()

@@ -14,7 +14,7 @@ from pipeline.settings.operate import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
-    from pipeline.estimate.forecast import run  # Late: --help and mistakes in the settings need no torch.
+    from pipeline.estimate.forecast_text import run  # Late: --help and mistakes in the settings need no torch.
 
     run(config)
 

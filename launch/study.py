@@ -1,10 +1,10 @@
-"""Command: run many pre-trainings that answer one question, and report what follows. See `pipeline/study/driver.py`."""
+"""Command: run many pre-trainings that answer one question, and report what follows. See `pipeline/study/running/driver.py`."""
 
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -17,9 +17,9 @@ from pipeline.settings.command import main
 from pipeline.settings.study import StudyConfig
 
 if TYPE_CHECKING:
-    from pipeline.study.cells import Study
-    from pipeline.study.driver import RunJobs
-    from pipeline.study.study_page import StudyPage
+    from pipeline.ray_tasks import RunJobs
+    from pipeline.study.running.cells import Study
+    from pipeline.study.running.study_page import StudyPage
 
 ABOUT = """
 Ask the ViT paper's questions of your own images: how much data is enough (Figures 3 and 4), which model is best for a compute
@@ -44,8 +44,8 @@ their checkpoints. A cell that fails or diverges is reported, and the others con
 
 def study(config: StudyConfig) -> None:
     from data_tools.driver import only_driver  # Late: --help and mistakes in the settings need no torch.
-    from pipeline.ray_tasks import shared_path
-    from pipeline.study.driver import run, run_here
+    from pipeline.ray_tasks import run_here, shared_path
+    from pipeline.study.running.driver import run
     from pipeline.transfer.child_run import make_child
 
     folder = Path(str(shared_path("out", config.out))) / config.name
@@ -61,7 +61,7 @@ def study(config: StudyConfig) -> None:
 
 def in_mlflow(study: "Study") -> "StudyPage | None":
     """The page of a study in MLflow; None if it is not sent."""
-    from pipeline.study.study_page import StudyPage
+    from pipeline.study.running.study_page import StudyPage
     from pipeline.transfer.track.parent_page import uri_of_runs
 
     uri = uri_of_runs(study.config.mlflow, study.cells[0].run.config.track, study.config.out)
@@ -78,10 +78,7 @@ def on_ray(config: StudyConfig) -> tuple["RunJobs", int]:
         raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
     limit = config.num_tasks or fitting
 
-    def run_jobs(function: Any, jobs: Any, on_retry: Any, on_failure: Any) -> Iterable[tuple[int, dict[str, str]]]:
-        return ray_tasks.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
-
-    return run_jobs, limit
+    return partial(ray_tasks.run_tasks, limit=limit, num_cpus=config.threads, num_gpus=num_gpus), limit
 
 
 if __name__ == "__main__":

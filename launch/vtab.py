@@ -1,7 +1,7 @@
 """Command: score weights on VTAB-1k's tasks by a protocol, as Ray tasks. See `pipeline/transfer/vtab.py`."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -57,20 +57,14 @@ def vtab(config: VtabConfig) -> None:
         run(config, folder, partial(on_ray, config), "" if config.plan else tracking_uri(config))
 
 
-def on_ray(
-    config: VtabConfig,
-    function: Callable[[Any], dict[str, Any]],
-    jobs: Sequence[Any],
-    on_retry: Callable[[str], None],
-    on_failure: Callable[[int, str], None],
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Run the cells on the Ray cluster if there is one, else on this machine."""
+def on_ray(config: VtabConfig, *arguments: Any) -> Iterable[tuple[int, Any]]:
+    """A `RunJobs` on the Ray cluster if there is one, else on this machine. Connects only when there are cells to run."""
     from pipeline import ray_tasks
 
     ray_tasks.connect()
     fitting, num_gpus = ray_tasks.capacity(config.threads, config.gpu_share)
     limit = config.num_tasks or fitting
-    return ray_tasks.run_tasks(function, jobs, limit, on_retry, on_failure, config.threads, num_gpus)
+    return ray_tasks.run_tasks(*arguments, limit=limit, num_cpus=config.threads, num_gpus=num_gpus)
 
 
 if __name__ == "__main__":

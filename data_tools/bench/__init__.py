@@ -1,4 +1,4 @@
-"""Benchmarks of data loading, sharding, augmentation and the training step, beside those of other projects.
+"""Benchmarks beside other projects: in `data/` of loading, sharding and augmentation, in `training/` of a step, in `gpu/` of a GPU's settings.
 
-Imports sharding/ and sources/. Called by `launch/bench.py`.
+The files here are what these share: images, timing, a process for each measurement, the record. Imports sharding/ and sources/. Called by `launch/bench.py`.
 """

@@ -13,7 +13,9 @@ import torch
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 
-_NUM_CLASSES = 10
+# Of models and noise; the files of `write_raw` have fewer.
+NUM_CLASSES = 1000
+_CLASSES_OF_FILES = 10
 _ENDINGS = (".jpg", ".jpeg")
 
 
@@ -24,7 +26,7 @@ def write_raw(source: Path, folder: Path, images: int) -> list[tuple[Path, int]]
     """
     written = []
     for number, data in enumerate(read_raw(source, images)):
-        label = number % _NUM_CLASSES
+        label = number % _CLASSES_OF_FILES
         path = folder / f"class{label}" / f"{number:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -42,7 +44,7 @@ def write_generated(folder: Path, images: int, height: int = 375, width: int = 5
         (folder / f"{number:04d}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels, quality=quality))
 
 
-def noise_batch(size: int, image_size: int, num_classes: int = 1000) -> Batch:
+def noise_batch(size: int, image_size: int, num_classes: int = NUM_CLASSES) -> Batch:
     """A batch of noise: the time of a step does not depend on the images."""
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))

@@ -1,14 +1,20 @@
 """Times several contestants alternately, each time in a separate process."""
 
 import importlib
-import multiprocessing
 import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+
+from data_tools.bench.apart import Row, rows_apart
+from data_tools.bench.record import Record, markdown
+from pipeline.base.words import counted
+
+_COLUMNS = ("output", "decoder", "filter")
+# No contestant takes so long.
+_MAX_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,21 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing | s
     return {name: failed.get(name) or _median(timings) for name, timings in found.items()}
 
 
+def report(contestants: Sequence[Contestant], rounds: int, record: Record, what: str) -> None:
+    """Time the contestants, add them to the record, and print a table. what: was measured, for its heading."""
+    results = race(contestants, rounds)
+    record.add_all(rows(contestants, results))
+    print(f"\n{what}; medians of {counted(rounds, 'round')}, alternating\n")
+    print(table(contestants, results, _COLUMNS))
+
+
 def _median(timings: Sequence[Timing]) -> Timing:
     return Timing(*(statistics.median(getattr(t, field) for t in timings) for field in ("rate", "per_cpu", "first")))
 
 
 def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], columns: Sequence[str]) -> str:
     """Returns a Markdown table. columns: heads of `about`."""
-    heads = ["", *columns, "cores", "images/s", "images per CPU second", "first batch"]
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for contestant in contestants:
         result = results[contestant.name]
         said = (
@@ -72,7 +85,7 @@ def table(contestants: Sequence[Contestant], results: dict[str, Timing | str], c
             else [f"not measured: {result}", "", ""]
         )
         lines.append([contestant.name, *contestant.about, str(contestant.cores), *said])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown(["", *columns, "cores", "images/s", "images per CPU second", "first batch"], lines)
 
 
 def rows(contestants: Sequence[Contestant], results: dict[str, Timing | str]) -> list[dict[str, object]]:
@@ -93,19 +106,11 @@ def _say(result: Timing | str) -> str:
 
 def _timed_apart(contestant: Contestant) -> Timing | str:
     """Time in a forked process, so that contestants share no threads, caches or shared memory."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(contestant, sender))
-    child.start()
-    sender.close()
-    try:
-        result: Timing | str = receiver.recv()
-    except EOFError:
-        result = "its process died"
-    child.join()
-    return result
+    row = next(rows_apart(_timed, (contestant,), _MAX_SECONDS))
+    return row["failed"] if "failed" in row else Timing(**row)
 
 
-def _child(contestant: Contestant, sender: Connection) -> None:
+def _timed(contestant: Contestant) -> Iterator[Row]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: contestant.cores])
     try:
         importlib.import_module(contestant.module)
@@ -116,11 +121,9 @@ def _child(contestant: Contestant, sender: Connection) -> None:
             counts.append(count)
             times.append(time.perf_counter() - started)
         used = _cpu_seconds() - before
-        sender.send(Timing(_rate(counts, times), sum(counts) / used, times[0]))
-    except ImportError as error:
-        sender.send(f"{error.name or error} is not installed" if isinstance(error, ModuleNotFoundError) else str(error))
-    except BaseException as error:
-        sender.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        yield asdict(Timing(_rate(counts, times), sum(counts) / used, times[0]))
+    except ModuleNotFoundError as error:
+        yield {"failed": f"{error.name or error} is not installed"}
 
 
 def _rate(counts: Sequence[int], times: Sequence[float]) -> float:

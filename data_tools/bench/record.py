@@ -86,6 +86,6 @@ def machine(gpu: str = "") -> dict[str, Any]:
 
 
 def markdown(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Returns a Markdown table."""
-    heads = list(heads)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *lines])
+    """Returns a Markdown table; an empty text if it has no lines."""
+    heads, lines = list(heads), list(lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *lines] if lines)

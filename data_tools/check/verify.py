@@ -3,7 +3,6 @@
 Reads the tables of the manifest directly, because `Dataset.split` raises for the damage that is to be reported.
 """
 
-import contextlib
 import csv
 import hashlib
 import io
@@ -21,7 +20,8 @@ import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_shard, findings_table
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, data_size
+from data_tools.progress import data_size
+from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
@@ -58,11 +58,8 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     num_bytes = decoded = 0
     keys = _Keys()
     jobs = _jobs(dataset, tables, config.decode_share, keys)
-    num_cpus = ray_tasks.connect(config.num_tasks)
-    total = sum(shard.samples for shard in tables.shards)
-    progress = Progress(total, len(tables.shards), out, "verified")
-    tasks = ray_tasks.run_tasks(check_shard, jobs, config.num_tasks or num_cpus, progress.retried)
-    with progress, contextlib.closing(tasks):
+    total, num_shards = sum(shard.samples for shard in tables.shards), len(tables.shards)
+    with tasks_on_cluster(check_shard, jobs, config.num_tasks, total, num_shards, out, "verified") as (tasks, progress):
         for number, checked in tasks:
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded

@@ -5,7 +5,6 @@ All output is in the data set's folder: exclude/test_copies.parquet, dedup/repor
 searched shard). Shards whose file exists are not read or searched again.
 """
 
-import contextlib
 import hashlib
 import json
 import time
@@ -21,7 +20,7 @@ from data_tools.dedup.pair_sheet import Picture, draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_tests
 from data_tools.dedup.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, read_states
 from data_tools.driver import only_driver
-from data_tools.progress import Progress
+from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
@@ -155,10 +154,8 @@ def _run_tasks(
     """Run one task per shard. done: the verb in the past tense for progress, such as "read"."""
     if not tasks:
         return
-    num_cpus = ray_tasks.connect(config.num_tasks)
-    progress = Progress(sum(len(job.offsets) for job in shards), len(shards), searched.dataset.path / FOLDER, done)
-    results = ray_tasks.run_tasks(function, tasks, config.num_tasks or num_cpus, progress.retried)
-    with progress, contextlib.closing(results):
+    total, folder = sum(len(job.offsets) for job in shards), searched.dataset.path / FOLDER
+    with tasks_on_cluster(function, tasks, config.num_tasks, total, len(shards), folder, done) as (results, progress):
         for number, _ in results:
             progress.add(len(shards[number].offsets), int(shards[number].sizes.sum()))
 

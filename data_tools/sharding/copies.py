@@ -4,7 +4,6 @@ Ray tasks hash the samples whose size occurs more than once, in the order of the
 task are kept in the parts folder until the data set is finished.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_tools.progress import Progress
 from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import TABLE, label_lists
 from data_tools.sources.reader import raise_if_lost
-from pipeline import ray_tasks
+from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
 from pipeline.data.storage.whole import replacing
@@ -108,10 +106,7 @@ def _hash_all(
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()
-    num_cpus = ray_tasks.connect(num_tasks)
-    progress = Progress(len(rows), len(starts), out, "hashed")
-    tasks = ray_tasks.run_tasks(hash_samples, jobs(), num_tasks or num_cpus, progress.retried)
-    with progress, contextlib.closing(tasks):
+    with tasks_on_cluster(hash_samples, jobs(), num_tasks, len(rows), len(starts), out, "hashed") as (tasks, progress):
         for number, data in tasks:
             part = slice(starts[number], starts[number] + _SAMPLES_PER_TASK)
             hashes[part] = np.frombuffer(data, np.uint64).reshape(-1, 2)

@@ -4,7 +4,6 @@ The manifest refers to the tars at their present location. One Ray task reads ea
 a killed job can be resumed.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.driver import only_driver
-from data_tools.progress import Progress
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.write_shard import PARTS, Done, load_part, write_part
@@ -28,7 +26,7 @@ from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import known_class_names, whole_samples
 from data_tools.sources.listing import printable, reasons
 from data_tools.sources.split_files import split_files
-from pipeline import ray_tasks
+from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
@@ -215,10 +213,7 @@ def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None
 def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
     """Returns every tar's result, in order. Raises UserError when too many samples are bad."""
     results: dict[int, Done] = {}
-    num_cpus = ray_tasks.connect(config.num_tasks)
-    progress = Progress(None, len(jobs), out, done="indexed")
-    tasks = ray_tasks.run_tasks(index_tar, jobs, config.num_tasks or num_cpus, progress.retried)
-    with progress, contextlib.closing(tasks):
+    with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             progress.add(done.shard.samples, done.shard.bytes)

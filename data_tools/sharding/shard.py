@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.driver import only_driver
-from data_tools.progress import Progress, data_size
+from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, renamed, small_classes
 from data_tools.sharding.copies import Copies, merge_copies
 from data_tools.sharding.holdout import hash_keys, hold_out
@@ -28,6 +28,7 @@ from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_pa
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
+from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -182,18 +183,16 @@ def _run_jobs(listing: Listing, plan: Plan, config: ShardConfig, out: AnyPath, k
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
-    num_cpus = ray_tasks.connect(config.num_tasks)
-    jobs = make_jobs(listing, plan, config, out, known)
-    progress = Progress(len(listing), len(plan.names), out, "sharded")
-    tasks = ray_tasks.run_tasks(write_shard, jobs, config.num_tasks or num_cpus, progress.retried)
-    with progress, contextlib.closing(tasks):
+    jobs, num_shards = make_jobs(listing, plan, config, out, known), len(plan.names)
+    shown = (len(listing), num_shards, out, "sharded")
+    with tasks_on_cluster(write_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
             first, last = plan.bounds[number]
             progress.add(last - first, done.shard.bytes, made=done.made or bool(known))
             _check_budget(skipped, listing, config, progress.images)
-    return [results[number] for number in range(len(plan.names))]
+    return [results[number] for number in range(num_shards)]
 
 
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:

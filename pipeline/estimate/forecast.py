@@ -4,11 +4,8 @@ Everything is computed from the settings and the manifest; nothing is measured, 
 """
 
 import bisect
-import json
 import math
-import sys
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,27 +13,21 @@ import numpy as np
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
-from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
-from pipeline.data.storage.whole import replacing
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
-from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
+from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory
 from pipeline.estimate.network import Network, find_network
-from pipeline.estimate.plan import Plan, make_plan, overrides_of_name
-from pipeline.estimate.scaling import Row, advice, scaling
+from pipeline.estimate.plan import Plan, make_plan
+from pipeline.estimate.scaling import Row, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
-from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
-_GIB = 2**30
 _MAX_IMAGES = 10**6
-_COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
 
 @dataclass(frozen=True)
@@ -148,24 +139,6 @@ class Forecast:
         return copying + max(0.0, self.write_seconds - self.plan.checkpoint_every * step_seconds)
 
 
-def run(config: PlanConfig) -> Forecast:
-    """Print the forecast of a run. Raises UserError for what training would refuse; memory errors follow the output."""
-    forecast = make_forecast(config)
-    if config.json:
-        text = json.dumps(to_dict(forecast), indent=1)
-        if config.json == "-":
-            print(text)
-        else:
-            with replacing(Path(config.json)) as file:
-                file.write(as_bytes(text))
-    if config.json != "-":
-        print("\n".join(describe(forecast)))
-        sys.stdout.flush()
-    if forecast.cluster:
-        refuse_too_large(config, forecast.plan, forecast.model, forecast.cluster.gpu.memory)
-    return forecast
-
-
 def make_forecast(config: PlanConfig) -> Forecast:
     """Compute all figures. Raises UserError for an impossible batch, length or cluster."""
     cluster = Cluster.parse(config.cluster) if config.cluster else None
@@ -248,241 +221,3 @@ def _model(config: PlanConfig, num_classes: int) -> Config:
         changes |= config.model.for_weights()
         changes |= {"representation": False} if config.init.new_head else {}
     return replace(found, **changes)
-
-
-def describe(forecast: Forecast) -> list[str]:
-    """The forecast as lines of text."""
-    return [
-        *_describe_run(forecast),
-        *_describe_memory(forecast),
-        *_describe_time(forecast),
-        *_describe_readers(forecast),
-        *_describe_choice(forecast),
-    ]
-
-
-def _describe_run(forecast: Forecast) -> list[str]:
-    model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
-    name = config.model.name or config.variant or config.init.weights
-    tokens = f"{counted(model.num_tokens, 'token')}, " if isinstance(model, ViTConfig) else ""
-    return [
-        f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
-        f"{tokens}{config.engine.precision}",
-        *filter(None, [overrides_of_name(config.model)]),
-        "",
-        f"  data         {counted(data.samples, 'sample')} of {counted(data.classes, 'class')} ({data.source})",
-        f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
-        f"evaluation every {plan.eval_every:,}",
-        f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
-        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
-        f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
-        "",
-    ]
-
-
-def _describe_memory(forecast: Forecast) -> list[str]:
-    cluster, config = forecast.cluster, forecast.config
-    limit = f"; a GPU has {cluster.gpu.memory / _GIB:.1f}" if cluster else ""
-    titles = ["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]
-    rows = []
-    for layout in forecast.layouts:
-        m = layout.memory
-        is_configured = (layout.zero_stage, layout.activation_checkpointing) == (
-            config.engine.zero_stage, config.engine.activation_checkpointing,
-        )  # fmt: skip
-        too_large = cluster is not None and m.total > cluster.gpu.memory
-        rows.append([
-            f"{'*' if is_configured else ' '} {layout.zero_stage}",
-            "yes" if layout.activation_checkpointing else "no",
-            *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
-            f"{m.total / _GIB:.2f}{' !' if too_large else ''}",
-            m.when,
-            "-" if layout.largest is None else str(layout.largest or "none"),
-        ])  # fmt: skip
-    if not cluster:
-        titles, rows = titles[:-1], [row[:-1] for row in rows]
-    return [
-        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, "
-        f"! too large{limit})",
-        *_table(titles, rows),
-        "",
-    ]
-
-
-def _describe_time(forecast: Forecast) -> list[str]:
-    config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
-    time, hours = forecast.time, forecast.hours
-    every = f"every {counted(plan.checkpoint_every, 'step')}"
-    lines = [f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {config.checkpoint.keep} kept"]
-    if cluster is None or network is None:
-        return ["Time and cost: give --cluster (8x8xH100-80GB)", *lines, ""]
-    if time is None or hours is None:
-        return ["Time and cost: fp32 peaks are not in the table: give engine.peak_tflops", *lines, ""]
-    rate = plan.global_batch / time.total
-    interval = plan.checkpoint_every * time.total
-    stall = forecast.stall_seconds
-    gpu_hours = hours * cluster.num_gpus
-    cost = f", {forecast.cost:,.0f} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
-    mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
-    return [
-        "Time and cost as advised below",
-        f"  one GPU      {forecast.measured or _speed_of_a_gpu(config)}",
-        f"  network      {network.name}: {network.link / 1e9:,.0f} GB/s between GPUs, {network.cards / 1e9:,.0f} GB/s between nodes "
-        f"({network.source})",
-        f"  step         {time.total:.3f} s = {time.compute:.3f} forward and backward + {time.exposed:.3f} waiting for communication "
-        f"+ {time.optimizer:.3f} optimizer",
-        f"  speed        {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU{mfu}",
-        *lines,
-        f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
-        f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
-        f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in total     {hours:,.1f} hours = {gpu_hours:,.0f} GPU hours{cost}; evaluation not included",
-        "",
-        *_describe_scaling(forecast),
-    ]
-
-
-def _speed_of_a_gpu(config: PlanConfig) -> str:
-    if config.measured:
-        return f"{config.measured:,.0f} images/s measured (measured=...), optimizer added"
-    measure = "not measured (bench=FILE of launch/bench.py gpu, or measured=... images/s of one GPU)"
-    if config.mfu:
-        return f"{measure}; an MFU of {config.mfu:.0%} is given"
-    return f"{measure}; kernels are assumed to reach {config.efficiency:.0%} of the data sheet (efficiency=...)"
-
-
-def _describe_scaling(forecast: Forecast) -> list[str]:
-    """The run on other numbers of nodes, with the same global batch."""
-    config = forecast.config
-    titles = [
-        "nodes",
-        "GPUs",
-        "ZeRO",
-        "images a GPU",
-        "step s",
-        "compute",
-        "communication",
-        "optimizer",
-        "images/s",
-        "efficiency",
-    ]
-    titles += ["hours", *(["cost"] if config.price else [])]
-    rows = []
-    for row in forecast.scaling:
-        mark = "*" if forecast.cluster and row.nodes == forecast.cluster.nodes else " "
-        if row.time is None:
-            cells = [f"{mark} {row.nodes}", f"{row.num_gpus:,}", "-", row.why]
-            rows.append(cells + ["-"] * (len(titles) - len(cells)))
-            continue
-        chosen = lay_out(config, row.zero_stage, row.activation_checkpointing)
-        hours = forecast.hours_of(chosen, row.num_gpus, row.time.total)
-        rows.append([
-            f"{mark} {row.nodes}",
-            f"{row.num_gpus:,}",
-            f"{row.zero_stage}{' ckpt' if row.activation_checkpointing else ''}",
-            f"{row.accumulation} x {row.micro_batch}",
-            f"{row.time.total:.3f}",
-            *(f"{part / row.time.total:.0%}" for part in (row.time.compute, row.time.exposed, row.time.optimizer)),
-            f"{row.images_per_second:,.0f}",
-            f"{row.efficiency:.0%}",
-            f"{hours:,.1f}",
-            *([f"{hours * row.num_gpus * config.price:,.0f}"] if config.price else []),
-        ])  # fmt: skip
-    return [
-        f"The same run, {counted(forecast.plan.global_batch, 'image')} a step, on other numbers of nodes (* as given)",
-        *_table(titles, rows),
-        f"  {advice(forecast.scaling)}",
-        "",
-    ]
-
-
-def _describe_readers(forecast: Forecast) -> list[str]:
-    return ["Readers", *(f"  {line}" for line in readers(forecast)), ""]
-
-
-def readers(forecast: Forecast) -> list[str]:
-    """Lines about the data that ranks read, and whether there are enough streams and shards."""
-    config, data, plan = forecast.config, forecast.data, forecast.plan
-    streams, ranks = config.data.streams, plan.world_size
-    lines = []
-    if streams >= ranks:
-        lines.append(
-            f"{counted(streams, 'stream')} for {counted(ranks, 'rank')}: each reads {math.ceil(streams / ranks)} at a time"
-        )
-    else:
-        better = math.gcd(plan.global_batch, ranks)
-        lines.append(
-            f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}: {counted(math.ceil(ranks / streams), 'rank')} read the same shards at a time. "
-            f"Use data.streams={better}."
-        )
-    if not data.shards:
-        lines.append(
-            f"shards: not known yet; use at least {streams}, of at most {counted(data.samples // streams, 'sample')}"
-        )
-    elif data.shards < streams:
-        lines.append(
-            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}: several read the same shard, which shuffles less. Shard again with "
-            f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
-        )
-    else:
-        lines.append(f"{counted(data.shards, 'shard')}: {data.shards / streams:.1f} per stream")
-    if forecast.step_seconds:
-        rate = plan.global_batch / forecast.step_seconds
-        per_thread = rate / ranks / config.data.threads
-        text = f"{rate:,.0f} images/s in total: {per_thread:,.0f} per second for each of {counted(config.data.threads, 'decoding thread')}"
-        if data.bytes:
-            text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
-        lines.append(text)
-    return lines
-
-
-def _describe_choice(forecast: Forecast) -> list[str]:
-    choice = forecast.choice
-    if choice is None:
-        return ["Predicted, not measured."]
-    width = max(len(override) for override in choice.overrides)
-    return [
-        f"Advice for {forecast.config.cluster}",
-        *(f"  {override.ljust(width)}   {why}" for override, why in choice.reasons),
-        "  to paste:",
-        f"  {' '.join(choice.overrides)}",
-        "",
-        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL; for time see docs/plan.md.",
-    ]
-
-
-def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    return [
-        "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [titles, *rows]
-    ]
-
-
-def to_dict(forecast: Forecast) -> dict[str, Any]:
-    """All figures as plain JSON data, in bytes, seconds, FLOPs and hours."""
-    choice = forecast.choice
-    return {
-        "name": forecast.config.name,
-        "cluster": asdict(forecast.cluster) if forecast.cluster else None,
-        "data": asdict(forecast.data),
-        "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
-        "plan": {**asdict(forecast.plan), "epochs": forecast.plan.epochs},
-        "flops_per_image": forecast.flops_per_image,
-        "flops": forecast.flops,
-        "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
-        "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
-        "overrides": choice.overrides if choice else [],
-        "network": asdict(forecast.network) if forecast.network else None,
-        "step_seconds": forecast.step_seconds,
-        "step": asdict(forecast.time) if forecast.time else None,
-        "mfu": forecast.mfu,
-        "measured": asdict(forecast.measured) if forecast.measured else None,
-        "scaling": [asdict(row) for row in forecast.scaling],
-        "checkpoint_bytes": forecast.checkpoint_bytes,
-        "checkpoints": forecast.num_checkpoints,
-        "stall_seconds": forecast.stall_seconds,
-        "write_seconds": forecast.write_seconds,
-        "hours": forecast.hours,
-        "cost": forecast.cost,
-        "readers": readers(forecast),
-    }

@@ -2,9 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -25,17 +25,58 @@ class LostError(Exception):
     """A task failed through no fault of its own: its worker died, or it reports a failure of its machine. It is retried."""
 
 
+class RunJobs(Protocol):
+    """Runs function(job) for each job; yields (index of the job, result) as they finish. Jobs are taken one by one.
+
+    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails: the others continue.
+    """
+
+    def __call__(
+        self,
+        function: Callable[[A], R],
+        jobs: Iterable[A],
+        on_retry: Callable[[str], None],
+        on_failure: Callable[[int, str], None],
+        /,
+    ) -> Iterable[tuple[int, R]]: ...
+
+
+def run_here(
+    function: Callable[[A], R],
+    jobs: Iterable[A],
+    on_retry: Callable[[str], None],
+    on_failure: Callable[[int, str], None],
+    pauses: Sequence[float] = RETRY_PAUSES,
+) -> Iterator[tuple[int, R]]:
+    """A `RunJobs` in this process: one job after the other. A job that raises LostError is tried again, as on a cluster."""
+    for index, job in enumerate(jobs):
+        for pause in (*pauses, None):
+            try:
+                yield index, function(job)
+                break
+            except UserError as error:
+                on_failure(index, str(error))
+                break
+            except LostError as error:
+                if pause is None:
+                    on_failure(index, str(error))
+                else:
+                    on_retry(str(error))
+                    time.sleep(pause)
+
+
 def run_tasks(
     function: Callable[[A], R],
     arguments: Iterable[A],
-    limit: int,
     on_retry: Callable[[str], None],
     on_failure: Callable[[int, str], None] | None = None,
+    *,
+    limit: int,
     num_cpus: int = 1,
     num_gpus: float = 0.0,
     pauses: Sequence[float] = RETRY_PAUSES,
 ) -> Generator[tuple[int, R]]:
-    """Run function(argument) for each argument on the cluster; yields (index of the argument, result) as tasks finish.
+    """Run function(argument) for each argument on the cluster, with `limit` a `RunJobs`; yields (index of the argument, result) as tasks finish.
 
     limit: most tasks in flight; arguments are taken one by one as tasks finish. num_cpus, num_gpus: resources of a task.
     pauses: seconds before each retry. A task whose worker or node dies, or that raises LostError, is retried that many

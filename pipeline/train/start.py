@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
-from pipeline.process.slow_imports import postpone_dynamo, without_collection
+from pipeline.process.slow_imports import without_collection
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ def run(config: RunConfig) -> None:
     refuse_busy_port()
     quiet_torch()
     with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        # What torch excludes from compilation while it is imported has to be excluded then.
-        if not config.engine.compile:
-            postpone_dynamo()
         with without_collection():
             prepared = prepare(config)
             from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.

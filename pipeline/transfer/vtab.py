@@ -5,16 +5,15 @@
     progress.json   while it runs: number of done cells of each task
     results.json    protocol, weights, data, and a score for each task and seed; written at the end
 
-Where the cells run is decided by the caller, which passes a `RunCells`.
+Where the cells run is decided by the caller, which passes a `RunJobs`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
@@ -24,6 +23,7 @@ from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
@@ -35,23 +35,8 @@ from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_ce
 from pipeline.transfer.vtab_tasks import TASKS, Task
 
 
-class RunCells(Protocol):
-    """Runs function(job) for each job; yields (index of the job, outcome) as they finish.
-
-    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails.
-    """
-
-    def __call__(
-        self,
-        function: Callable[[Job], dict[str, Any]],
-        jobs: Sequence[Job],
-        on_retry: Callable[[str], None],
-        on_failure: Callable[[int, str], None],
-    ) -> Iterable[tuple[int, dict[str, Any]]]: ...
-
-
 def run(
-    config: VtabConfig, folder: Path, run_cells: RunCells, uri: str = "", pace: Pace | None = None
+    config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "", pace: Pace | None = None
 ) -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
@@ -79,10 +64,10 @@ def run(
         SweepPage(sweep, header, uri, len(cells), outcomes, failed, pace) if uri else nullcontext() as page,
         SweepProgress([cell.task.name for cell in cells], [cell.task.name for cell in outcomes], folder) as progress,
     ):
-        _run(sweep, searches, outcomes, failed, progress, page, run_cells)
+        _run(sweep, searches, outcomes, failed, progress, page, run_jobs)
         chosen = {task.name: sweep.chosen(task, outcomes) for task in sweep.tasks}
         finals = [cell for task in sweep.tasks if (s := chosen[task.name][0]) for cell in sweep.finals(task, s)]
-        _run(sweep, finals, outcomes, failed, progress, page, run_cells)
+        _run(sweep, finals, outcomes, failed, progress, page, run_jobs)
 
         # ------------------------------------------------------------------ results
         scores = [_score(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
@@ -121,7 +106,7 @@ def _run(
     failed: dict[Cell, str],
     progress: SweepProgress,
     page: SweepPage | None,
-    run_cells: RunCells,
+    run_jobs: RunJobs,
 ) -> None:
     """Run the cells that have no outcome; add theirs to `outcomes` or `failed`."""
     jobs = [Job(cell, sweep.config) for cell in cells if cell not in outcomes]
@@ -134,7 +119,7 @@ def _run(
             page.gave_up(cell, reason)
 
     if jobs:
-        for index, outcome in run_cells(run_cell, jobs, progress.retried, fail):
+        for index, outcome in run_jobs(run_cell, jobs, progress.retried, fail):
             cell = jobs[index].cell
             outcomes[cell] = outcome
             sweep.write(cell, outcome)

@@ -75,7 +75,7 @@ def kill():
 with mistakes_in_one_line():
     ray_tasks.connect(1)
     threading.Thread(target=kill, daemon=True).start()
-    list(ray_tasks.run_tasks(work, range(200), 2, print))
+    list(ray_tasks.run_tasks(work, range(200), print, limit=2))
 """
 
 

@@ -10,7 +10,8 @@ from forked import Forge
 
 from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Cluster, choose
-from pipeline.estimate.forecast import describe, make_forecast, readers, run, to_dict
+from pipeline.estimate.forecast import make_forecast
+from pipeline.estimate.forecast_text import describe, readers, run, to_dict
 from pipeline.estimate.memory import rank_memory
 from pipeline.settings import schema
 from pipeline.settings.operate import PlanConfig

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from data_tools.bench.gpu_report import Exactness, write_report
-from data_tools.bench.gpu_step import Setup
+from data_tools.bench.gpu.gpu_report import Exactness, write_report
+from data_tools.bench.gpu.gpu_step import Setup
 from data_tools.bench.record import Record
 from pipeline.base.errors import UserError
-from pipeline.estimate.forecast import describe, make_forecast
+from pipeline.estimate.forecast import make_forecast
+from pipeline.estimate.forecast_text import describe
 from pipeline.settings import schema
 from pipeline.settings.bench import RecordConfig
 from pipeline.settings.operate import PlanConfig

@@ -21,7 +21,7 @@ import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from PIL import Image
 
-from data_tools import progress
+from data_tools import progress, tasks
 from data_tools.check import verify
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
@@ -484,7 +484,7 @@ def test_a_file_tells_how_far_verify_is(copy: Dataset, monkeypatch: pytest.Monke
                 time.sleep(0.005)
             seen.append(state)
 
-    monkeypatch.setattr(verify, "Progress", Watched)
+    monkeypatch.setattr(tasks, "Progress", Watched)
     check(copy.path)
     assert [state["shards"] for state in seen] == [1, 2, 3, 4, 5]
     assert (seen[-1]["images"], seen[-1]["total_images"], seen[-1]["total_shards"]) == (187, 187, 5)

@@ -28,8 +28,8 @@ from pipeline.monitor.page_folder import PageFolder, describe
 from pipeline.review import compare, report, sync
 from pipeline.review.reader import RunReader, from_folder
 from pipeline.review.record import parse_predictions
-from pipeline.study import report as study_report
-from pipeline.study.answers import answer
+from pipeline.study.report import report as study_report
+from pipeline.study.report.answers import answer
 from pipeline.study.results import CellResult, StudyResults, read_results
 from pipeline.train.logged_models import logged_models
 from pipeline.transfer import report as sweep_report

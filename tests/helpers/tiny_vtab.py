@@ -34,6 +34,6 @@ def prepare(folder: Path) -> list[str]:
 def run_here(
     function: Callable[[Job], dict], jobs: Sequence[Job], on_retry: object, on_failure: object
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Runs cells one after another in this process: a `vtab.RunCells`."""
+    """Runs cells one after another in this process: a `RunJobs`."""
     for number, job in enumerate(jobs):
         yield number, function(job)

@@ -20,9 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.study.fit import PowerLaw, common_noise, fit_power_law
-from pipeline.study.fit_numbers import Noise, minimise
-from pipeline.study.fit_optimal import compute_optimal
+from pipeline.study.laws.fit import PowerLaw, common_noise, fit_power_law
+from pipeline.study.laws.fit_numbers import Noise, minimise
+from pipeline.study.laws.fit_optimal import compute_optimal
 
 LAWS = {"flat floor": (0.2, 0.5, 0.8), "usual": (0.1, 0.6, 0.4), "no floor": (0.0, 0.7, 0.2)}
 Intervals = list[tuple[float, float]]

@@ -250,7 +250,7 @@ def test_shipped_file_loads_and_plans(path: Path) -> None:
         trial = make_run(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
         assert trial.config.data.evaluated_split == "dev"
         return
-    if path.parent.name == "study":  # Its cells: tests/study/test_cells.py.
+    if path.parent.name == "study":  # Its cells: tests/study/running/test_cells.py.
         assert schema.load(study_settings.StudyConfig, path).name == path.stem
         return
     if path.name == "prepare.yaml":

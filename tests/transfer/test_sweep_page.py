@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker
+from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.run import TrackConfig
@@ -72,7 +73,7 @@ def made_up(cell: Cell) -> dict[str, Any]:
     return {**outcome, "accuracy": 0.0, "diverged": 1} if cell.setting.lr == 0.1 else outcome
 
 
-def in_turn(outcome: Callable[[Cell], dict[str, Any] | str]) -> vtab.RunCells:
+def in_turn(outcome: Callable[[Cell], dict[str, Any] | str]) -> RunJobs:
     """Yields made-up outcomes; a text is the reason of a failure."""
 
     def run_cells(

@@ -14,6 +14,7 @@ from tiny_vtab import PREPARED, prepare, run_here
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.transfer import VtabConfig
@@ -280,7 +281,7 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
 
 def in_turn(
     outcome: Callable[[Cell], dict[str, Any] | str],
-) -> vtab.RunCells:
+) -> RunJobs:
     """Pretends to run cells. outcome: returns a cell's outcome, or the reason why it fails."""
 
     def run(

@@ -15,7 +15,8 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from data_tools.bench import augment, measure, peers
+from data_tools.bench import measure
+from data_tools.bench.data import augment, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import Record
 from pipeline.base.errors import UserError
@@ -58,16 +59,16 @@ def test_rates_leave_the_start_out_and_failures_stay_apart(capsys: pytest.Captur
     assert 0.3 <= timing.first < 3
     assert timing.per_cpu > 100
     assert results["missing"] == "no_such_loader is not installed"
-    assert results["broken"] == "ValueError: two"
-    assert results["killed"] == "its process died"
+    assert results["broken"] == "ValueError: two lines"
+    assert results["killed"] == "its process died with exit code 3"
     turns = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()]
     assert turns == ["slow", "missing", "broken", "killed", "slow"]
     lines = table(contestants, results, ("output",)).splitlines()
     assert len(lines) == 6
-    assert "not measured: its process died" in lines[5]
+    assert "not measured: its process died with exit code 3" in lines[5]
     recorded = {row["name"]: row for row in rows(contestants, results)}
     assert recorded["slow"]["rate"] == timing.rate
-    assert recorded["killed"]["failed"] == "its process died"
+    assert recorded["killed"]["failed"] == "its process died with exit code 3"
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 import webdataset
 from raw_images import contents, jpeg, settings, write_folder, write_tar
 
-from data_tools import progress
-from data_tools.sharding import copies, shard
+from data_tools import progress, tasks
+from data_tools.sharding import shard
 from data_tools.sharding.copies import merge_copies
 from data_tools.sources import list_source
 from pipeline.base.errors import UserError
@@ -83,7 +83,7 @@ def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, mo
             seen.append(json.loads((tmp_path / "progress.json").read_text()))
             super().add(images, num_bytes)
 
-    monkeypatch.setattr(copies, "Progress", Watched)
+    monkeypatch.setattr(tasks, "Progress", Watched)
     source = write_folder(FILES, tmp_path / "raw")
     config = settings(source, tmp_path / "out", splits=SPLITS)
     listing = list_source(source, config, tmp_path / "staging")

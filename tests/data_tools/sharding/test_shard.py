@@ -21,7 +21,7 @@ import webdataset
 from faulty_s3 import S3, bucket_path, put
 from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
 
-from data_tools import progress
+from data_tools import progress, tasks
 from data_tools.sharding import shard
 from data_tools.sharding.write_shard import Job, write_shard
 from data_tools.sources import list_source
@@ -193,7 +193,7 @@ def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Pa
             made.append(others["made"])
             super().add(images, num_bytes, **others)
 
-    monkeypatch.setattr(shard, "Progress", Watched)
+    monkeypatch.setattr(tasks, "Progress", Watched)
     dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
     total = sum(dataset.info["samples"].values())
     num_shards = sum(dataset.info["shards"].values())
@@ -332,17 +332,17 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
         raise UserError("mend it")
 
     with pytest.raises(OSError, match="No space left") as full:
-        list(ray_tasks.run_tasks(fail, ["here"], 1, print))
+        list(ray_tasks.run_tasks(fail, ["here"], print, limit=1))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
     with pytest.raises(UserError, match=r"^mend it$"):
-        list(ray_tasks.run_tasks(fail, ["there"], 1, print))
+        list(ray_tasks.run_tasks(fail, ["there"], print, limit=1))
 
 
 def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) -> None:
     taken: list[int] = []
     results: dict[int, int] = {}
     endless = (taken.append(i) or i for i in itertools.count())
-    with contextlib.closing(ray_tasks.run_tasks(lambda i: i * i, endless, 3, print)) as tasks:
+    with contextlib.closing(ray_tasks.run_tasks(lambda i: i * i, endless, print, limit=3)) as tasks:
         for number, result in itertools.islice(tasks, 20):
             results[number] = result
             assert len(taken) - len(results) <= 3
@@ -360,7 +360,7 @@ def test_a_dead_worker_or_machine_costs_its_task_which_is_run_again(ray_cluster:
         return number
 
     told: list[str] = []
-    assert sorted(ray_tasks.run_tasks(fails_once, range(4), 2, told.append)) == [(i, i) for i in range(4)]
+    assert sorted(ray_tasks.run_tasks(fails_once, range(4), told.append, limit=2)) == [(i, i) for i in range(4)]
     assert len(told) == 2
     assert any("died" in reason for reason in told)
     assert "1.jpg cannot be read: Input/output error." in told
@@ -368,7 +368,9 @@ def test_a_dead_worker_or_machine_costs_its_task_which_is_run_again(ray_cluster:
 
 def test_a_task_that_kills_every_worker_is_given_up(ray_cluster: int) -> None:
     told: list[str] = []
-    tasks = ray_tasks.run_tasks(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], 1, told.append, pauses=[0.0] * 3)
+    tasks = ray_tasks.run_tasks(
+        lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], told.append, limit=1, pauses=[0.0] * 3
+    )
     with pytest.raises(UserError, match=r"gave up on a task after 3 retries: .*died.*use fewer tasks at a time"):
         list(tasks)
     assert len(told) == 3

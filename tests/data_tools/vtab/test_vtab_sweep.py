@@ -219,7 +219,7 @@ def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int) -> Non
 
     retried: list[str] = []
     failed: dict[int, str] = {}
-    found = dict(ray_tasks.run_tasks(work, range(6), 2, retried.append, failed.__setitem__, pauses=[0.0] * 3))
+    found = dict(ray_tasks.run_tasks(work, range(6), retried.append, failed.__setitem__, limit=2, pauses=[0.0] * 3))
     assert found == {0: 0, 4: 4, 5: 5}
     assert failed[1] == "mend it"
     assert failed[2] == "RuntimeError: out of memory"

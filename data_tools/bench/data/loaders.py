@@ -1,0 +1,148 @@
+"""Benchmark of the loader, of decoding alone, and of other loaders, on the same images."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+
+from data_tools.bench.corpus import write_raw
+from data_tools.bench.data import peers
+from data_tools.bench.measure import Contestant, report
+from data_tools.bench.record import Record
+from data_tools.sharding import shard
+from pipeline.base.words import counted
+from pipeline.data.dataset.manifest import Split, open_dataset
+from pipeline.data.loading import jpeg_region
+from pipeline.data.loading.loader import Loader, View, train_requests, train_view
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.settings.data import BenchConfig, ShardConfig
+from pipeline.settings.run import AugmentConfig
+
+_SHORT = 256
+_LATE_STEP = 1_000_000
+_MODULES = {
+    "files + DataLoader": "torch.utils.data",
+    "webdataset": "webdataset",
+    "LitData": "litdata",
+    "MosaicML streaming": "streaming",
+    "Grain": "grain",
+    "SPDL": "spdl.pipeline",
+    "DALI": "nvidia.dali.fn",
+}
+_WHOLE, _REGION, _PILLOW = "libjpeg-turbo", "libjpeg-turbo, region", "Pillow"
+
+
+def run(config: BenchConfig, folder: Path, record: Record) -> None:
+    """Measure and print. folder: the images are written there in every layout."""
+    files = write_raw(Path(config.source), folder / "raw", config.images)
+    splits = {}
+    for name, short in (("full size", 0), (f"{_SHORT} px", _SHORT)):
+        path = folder / f"shards{short}"
+        settings = ShardConfig(
+            source=str(folder / "raw"), out=str(path), inspect="header", resize_short=short, samples_per_shard=256
+        )
+        shard.run(settings)
+        splits[name] = open_dataset(path).split("train")
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    cores = len(os.sched_getaffinity(0))
+    contestants = [*_ours(config, splits, cores), *_others(config, folder, files, splits["full size"], cores)]
+    mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
+    what = f"{counted(config.images, 'JPEG')} of {mean:.0f} KB on average, batch {config.batch}, {config.image_size} px, {counted(cores, 'core')}"
+    report(contestants, config.rounds, record, what)
+
+
+def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator[Contestant]:
+    full = splits["full size"]
+
+    def loader(name: str, method: str, region: bool, split: Split = full, threads: int = cores, step: int = 0):  # type: ignore[no-untyped-def]
+        about = ("uint8", _REGION if region else _WHOLE, method)
+        work = partial(_load, config, split, _view(method, region), threads, step)
+        return Contestant(name, about, cores, work)
+
+    def alone(name: str, method: str, region: bool) -> Contestant:
+        about = ("uint8", _REGION if region else _WHOLE, method)
+        return Contestant(name, about, cores, partial(_decode_alone, config, full, _view(method, region), cores))
+
+    if jpeg_region.is_available():
+        yield alone("decode + resize alone, region", "linear", True)
+        yield loader("our loader", "linear", True)
+        yield loader(f"our loader, from step {_LATE_STEP:,}", "linear", True, step=_LATE_STEP)
+        threads = 2 * cores
+        while threads <= config.max_threads:
+            yield loader(f"our loader, {counted(threads, 'thread')}", "linear", True, threads=threads)
+            threads *= 2
+        yield loader(f"our loader, shards of {_SHORT} px", "linear", True, split=splits[f"{_SHORT} px"])
+        yield alone("decode + resize alone, region, antialias", "antialias", True)
+        yield loader("our loader, antialias", "antialias", True)
+    yield alone("decode + resize alone, whole images", "linear", False)
+    yield loader("our loader, whole images", "linear", False)
+    yield loader("our loader, whole images, antialias", "antialias", False)
+    yield loader(f"our loader, whole images, shards of {_SHORT} px", "linear", False, split=splits[f"{_SHORT} px"])
+
+
+def _others(
+    config: BenchConfig, folder: Path, files: Sequence[tuple[Path, int]], split: Split, cores: int
+) -> Iterator[Contestant]:
+    litdata, mosaic = folder / "litdata", folder / "mosaic"
+    for name, write, path in (("litdata", peers.write_litdata, litdata), ("mosaic", peers.write_mosaic, mosaic)):
+        try:
+            write(files, path)
+        except ImportError as error:
+            print(f"{name}: not measured, {error}")
+    size = (config.image_size, config.batch, cores)
+    views: list[tuple[str, peers.View, Sequence[str]]] = [
+        ("", peers.linear, ("uint8", _WHOLE, "linear")),
+        (", antialias", peers.antialias, ("uint8", _WHOLE, "antialias")),
+        (", Pillow", peers.pillow_float, ("float32", _PILLOW, "antialias")),
+    ]
+    for suffix, view, about in views:
+        readers: dict[str, Callable[[], Iterator[int]]] = {
+            "files + DataLoader": partial(peers.read_files, files, view, *size),
+            "webdataset": partial(peers.read_webdataset, split.shard_paths, view, *size),
+            "LitData": partial(peers.read_litdata, litdata, view, *size),
+            "MosaicML streaming": partial(peers.read_mosaic, mosaic, view, *size),
+            "Grain": partial(peers.read_grain, files, view, *size),
+        }
+        if view is not peers.pillow_float:
+            readers["SPDL"] = partial(peers.read_spdl, files, view, *size)
+        for name, read in readers.items():
+            yield Contestant(name + suffix, about, cores, read, _MODULES[name])
+    for suffix, method in (("", "linear"), (", antialias", "antialias")):
+        read = partial(peers.read_dali, files, method == "antialias", *size)
+        yield Contestant(f"DALI{suffix}", ("uint8", _REGION, method), cores, read, _MODULES["DALI"])
+
+
+def _view(method: str, region: bool) -> View:
+    return train_view(AugmentConfig(resize_filter=method), seed=0, by_region=region)  # type: ignore[arg-type]
+
+
+def _load(config: BenchConfig, split: Split, view: View, threads: int, first_step: int) -> Iterator[int]:
+    order = SampleOrder(split.shard_sizes, 0, config.batch, 1, 4096)
+    steps = len(split) // config.batch
+    requests = train_requests(order, first_step, first_step + steps, config.batch, 0, 1)
+    with Loader(split, view, config.image_size, threads, 4, 0.0) as loader:
+        for batch in loader.batches(requests):
+            yield len(batch.rows)
+
+
+def _decode_alone(config: BenchConfig, split: Split, view: View, threads: int) -> Iterator[int]:
+    """Make views of images in memory on `threads` threads, without a loader."""
+    reader = ShardReader(split)
+    images = [reader.read(row) for row in range(len(split))]
+
+    def work(rows: range) -> int:
+        out = np.empty((config.image_size, config.image_size, 3), np.uint8)
+        for row in rows:
+            view(images[row], out, 0, row)
+        return len(rows)
+
+    parts = [range(first, min(first + config.batch, len(split))) for first in range(0, len(split), config.batch)]
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(work, parts)

@@ -1,0 +1,313 @@
+"""Benchmark of training on one GPU within a time budget: the order of measurements, the choice of settings, and the tables.
+
+Each measurement (`gpu_step.py`) is a process of its own with a time limit: running out of memory, a crash or a compiler that
+takes too long is a row of the result. What is worth most comes first, and every row is written at once.
+"""
+
+import bisect
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from data_tools.bench.apart import reason, rows_apart
+from data_tools.bench.gpu import gpu_step
+from data_tools.bench.gpu.gpu_report import Exactness, write_report
+from data_tools.bench.gpu.gpu_step import ATTENTIONS, Case, Setup
+from data_tools.bench.record import Record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.estimate.memory import rank_memory
+from pipeline.settings.bench import GpuBenchConfig
+from pipeline.settings.operate import TrainBenchConfig
+from pipeline.settings.quantities import Length
+from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+
+Row = dict[str, Any]
+_MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
+_MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
+# A measurement is not begun with less time left, and that for the report is kept.
+_LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
+# Time limits: of the first part, of one configuration, of one that a compiler searches kernels for, of the rest.
+_FIRST_SECONDS, _STEP_SECONDS, _SEARCH_SECONDS, _PART_SECONDS = 45.0, 120.0, 200.0, 120.0
+# A configuration must be this much faster than the plain one to be combined with others.
+_GAIN = 1.005
+# CUDA was used before the fork, by an import: every process is then started afresh. Also when the first part fails.
+_BAD_FORK = ("forked subprocess", "initialization error")
+_NUM_IMAGES, _NUM_DISTINCT = 1600, 64
+
+
+def run(config: GpuBenchConfig) -> None:
+    """Measure, print tables and the fastest exact settings. Raises UserError without a GPU, unless device=cpu."""
+    if config.device == "cuda":
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+            "1"  # Otherwise the check uses CUDA, and no process could be forked.
+        )
+        if not torch.cuda.is_available():
+            raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
+    else:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    record = Record("gpu", config)
+    record.write()
+    bench = GpuBench(config, record)
+    bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
+    try:
+        bench.measure()
+    finally:  # Also after Ctrl-C.
+        write_report(record, bench.exactness)
+        record.finish()
+
+
+class GpuBench:
+    """The measurements in order. Rows of the record: name (its first word is the part), then what was measured or "failed"."""
+
+    def __init__(self, config: GpuBenchConfig, record: Record) -> None:
+        self.config, self.record = config, record
+        self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
+        self.method = "fork"
+        self.device_memory: int | None = None
+        self.exactness = Exactness(config.tolerance)
+        self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
+
+    def measure(self) -> None:
+        """Everything, in order of worth."""
+        first, others = self.cases[0], self.cases[1:]
+        side = 8192 if self.config.device == "cuda" else 256
+        for row in self._apart("product", gpu_step.matrix_product, (self.config.device, side), _FIRST_SECONDS):
+            self.device_memory = row.get("device_memory") or self.device_memory
+
+        for setup in _single_changes():
+            self._step(first, setup)
+        best = self._best_combination(first)
+        engine = replace(best, engine=True, graph=False, deterministic=True)
+        for setup in (Setup(engine=True, deterministic=True), engine):
+            self._step(first, setup)
+        parts: list[Callable[[], object]] = [partial(self._compare, case, engine) for case in others[:1]]
+        parts += [
+            partial(self._from_shards, first, best),
+            partial(self._apart, f"others {first.name}", gpu_step.beside_others, (first, best, False), _PART_SECONDS),
+        ]
+        for case in [first, *others[:1]]:
+            plain = Setup(deterministic=True)
+            parts.append(
+                partial(self._apart, f"operations {case.name}", gpu_step.profile, (case, plain), _STEP_SECONDS)
+            )
+        parts.append(partial(self._largest_batch, first))
+        for case in [replace(first, batch=2 * first.batch), *others[1:], replace(first, batch=4 * first.batch)]:
+            parts.append(partial(self._compare, case, engine))
+        parts.append(
+            partial(
+                self._apart,
+                f"others {first.name}, compiled",
+                gpu_step.beside_others,
+                (first, best, True),
+                _PART_SECONDS,
+            )
+        )
+        for setup in [replace(engine, deterministic=False), *_late_changes(best)]:
+            parts.append(partial(self._step, first, setup))
+        for case in others:
+            parts.append(partial(self._largest_batch, case))
+        for part in parts:
+            try:
+                part()
+            except Exception as error:  # A mistake in one part must not cost the others.
+                self._add(getattr(part.func, "__name__", "part").strip("_"), {"failed": reason(error)})  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ parts
+    def _step(self, case: Case, setup: Setup) -> None:
+        name = f"step {case.name}, batch {case.batch}, {setup}"
+        if not any(row["name"] == name for row in self.record.rows):
+            limit = _SEARCH_SECONDS if "autotune" in setup.compile else _STEP_SECONDS
+            self._apart(name, gpu_step.measure, (case, setup), limit)
+
+    def _compare(self, case: Case, engine: Setup) -> None:
+        for setup in (Setup(), engine):
+            self._step(case, setup)
+
+    def _best_combination(self, case: Case) -> Setup:
+        """Measure the changes that made the plain step faster together, then with bits that repeat; returns the best so far."""
+        faster = self.exactness.faster_than_plain(self.record.rows, case, _GAIN)
+        combined = Setup()
+        for setup in reversed(faster):  # The fastest last: it decides where two exclude each other.
+            combined = replace(combined, **{k: v for k, v in asdict(setup).items() if v})
+        if combined.graph and combined.compile:  # Not both: a compiled step makes its own graphs, or has few launches.
+            combined = replace(combined, graph=faster[0].graph, compile=faster[0].compile)
+        self._step(case, combined)
+        # Some attention kernels cannot repeat their bits: then the next fastest.
+        for attention in dict.fromkeys([combined.attention, "", "flash", "efficient"]):
+            setup = replace(combined, attention=attention, deterministic=True)
+            self._step(case, setup)
+            if self.exactness.is_exact(self.record.rows, case, setup):
+                break
+        return self.exactness.fastest(self.record.rows, case) or Setup(deterministic=True)
+
+    def _from_shards(self, case: Case, best: Setup) -> None:
+        """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
+        if not self._is_wanted("shards"):
+            return
+        with tempfile.TemporaryDirectory() as path:
+            self._from_shards_in(Path(path), case, best)
+
+    def _from_shards_in(self, folder: Path, case: Case, best: Setup) -> None:
+        rows = self._apart(
+            "shards made",
+            _make_shards,
+            (folder, _NUM_IMAGES if case.device == "cuda" else 8 * case.batch),
+            _PART_SECONDS,
+        )
+        if any("failed" in row for row in rows) or not rows:
+            return
+        plain = self.exactness.milliseconds(self.record.rows, case, Setup()) or 200.0
+        steps = max(2, round(3e3 * case.seconds / plain))
+        for log_every in (0, 1):
+            config = TrainBenchConfig(
+                model=case.model, image_size=case.pixels, batch=case.batch, precision="bf16", steps=steps, rounds=2,
+                data=str(folder / "shards"), decoders=self.config.decoders, log_every=log_every, compile=bool(best.compile),
+                peak_tflops=0.0 if self.config.device == "cuda" else 0.1,
+            )  # fmt: skip
+            name = f"shards {case.name}, batch {case.batch}, a log line every {counted(log_every or steps, 'step')}"
+            self._apart(name, _train_from_shards, (config,), _PART_SECONDS)
+
+    def _largest_batch(self, case: Case) -> None:
+        """The largest micro-batch of the engine that fits, from the predicted one on: in steps of a tenth, then of a 40th."""
+        name = f"fit {case.name}"
+        predicted = self._predicted_batch(case)
+        if predicted is None:  # A CPU has no limit that may be tried.
+            sizes = [case.batch, 2 * case.batch]
+        else:
+            sizes = _grown(predicted, (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5))
+        rows = self._apart(f"{name}, predicted {predicted or 'none'}", gpu_step.fits, (case, sizes), _PART_SECONDS)
+        fitting = max((row["fits"] for row in rows if "fits" in row), default=0)
+        too_large = min((row["too_large"] for row in rows if "too_large" in row), default=0)
+        if too_large:
+            between = range(fitting, too_large, max(1, (too_large - fitting) // 4))[1:]
+            if between:
+                self._apart(f"{name}, closer", gpu_step.fits, (case, list(between)), _PART_SECONDS)
+
+    def _predicted_batch(self, case: Case) -> int | None:
+        """The largest micro-batch that `pipeline/estimate` expects to fit this GPU."""
+        if self.device_memory is None:
+            return None
+        limit, config = self.device_memory, _run_of(case.model)
+
+        def is_too_large(size: int) -> bool:
+            return rank_memory(case.config, config, size, 1, 1).total > limit
+
+        return max(1, bisect.bisect_left(range(1, _MAX_BATCH), True, key=is_too_large))
+
+    # ------------------------------------------------------------------ one process
+    def _apart(
+        self, name: str, work: Callable[..., Iterator[Row]], arguments: tuple[Any, ...], seconds: float
+    ) -> list[Row]:
+        """Run and record one measurement; returns its rows."""
+        if not self._is_wanted(name):
+            return []
+        left = self.deadline - time.monotonic()
+        if left < _LEAST_SECONDS:
+            self._add(name, {"failed": "not measured: no time left"})
+            return []
+        rows = list(self._recorded(name, work, arguments, min(seconds, left)))
+        failed = [row["failed"] for row in rows if "failed" in row]
+        if self.method == "fork" and any(name == "product" or text in why for why in failed for text in _BAD_FORK):
+            self.method = "spawn"
+            return self._apart(name, work, arguments, seconds)
+        return rows
+
+    def _recorded(
+        self, name: str, work: Callable[..., Iterator[Row]], arguments: tuple[Any, ...], seconds: float
+    ) -> Iterator[Row]:
+        for row in rows_apart(work, arguments, seconds, self.method):
+            if "machine" in row:
+                self.record.facts["machine"] = row["machine"]
+            elif "losses" in row:
+                row["loss_difference"] = self.exactness.difference(self.record.rows, row)
+            self._add(name, row)
+            yield row
+
+    def _add(self, name: str, row: Row) -> None:
+        self.record.add(name, **row)
+        shown = {"failed": row.get("failed"), "images/s": row.get("images_per_second"), "TFLOP/s": row.get("tflops")}
+        told = ", ".join(
+            f"{value:,.1f} {key}" if isinstance(value, float) else str(value) for key, value in shown.items() if value
+        )
+        print(f"{time.strftime('%H:%M:%S')} {name}: {told or 'done'}", flush=True)
+
+    def _is_wanted(self, name: str) -> bool:
+        return not self.config.only or name.split()[0] in self.config.only
+
+    def _case(self, model: str, pixels: str) -> Case:
+        case = Case(model, int(pixels), 1, self.config.candidate_seconds, self.config.device)
+        most = 2 ** math.floor(math.log2(max(1, _MAX_TOKENS / case.config.num_tokens)))
+        return replace(case, batch=self.config.batch or (most if self.config.device == "cuda" else 4))
+
+
+def _single_changes() -> list[Setup]:
+    """Configurations that differ from the plain one in one thing: what the best one is combined from, in order of worth."""
+    return [
+        Setup(), Setup(compile="blocks"), Setup(fused_optimizer=True), Setup(deterministic=True), Setup(compile="default"),
+        Setup(attention="flash"), Setup(attention="cudnn"), Setup(graph=True),
+    ]  # fmt: skip
+
+
+def _late_changes(best: Setup) -> list[Setup]:
+    """Configurations that are hardly expected to be the best, or take minutes to compile."""
+    modes = ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+    attentions = [Setup(attention=name) for name in ATTENTIONS]
+    return [
+        replace(best, channels_last=True),
+        *attentions,
+        *(replace(best, compile=mode, graph=False) for mode in modes),
+    ]
+
+
+def _run_of(model: str) -> RunConfig:
+    """A run with the defaults, for the memory that is predicted."""
+    train = TrainConfig(length=Length.parse("1 steps"))
+    return RunConfig(name="bench", model=ModelConfig(name=model), data=DataConfig(path="none"), train=train)
+
+
+def _grown(size: int, factors: Sequence[float]) -> list[int]:
+    """The size times each factor, rounded to multiples of 8 where it is large."""
+    unit = 8 if size >= 64 else 1
+    return sorted({max(unit, round(size * factor / unit) * unit) for factor in factors})
+
+
+def _make_shards(folder: Path, images: int) -> Iterator[Row]:
+    """Write a data set of generated JPEGs to `folder`/shards, as `launch/shard.py` does, but without Ray."""
+    from data_tools.bench.corpus import write_generated, write_raw
+    from data_tools.sharding.holdout import hold_out
+    from data_tools.sharding.shard import make_jobs, make_plan, read_rows
+    from data_tools.sharding.write_shard import PARTS, part_path, write_shard
+    from data_tools.sources import list_source
+    from pipeline.data.dataset.manifest import write_dataset
+    from pipeline.settings.data import ShardConfig
+
+    write_generated(folder / "distinct", _NUM_DISTINCT)
+    files = write_raw(folder / "distinct", source := folder / "raw", images)
+    out = folder / "shards"
+    (out / PARTS).mkdir(parents=True)
+    settings = ShardConfig(
+        source=str(source), out=str(out), holdout_per_class=2, samples_per_shard=256, inspect="header"
+    )
+    listing = hold_out(list_source(source, settings, folder / "staging"), settings)
+    shards = [write_shard(job).shard for job in make_jobs(listing, make_plan(listing, settings), settings, out, {})]
+    tables = (read_rows(part_path(out, shard.name)) for shard in shards)
+    write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
+    yield {"images": len(files), "mean_bytes": sum(path.stat().st_size for path, _ in files) / len(files)}
+
+
+def _train_from_shards(config: TrainBenchConfig) -> Iterator[Row]:
+    from data_tools.bench.training.training_step import from_shards  # Late, as in gpu_step.py.
+
+    found = from_shards(config)
+    # Of a minute with one checkpoint.
+    yield {**found, "checkpoint_share_at_one_a_minute": found["checkpoint_blocked_seconds"] / 60}

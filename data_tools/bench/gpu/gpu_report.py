@@ -1,0 +1,263 @@
+"""What the rows of `bench.py gpu` say: which configurations are exact, which is the fastest, and the tables."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from data_tools.bench.gpu import roofline
+from data_tools.bench.gpu.gpu_step import Case, Setup
+from data_tools.bench.record import Record, markdown
+from pipeline.base.words import counted
+from pipeline.estimate.measured import Fastest
+from pipeline.model import training_flops_per_image
+from pipeline.monitor.gpus import find_gpu
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Exact: each of the first losses within `tolerance` of the plain step's (relative), and all steps repeat bit for bit."""
+
+    tolerance: float
+
+    def difference(self, rows: Sequence[Row], row: Row) -> float | None:
+        """Largest relative difference to the losses of the plain step with the same model and batch; None without one."""
+        plain = _find(rows, row["model"], row["batch"], Setup())
+        reference = row["losses"] if plain is None and Setup(**row["setup"]) == Setup() else plain and plain["losses"]
+        if not reference:
+            return None
+        return max(abs(a - b) / abs(b) for a, b in zip(row["losses"], reference, strict=True))
+
+    def has_equal_loss(self, row: Row) -> bool:
+        difference = row.get("loss_difference")
+        return difference is not None and difference <= self.tolerance
+
+    def is_exact(self, rows: Sequence[Row], case: Case, setup: Setup) -> bool:
+        row = _find(rows, case.name, case.batch, setup)
+        return row is not None and self.has_equal_loss(row) and row["repeats"] is True
+
+    def fastest(self, rows: Sequence[Row], case: Case, engine: bool = False) -> Setup | None:
+        """The fastest exact configuration. engine: of the engine, whose repetition is what the same plain step's is."""
+        exact = [
+            row
+            for row in _of_case(rows, case.name, case.batch)
+            if (setup := Setup(**row["setup"])).engine == engine
+            and self.has_equal_loss(row)
+            and (row["repeats"] is True or (engine and setup.deterministic))
+        ]
+        return Setup(**min(exact, key=lambda row: row["ms"])["setup"]) if exact else None
+
+    def faster_than_plain(self, rows: Sequence[Row], case: Case, gain: float) -> list[Setup]:
+        """Configurations with the same loss that are at least `gain` times as fast, the fastest first; not the engine's."""
+        plain = self.milliseconds(rows, case, Setup())
+        if plain is None:
+            return []
+        found = [
+            row
+            for row in _of_case(rows, case.name, case.batch)
+            if not row["setup"]["engine"] and self.has_equal_loss(row) and row["ms"] * gain < plain
+        ]
+        return [Setup(**row["setup"]) for row in sorted(found, key=lambda row: row["ms"])]
+
+    def milliseconds(self, rows: Sequence[Row], case: Case, setup: Setup) -> float | None:
+        row = _find(rows, case.name, case.batch, setup)
+        return row["ms"] if row else None
+
+
+def _of_case(rows: Iterable[Row], model: str, batch: int) -> list[Row]:
+    return [row for row in rows if "losses" in row and (row["model"], row["batch"]) == (model, batch)]
+
+
+def _find(rows: Iterable[Row], model: str, batch: int, setup: Setup) -> Row | None:
+    return next((row for row in _of_case(rows, model, batch) if Setup(**row["setup"]) == setup), None)
+
+
+def write_report(record: Record, exactness: Exactness) -> None:
+    """Print the tables in Markdown, and the settings to use; both also become part of the record."""
+    machine, rows = record.facts["machine"], record.rows
+    device = f"{machine['gpu']}" if machine["gpu"] != "none" else machine["cpu"]
+    product = next((row["tflops"] for row in rows if "side" in row), 0.0)
+    gpu = find_gpu(device)
+    peak = f"data sheet {gpu.tflops:,.0f} TFLOP/s" if gpu else "no data sheet"
+    lines = [
+        f"{device}, {counted(machine['cores'], 'core')}, torch {machine['torch']}, {record.facts['date']}: `{record.facts['command']}`",
+        f"bf16; plain matrix product {product:,.1f} TFLOP/s, {peak}.",
+        _bounds(rows, roofline.find_sheet(device), product),
+        _steps(rows, exactness, gpu.tflops if gpu else 0.0, product),
+        _others(rows), _shards(rows), _fits(rows), *_operations(rows, device),
+    ]  # fmt: skip
+    advice = _advice(rows, exactness)
+    record.facts |= {"report": "\n\n".join(line for line in [*lines, *advice] if line), "advice": advice}
+    record.facts["fastest"] = [asdict(found) for found in fastest_steps(rows, exactness)]
+    print("\n" + record.facts["report"], flush=True)
+
+
+def _steps(rows: Sequence[Row], exactness: Exactness, sheet: float, product: float) -> str:
+    heads = [
+        "step",
+        "ms",
+        "images/s",
+        "TFLOP/s",
+        "MFU, data sheet",
+        "of the product",
+        "peak GiB",
+        "loss within",
+        "bits repeat",
+    ]
+    lines = []
+    for row in rows:
+        if not row["name"].startswith("step"):
+            continue
+        name = row["name"].removeprefix("step ")
+        if "failed" in row:
+            lines.append([name, f"failed: {row['failed']}", *[""] * 7])
+            continue
+        difference = row["loss_difference"]
+        lines.append(
+            [
+                name, f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}", f"{row['tflops']:,.1f}",
+                f"{row['tflops'] / sheet:.1%}" if sheet else "", f"{row['tflops'] / product:.1%}" if product else "",
+                f"{row['peak_memory_gib']:.1f}",
+                ("" if difference is None else f"{difference:.1e}") + ("" if exactness.has_equal_loss(row) else " NO"),
+                {True: "yes", False: "no", None: ""}[row["repeats"]],
+            ]
+        )  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _bounds(rows: Sequence[Row], sheet: roofline.Sheet | None, product: float) -> str:
+    """Lower bounds of each model's step, at the data sheet's peak and at the measured matrix product."""
+    lines = []
+    for case in _cases(rows) if sheet else ():
+        assert sheet is not None
+        bounds = [roofline.bound(case.config, case.batch, sheet, tflops=tflops) for tflops in (0.0, product)]
+        lines.append(
+            [f"{case.name}, batch {case.batch}", *(f"{1e3 * b.seconds:,.1f} ms, MFU {b.mfu:.1%}" for b in bounds)]
+        )
+    return markdown(["least time from first principles", "at the data sheet's peak", "at the measured product"], lines)
+
+
+def _cases(rows: Sequence[Row]) -> list[Case]:
+    """The models and batches of which a step was measured."""
+    return [_case(*key) for key in {(row["model"], row["batch"]): None for row in rows if "losses" in row}]
+
+
+def _case(model: str, batch: int) -> Case:
+    """The case of a row's model, "ViT-L/16@224"."""
+    name, _, pixels = model.partition("@")
+    return Case(name, int(pixels), batch, 0.0)
+
+
+def _others(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["name"].startswith("others")]
+    lines: list[list[str]] = []
+    for row in found:
+        speed = [row["failed"], ""] if "failed" in row else [f"{row['ms']:,.1f}", f"{row['images_per_second']:,.0f}"]
+        compiled = ", all compiled" if row.get("compiled") else ""
+        lines.append([str(row.get("contestant", row["name"])) + compiled, *speed])
+    return markdown(["side by side", "ms", "images/s"], lines)
+
+
+def _shards(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["name"].startswith("shards") and ("failed" in row or "data_wait" in row)]
+    heads = ["from shards", "images/s", "MFU", "data wait", "checkpoint stall", "of a minute", "peak GiB"]
+    lines = [
+        [row["name"].removeprefix("shards "), f"failed: {row['failed']}", *[""] * 5]
+        if "failed" in row
+        else [
+            row["name"].removeprefix("shards "), f"{row['images_per_second']:,.0f}", f"{row['mfu']:.1%}",
+            f"{row['data_wait']:.2%}", f"{row['checkpoint_blocked_seconds']:.3f} s",
+            f"{row['checkpoint_share_at_one_a_minute']:.2%}", f"{row['peak_memory_gib']:.1f}",
+        ]
+        for row in found
+    ]  # fmt: skip
+    rates = [row["images_per_second"] for row in found if "failed" not in row]
+    cost = f"\n\nA log line every step costs {1 - rates[1] / rates[0]:+.2%} of the speed." if len(rates) == 2 else ""
+    return markdown(heads, lines) + cost
+
+
+def _fits(rows: Sequence[Row]) -> str:
+    lines = [
+        [row["name"].removeprefix("fit "), *_fit(row)] for row in rows if row["name"].startswith("fit")
+    ]  # fmt: skip
+    return markdown(["engine, eager, ZeRO stage 1", "micro-batch", "peak GiB"], lines)
+
+
+def _fit(row: Row) -> tuple[str, str]:
+    if "fits" in row:
+        return f"{row['fits']}", f"{row['peak_memory_gib']:.1f}"
+    return (f"{row['too_large']} does not fit", "") if "too_large" in row else (f"failed: {row['failed']}", "")
+
+
+def _operations(rows: Sequence[Row], device: str) -> list[str]:
+    """The tables of predicted and measured microseconds of each operation of a block."""
+    tables = []
+    for row in rows:
+        if not row["name"].startswith("operations") or "operations" not in row:
+            continue
+        sheet = roofline.find_sheet(device)
+        tables.append(f"{row['name']}, batch {row['batch']}, microseconds of one block")
+        tables.append(predictions(_case(row["model"], row["batch"]), sheet, row["operations"]))
+    return tables
+
+
+def predictions(case: Case, sheet: roofline.Sheet | None, measured: dict[str, float] | None) -> str:
+    """Markdown of `roofline.table`. Without a data sheet there are no predictions."""
+    rows = roofline.table(case.config, case.batch, sheet, measured)
+    heads = ["operation, forward + backward", "GFLOP", "MB", "predicted us", "fused us", "measured us"]
+    lines = [
+        [
+            row["operation"], f"{row['gflop']:,.1f}", f"{row['megabytes']:,.0f}", _us(row["predicted_us"], ""),
+            _us(row["predicted_fused_us"], ""), _us(row["measured_us"], "not measured"),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _us(value: float | None, missing: str) -> str:
+    return missing if value is None else f"{value:,.0f}"
+
+
+def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
+    """Lines that name the fastest exact configuration of each model, and the settings of a run that give it."""
+    lines = []
+    for case in _cases(rows):
+        best, engine = (exactness.fastest(rows, case, engine=kind) for kind in (False, True))
+        said = f"{case.name}, batch {case.batch}: fastest exact step: {best or 'none measured'}"
+        if engine:
+            rest = _without_settings(engine)
+            said += f"; in the engine: {' '.join(_settings(engine, case.batch))}"
+            said += "" if rest == Setup() else f", and, which no setting offers: {rest}"
+        lines.append(said + ".")
+    return lines
+
+
+def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
+    """The fastest exact configuration that settings of a run give, for each model and batch: `launch/plan.py bench=FILE` reads it."""
+    rows = [row for row in rows if "setup" not in row or _without_settings(Setup(**row["setup"])) == Setup()]
+    found = []
+    for case in _cases(rows):
+        setup = exactness.fastest(rows, case, engine=True)
+        row = setup and _find(rows, case.name, case.batch, setup)
+        if setup and row:
+            gflops = training_flops_per_image(case.config) / 1e9
+            found.append(Fastest(case.name, gflops, case.batch, row["images_per_second"], _settings(setup, case.batch)))
+    return found
+
+
+def _settings(setup: Setup, batch: int) -> list[str]:
+    """The settings of a run that give this step, as far as there are any."""
+    chosen = {
+        "compile": setup.compile == "default",
+        "fused": setup.fused_optimizer,
+        "deterministic": setup.deterministic,
+    }
+    return [*(f"engine.{name}={str(on).lower()}" for name, on in chosen.items()), f"train.micro_batch={batch}"]
+
+
+def _without_settings(setup: Setup) -> Setup:
+    """The parts of a set-up that no setting of a run can give; `Setup()` if there are none."""
+    mode = "" if setup.compile == "default" else setup.compile
+    return replace(setup, engine=False, deterministic=False, fused_optimizer=False, compile=mode)

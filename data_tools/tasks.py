@@ -1,0 +1,37 @@
+"""Runs the tasks of a job on a Ray cluster, and shows its progress."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
+
+from data_tools.progress import Progress
+from pipeline import ray_tasks
+from pipeline.data.storage.bucket import AnyPath
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def tasks_on_cluster(
+    function: Callable[[A], R],
+    arguments: Iterable[A],
+    num_tasks: int,
+    total: int | None,
+    shards: int,
+    folder: AnyPath,
+    done: str,
+) -> Iterator[tuple[Generator[tuple[int, R]], Progress]]:
+    """Context with (pairs of an argument's index and function's result, as tasks finish; their progress, which the caller adds to).
+
+    num_tasks: most tasks at a time; 0 is one for each CPU. total, shards, folder, done: as `Progress`. Tasks in flight are
+    cancelled when the block ends early.
+    """
+    num_cpus = ray_tasks.connect(num_tasks)
+    with (
+        Progress(total, shards, folder, done) as progress,
+        contextlib.closing(
+            ray_tasks.run_tasks(function, arguments, progress.retried, limit=num_tasks or num_cpus)
+        ) as tasks,
+    ):
+        yield tasks, progress

@@ -1,0 +1,367 @@
+"""What follows from a study's results: laws, their predictions and checks, the best model of a budget, differences beyond noise.
+
+A *point* is the mean over seeds of one model at one data size and length. A *line* is the points that one law is fitted to:
+
+    data size    each model: error against number of training images
+    scaling      each model: error against exaFLOPs, over its lengths; and each family: its frontier, that is its points that no other
+                 model of the family beats at the same compute or less. The paper's Figure 5 has one line a family; a law through all
+                 points of a family would describe badly chosen models, too.
+    ablation     none
+
+Nothing here raises on poor data: what cannot be said has a sentence in place of a number.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from pipeline.base.errors import UserError
+from pipeline.evaluate.intervals import Interval, of_samples
+from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
+from pipeline.review.statistics import Difference, holm, of_proportions, of_same_seeds, of_seeds
+from pipeline.study.laws.fit import LeftOut, PowerLaw, Prediction, common_noise, fit_power_law, leave_largest_out
+from pipeline.study.laws.fit_numbers import Noise
+from pipeline.study.laws.fit_optimal import Optimal, compute_optimal
+from pipeline.study.results import CellResult, StudyResults
+
+# Equal budgets differ by the rounding to whole steps.
+_SAME_BUDGET = 1.05
+# With fewer pairs, what pairing loses in degrees of freedom is more than it gains, unless seeds of both correlate by over 0.4.
+PAIRED_FROM = 4
+# The next larger run is one step further, as far as steps between the runs are on average, and at most so many times: the check
+# without the largest runs says nothing of longer ways.
+_MAX_STEP = 4.0
+_MIN_SIZES = 4
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of seeds, shares.
+
+    num_test: test images of each score; 0 where it is no proportion of images, or unknown.
+    """
+
+    model: str
+    family: str
+    data_size: int
+    exaflops: float
+    seeds: tuple[int, ...]
+    scores: tuple[float, ...]
+    num_test: int
+
+    @property
+    def mean(self) -> float:
+        return sum(self.scores) / len(self.scores)
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 %: over seeds, of a single one over its test images; None where neither is known."""
+        if len(self.scores) > 1:
+            return interval_of_seeds(self.scores)
+        return of_samples(self.scores[0], self.num_test) if self.num_test else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points with their law. why_not: why there is none, or why it says nothing. prediction: for the next larger run.
+
+    left_out: the check without the largest runs. no_prediction, no_check: sentences in place of these.
+    """
+
+    name: str
+    family: str
+    points: list[Point]
+    fit: PowerLaw | None = None
+    why_not: str = ""
+    prediction: Prediction | None = None
+    no_prediction: str = ""
+    left_out: LeftOut | None = None
+    no_check: str = ""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Who wins at one x. difference: best minus second; None if it has no interval. corrected: its p by `holm` over all pairs and x."""
+
+    x: float
+    best: Point
+    second: Point
+    difference: Difference | None
+    corrected: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of an ablation. difference: to the first model of the study; None for that one, and where it cannot be tested."""
+
+    point: Point
+    value: float
+    difference: Difference | None
+    corrected: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """unit: of x. models, families: lines; families are empty unless the question is scaling and a family has several models.
+
+    optimal: the best model by the laws of the models at each budget, or the sentence why there is none; the last is the next larger
+    budget. baseline: of an ablation, "" where it has no score.
+    """
+
+    results: StudyResults
+    unit: str
+    points: list[Point]
+    models: list[Line]
+    families: list[Line]
+    leads: list[Lead]
+    optimal: list[tuple[float, Optimal | str]]
+    variants: list[Variant]
+    baseline: str
+
+    @property
+    def lines(self) -> list[Line]:
+        """Those that a figure shows: families, else models."""
+        return self.families or self.models
+
+    @property
+    def unscored_families(self) -> list[str]:
+        return [name for name in self.results.families if name not in {point.family for point in self.points}]
+
+    def x(self, point: Point) -> float:
+        return x_of(point, self.results.question)
+
+
+def x_of(point: Point, question: str) -> float:
+    return float(point.data_size) if question == "data_size" else point.exaflops
+
+
+def answer(results: StudyResults) -> Answers:
+    points = points_of(results)
+    is_scaling, is_ablation = results.question == "scaling", results.question == "ablation"
+    unit = "training images" if results.question == "data_size" else "exaFLOPs"
+
+    def x(point: Point) -> float:
+        return x_of(point, results.question)
+
+    models = {name: [p for p in points if p.model == name] for name in results.models}
+    of_family = {name: [p for p in points if p.family == name] for name in results.families}
+    model_lines, family_lines = [], []
+    if not is_ablation:
+        model_lines = _lines(models, x, unit)
+    if is_scaling and any(len({p.model for p in of_one}) > 1 for of_one in of_family.values()):
+        family_lines = _lines({name: frontier(of_one, x) for name, of_one in of_family.items()}, x, unit)
+    variants, baseline = _variants(points, results) if is_ablation else ([], "")
+    return Answers(
+        results,
+        unit,
+        points,
+        model_lines,
+        family_lines,
+        [] if is_ablation else _leads(points, x, _SAME_BUDGET if is_scaling else 1.0),
+        _optimal(model_lines, points, x) if is_scaling else [],
+        variants,
+        baseline,
+    )
+
+
+def usable(results: StudyResults, score: str) -> list[CellResult]:
+    """Cells that are done and have a score from 0 to 1, which NaN is not."""
+    return [cell for cell in results.scored(results.cells, score) if 0 <= cell.scores[score] <= 1]
+
+
+def points_of(results: StudyResults, score: str = "") -> list[Point]:
+    """In the order of the cells. score: default, the study's. Cells that are not done or have no usable score are left out."""
+    name = score or results.score
+    groups: dict[tuple[str, int, int], list[CellResult]] = {}
+    for cell in usable(results, name):
+        groups.setdefault((cell.model, cell.data_size, cell.steps), []).append(cell)
+    found = []
+    for cells in groups.values():
+        cells.sort(key=lambda cell: cell.seed)
+        first = cells[0]
+        # A mean over tasks is no proportion of images.
+        num_test = 0 if name == "vtab" else min(cell.num_test.get(name, 0) for cell in cells)
+        seeds, scores = tuple(cell.seed for cell in cells), tuple(cell.scores[name] for cell in cells)
+        found.append(Point(first.model, first.family, first.data_size, first.exaflops, seeds, scores, num_test))
+    return found
+
+
+# -------------------------------------------------------------------- laws
+def frontier(points: Sequence[Point], x: Callable[[Point], float]) -> list[Point]:
+    """The points that no other model beats at the same compute or less, by x.
+
+    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is that of the largest. A
+    model's own cheaper run removes nothing: where the score falls by chance, that run would otherwise be left out, and the
+    frontier be too high.
+    """
+    points = [point for point in points if x(point) > 0]
+    models = list(dict.fromkeys(point.model for point in points))
+    curves = {}
+    for model in models:
+        own = sorted((p for p in points if p.model == model), key=x)
+        curves[model] = np.log([x(p) for p in own]), np.array([p.mean for p in own])
+
+    def is_beaten(point: Point) -> bool:
+        for place, model in enumerate(models):
+            logs, means = curves[model]
+            at = math.log(x(point))
+            if model == point.model or at < logs[0] - math.log(_SAME_BUDGET):
+                continue
+            nearest = int(np.abs(logs - at).argmin())
+            is_same = abs(logs[nearest] - at) <= math.log(_SAME_BUDGET)
+            other = means[nearest] if is_same else np.interp(at, logs, means)
+            # Of equal scores, the first model's stays.
+            if other > point.mean or (other == point.mean and place < models.index(point.model)):
+                return True
+        return False
+
+    return sorted((point for point in points if not is_beaten(point)), key=x)
+
+
+def _lines(points: dict[str, list[Point]], x: Callable[[Point], float], unit: str) -> list[Line]:
+    """Fit each; from two laws on, with the noise of all together, because a few sizes of one line tell little of it."""
+    lines = [_fitted(Line(name, p[0].family, sorted(p, key=x)), x, unit, None) for name, p in points.items() if p]
+    fits = [line.fit for line in lines if line.fit]
+    if len(fits) > 1:
+        noise = common_noise(fits)
+        lines = [_fitted(line, x, unit, noise) if line.fit else line for line in lines]
+    return lines
+
+
+def _runs(points: Sequence[Point], x: Callable[[Point], float]) -> tuple[list[float], list[float], list[str]]:
+    runs = [(x(point), 1 - score, f"{point.model} at {x(point):g}") for point in points for score in point.scores]
+    return [run[0] for run in runs], [run[1] for run in runs], [run[2] for run in runs]
+
+
+def _fitted(line: Line, x: Callable[[Point], float], unit: str, noise: Noise | None) -> Line:
+    sizes = len({x(point) for point in line.points})
+    if sizes < _MIN_SIZES:
+        text = f"No law is fitted to {line.name}: it needs scores at {_MIN_SIZES} different numbers of {unit}, there {'is' if sizes == 1 else 'are'} {sizes}."
+        return replace(line, why_not=text, no_prediction=text, no_check=text)
+    runs = _runs(line.points, x)
+    try:
+        fit = fit_power_law(*runs, noise=noise, unit=unit)
+    except UserError as error:
+        text = f"No law is fitted to {line.name}: {error}"
+        return replace(line, why_not=text, no_prediction=text, no_check=text)
+    prediction, no_prediction = None, ""
+    try:
+        prediction = fit.predict(next_larger([x(point) for point in line.points]))
+    except UserError as error:
+        no_prediction = f"{line.name}: {error}"
+    left_out, no_check = _left_out(runs, unit, noise)
+    return Line(
+        line.name, line.family, line.points, fit, f"{line.name}: {fit.why_not}" if fit.why_not else "",
+        prediction, no_prediction, left_out, f"{line.name}: {no_check}" if no_check else "",
+    )  # fmt: skip
+
+
+def _left_out(
+    runs: tuple[list[float], list[float], list[str]], unit: str, noise: Noise | None
+) -> tuple[LeftOut | None, str]:
+    """The check without the largest runs, or why there is none. With its own noise if that is known, because the common noise knows the left-out runs."""
+    reason = ""
+    for one in [None, noise] if noise else [None]:
+        try:
+            return leave_largest_out(*runs, noise=one, unit=unit), ""
+        except UserError as error:
+            reason = str(error)
+    return None, reason
+
+
+def next_larger(xs: Iterable[float]) -> float:
+    """One step beyond the largest, as far as the steps are on average; rounded to three digits."""
+    sizes = sorted(set(xs))
+    step = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1))
+    return float(f"{sizes[-1] * min(step, _MAX_STEP):.3g}")
+
+
+def _optimal(
+    lines: Sequence[Line], points: Sequence[Point], x: Callable[[Point], float]
+) -> list[tuple[float, Optimal | str]]:
+    """The best model of each budget of the study and of the next larger, by the models' laws."""
+    fits = {line.name: line.fit for line in lines if line.fit and not line.why_not}
+    if len(fits) < 2:
+        return []
+    budgets = [min(map(x, group)) for group in _same(points, x, _SAME_BUDGET)]
+    found: list[tuple[float, Optimal | str]] = []
+    for budget in [*budgets, next_larger(budgets)]:
+        try:
+            found.append((budget, compute_optimal(fits, budget, seed=_SEED)))
+        except UserError as error:
+            found.append((budget, str(error)))
+    return found
+
+
+# -------------------------------------------------------------------- differences
+def difference(first: Point, second: Point) -> Difference | None:
+    """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if neither is known."""
+    if first.seeds == second.seeds and len(first.seeds) >= PAIRED_FROM:
+        return of_same_seeds(first.scores, second.scores)
+    if len(first.scores) + len(second.scores) > 2:
+        return of_seeds(first.scores, second.scores)
+    if first.num_test and second.num_test:
+        return of_proportions(first.mean, first.num_test, second.mean, second.num_test)
+    return None
+
+
+def _same(points: Sequence[Point], x: Callable[[Point], float], tolerance: float) -> list[list[Point]]:
+    """Points in groups of the same x, by x."""
+    groups: list[list[Point]] = []
+    for point in sorted(points, key=x):
+        if groups and x(point) <= x(groups[-1][0]) * tolerance:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return groups
+
+
+def _leads(points: Sequence[Point], x: Callable[[Point], float], tolerance: float) -> list[Lead]:
+    pairs, found = [], []
+    for group in _same(points, x, tolerance):
+        best_first = sorted(group, key=lambda point: -point.mean)
+        if len({point.model for point in group}) < 2:
+            continue
+        tested = [difference(*pair) for pair in combinations(best_first, 2)]
+        pairs += [one.p for one in tested if one]
+        # The first pair is that of the best and the second.
+        found.append((Lead(x(group[0]), best_first[0], best_first[1], tested[0], 1.0), len(pairs), tested))
+    corrected = holm(pairs)
+    return [
+        replace(lead, corrected=corrected[end - sum(one is not None for one in tested)]) if lead.difference else lead
+        for lead, end, tested in found
+    ]
+
+
+def _variants(points: Sequence[Point], results: StudyResults) -> tuple[list[Variant], str]:
+    """Each model beside the first of the study, the best first; and the name of that one, "" if it has no score."""
+    # The longest run of each: an ablation has one length.
+    longest = {point.model: point for point in sorted(points, key=lambda point: point.exaflops)}
+    first = longest.get(results.models[0]) if results.models else None
+    if first is None:
+        return [], ""
+    others = [point for name, point in longest.items() if name != first.model]
+    differences = [difference(point, first) for point in others]
+    corrected = iter(holm([one.p for one in differences if one]))
+    found = [Variant(first, 0.0, None, 1.0)]
+    for point, one in zip(others, differences, strict=True):
+        found.append(Variant(point, point.mean - first.mean, one, next(corrected) if one else 1.0))
+    return sorted(found, key=lambda variant: -variant.value), first.model
+
+
+def title_of(score: str) -> str:
+    """A score's name in words."""
+    kind, _, name = score.partition(":")
+    if kind == "finetune":
+        return f"top-1 accuracy after fine-tuning ({name})"
+    if found := re.fullmatch(r"top(\d+)|(\d+)shot(.*)|(\d+)nn", score):
+        top, shots, rest, neighbours = found.groups()
+        if top:
+            return f"top-{top} accuracy"
+        return f"{shots}-shot linear accuracy{rest.replace('_', ' ')}" if shots else f"{neighbours}-NN accuracy"
+    return {"vtab": "VTAB-1k mean accuracy"}.get(score, score)

@@ -1,0 +1,402 @@
+"""Figures of a study: score against data size or compute with the fitted laws, differences of an ablation, the paper's own points."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from pipeline.base.page import png
+from pipeline.evaluate.render import shorten
+from pipeline.review.budgets import COLOURS
+from pipeline.review.statistics import PAIRED
+from pipeline.study.laws.fit import Prediction
+from pipeline.study.report import published
+from pipeline.study.report.answers import Answers, Line, Point, title_of
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
+_STYLES = ("-", "--", ":", "-.")
+_GREYS = ("0.25", "0.5", "0.7")
+_FAMILY_GREY = "0.2"
+# Of a family's models: the first is mixed with this share of black, the last with this share of white.
+_TONES = (-0.5, 0.4)
+_MAX_NAME = 34
+_MAX_LAWS = 4
+
+
+def draw_scores(answers: Answers) -> bytes | None:
+    """PNG of the score against data size or compute: means with 95 % intervals and single seeds, as the paper's Figures 3 to 5.
+
+    Each model has a colour and a marker; the models of a family have shades of one colour. Where a law says something it is drawn with its band, the prediction for the next
+    larger run, and what the law without the largest runs predicts for these. None if nothing can be drawn on a logarithmic axis.
+    """
+    points = [point for point in answers.points if answers.x(point) > 0]
+    if not points:
+        return None
+    figure, axes = _figure(11, 5.6)
+    looks = _Looks(answers)
+    laws = _laws_beside_scores(answers)
+    with_law = {line.name for line in laws}
+    for model in dict.fromkeys(point.model for point in points):
+        own = sorted((point for point in points if point.model == model), key=answers.x)
+        if answers.families:
+            _connect(axes, own, answers, looks.colour(own[0].model), ":", 0.8)
+        elif model not in with_law:
+            _connect(axes, own, answers, looks.colour(model), looks.style(own[0]), 1.6)
+        for point in own:
+            _draw_point(axes, point, answers.x(point), looks)
+    for line in answers.families:
+        if line.name not in with_law:
+            _connect(axes, line.points, answers, looks.line_colour(line), "-", 1.8)
+    ends = _range(points, laws, answers)
+    for number, line in enumerate(laws, 1):
+        _draw_law(axes, line, answers, looks, ends, number)
+    paper = list(published.RUNS) if paper_is_near(answers) else []
+    if paper:
+        _draw_paper_runs(axes, published.data_set_of(answers.results.score) or 0)
+        theirs = [run.exaflops for run in paper]
+        ends = min(ends[0], *theirs), max(ends[1], *theirs)
+    else:
+        axes.set_ylim(*_limits(points, laws))
+    _log_axis(axes, *ends, [] if paper else [answers.x(point) for point in points] + [ends[1]], 0.06)
+    axes.set_xlabel(_x_title(answers))
+    axes.set_ylabel(f"{title_of(answers.results.score)}, %", parse_math=False)
+    _legend(axes, looks.handles(points) + _law_handles(laws) + (_paper_handles() if paper else []))
+    return png(figure)
+
+
+def draw_laws(answers: Answers) -> bytes | None:
+    """PNG with a panel for each model's law that `draw_scores` has no room for; None if there is none."""
+    shown = {line.name for line in _laws_beside_scores(answers)}
+    several = {
+        line.family
+        for line in answers.families
+        if len({p.model for p in answers.points if p.family == line.family}) > 1
+    }
+    lines = [
+        line
+        for line in answers.models
+        if line.fit and not line.why_not and line.name not in shown and (not answers.families or line.family in several)
+    ]
+    if not lines:
+        return None
+    columns = min(3, len(lines))
+    rows = -(-len(lines) // columns)
+    figure = Figure(figsize=(max(7.5, 4.6 * columns), 3.7 * rows + 0.7), dpi=110, layout="constrained")
+    looks = _Looks(answers)
+    points = [point for line in lines for point in line.points]
+    ends, limits = _range(points, lines, answers), _limits(points, lines)
+    for number, line in enumerate(lines, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        _draw_law(axes, line, answers, looks, ends)
+        for point in line.points:
+            _draw_point(axes, point, answers.x(point), looks)
+        _log_axis(axes, *ends, [answers.x(point) for point in points] + [ends[1]], 0.13)
+        axes.set_ylim(*limits)
+        axes.set_title(shorten(line.name, _MAX_NAME), fontsize=10, parse_math=False)
+        axes.set_xlabel(_x_title(answers))
+        if (number - 1) % columns == 0:
+            axes.set_ylabel(f"{title_of(answers.results.score)}, %", parse_math=False)
+    figure.legend(handles=_law_handles(lines), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return png(figure)
+
+
+def _laws_beside_scores(answers: Answers) -> list[Line]:
+    """The laws of families, or of a few models: more bands would hide each other."""
+    laws = [line for line in answers.lines if line.fit and not line.why_not]
+    return laws if len(laws) <= _MAX_LAWS else []
+
+
+def _x_title(answers: Answers) -> str:
+    return "training images" if answers.results.question == "data_size" else "compute of pre-training, exaFLOPs"
+
+
+def _range(points: Sequence[Point], laws: Sequence[Line], answers: Answers) -> tuple[float, float]:
+    xs = [answers.x(point) for point in points] + [line.prediction.x for line in laws if line.prediction]
+    return min(xs), max(xs)
+
+
+def _connect(axes: Axes, points: Sequence[Point], answers: Answers, colour: str, style: str, width: float) -> None:
+    axes.plot(
+        [answers.x(p) for p in points], [100 * p.mean for p in points], style, color=colour, linewidth=width,
+        alpha=0.6 if width < 1 else 1,
+    )  # fmt: skip
+
+
+def _draw_law(
+    axes: Axes, line: Line, answers: Answers, looks: "_Looks", ends: tuple[float, float], number: int = 1
+) -> None:
+    """number: of the law among those on these axes."""
+    assert line.fit
+    colour, style = looks.line_colour(line), "-" if answers.families else looks.style(line.points[0])
+    smallest, measured = (edge(answers.x(point) for point in line.points) for edge in (min, max))
+    end = line.prediction.x if line.prediction else measured
+    inside, beyond = np.geomspace(smallest, measured, 200), np.geomspace(measured, end, 100)
+    law, low, high = line.fit.curve(np.concatenate([inside, beyond]))
+    axes.fill_between(
+        np.concatenate([inside, beyond]), 100 * (1 - high), 100 * (1 - low), color=colour, alpha=0.15, linewidth=0
+    )
+    axes.plot(inside, 100 * (1 - law[:200]), style, color=colour, linewidth=1.6)
+    axes.plot(beyond, 100 * (1 - law[200:]), "--", color=colour, linewidth=1.1)
+    if found := line.prediction:
+        _draw_open(axes, found.x, found, colour, "o")
+    if left := line.left_out:
+        # Beside the truth, which would hide it.
+        _draw_open(axes, left.prediction.x * (ends[1] / ends[0]) ** (0.02 * number), left.prediction, colour, "D")
+
+
+def _draw_open(axes: Axes, x: float, found: Prediction, colour: str, marker: str) -> None:
+    axes.errorbar(
+        [x], [100 * (1 - found.error)], yerr=[[100 * (found.high - found.error)], [100 * (found.error - found.low)]], fmt=marker,
+        color=colour, markerfacecolor="white", markersize=6 if marker == "o" else 5, elinewidth=1, capsize=3, zorder=4,
+    )  # fmt: skip
+
+
+def _law_handles(laws: Sequence[Line]) -> list[Line2D]:
+    """Say in a legend what the marks of laws mean."""
+    grey = "0.25"
+    found = [Line2D([], [], color=grey, label="fitted law, 95 % band")] if laws else []
+    if any(line.prediction for line in laws):
+        found.append(
+            Line2D(
+                [],
+                [],
+                color=grey,
+                marker="o",
+                markerfacecolor="white",
+                linestyle="--",
+                label="predicted, next larger run",
+            )
+        )
+    if any(line.left_out for line in laws):
+        found.append(
+            Line2D([], [], color=grey, marker="D", markersize=5, markerfacecolor="white", linestyle="none",
+                   label="the largest, predicted from the others")
+        )  # fmt: skip
+    return found
+
+
+def _limits(points: Sequence[Point], laws: Sequence[Line]) -> tuple[float, float]:
+    """Per cent, of all scores, predictions and checks: bands may be far wider."""
+    values = [score for point in points for score in (*_ends(point), *point.scores)]
+    for line in laws:
+        found = [one for one in (line.prediction, line.left_out.prediction if line.left_out else None) if one]
+        values += [1 - error for one in found for error in (one.low, one.high)]
+    low, high = 100 * min(values), 100 * max(values)
+    margin = 0.06 * (high - low) or 1.0
+    return max(0.0, low - margin) if low > 0 else -margin, min(100.0, high + margin) if high < 100 else 100 + margin
+
+
+def draw_variants(answers: Answers) -> bytes | None:
+    """PNG of an ablation: each model's difference to the first with its 95 % interval, the best at the top; None if there is none."""
+    variants = answers.variants
+    if len(variants) < 2:
+        return None
+    (base,) = [variant.point for variant in variants if variant.point.model == answers.baseline]
+    figure, axes = _figure(9, 1.5 + 0.42 * len(variants))
+    axes.axvline(0, color="0.35", linewidth=1)
+    for place, variant in enumerate(variants):
+        is_base = variant.point is base
+        colour = "0.35" if is_base else COLOURS[0]
+        # Beside a paired interval, the differences of the pairs.
+        is_paired = variant.difference is not None and variant.difference.method == PAIRED
+        beside = base.scores if is_paired else [base.mean] * len(variant.point.scores)
+        seeds = [100 * (score - other) for score, other in zip(variant.point.scores, beside, strict=True)]
+        if len(seeds) > 1:
+            axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, markersize=4, zorder=1)
+        if one := variant.difference:
+            axes.errorbar(
+                [100 * one.value], [place], xerr=[[100 * (one.value - one.low)], [100 * (one.high - one.value)]], fmt="o",
+                color=colour, capsize=3, elinewidth=1.3, markersize=6,
+            )  # fmt: skip
+        else:
+            axes.plot([100 * variant.value], [place], "D" if is_base else "o", color=colour, markersize=6)
+    labels = [
+        f"{shorten(v.point.model, _MAX_NAME)}{' (baseline)' if v.point is base else ''}: {100 * v.point.mean:.2f} %"
+        for v in variants
+    ]
+    axes.set_yticks(range(len(variants)), labels, parse_math=False)
+    axes.set_ylim(len(variants) - 0.5, -0.5)
+    axes.set_xlabel(f"{title_of(answers.results.score)}: difference to the baseline, points", parse_math=False)
+    axes.set_title("95 % interval of the difference; pale: single seeds", fontsize=9, color="0.35")
+    _finish(axes, "x")
+    return png(figure)
+
+
+def draw_paper(column: int) -> bytes:
+    """PNG of the paper's Figure 5 from Table 6. column: of `published.DATA_SETS`."""
+    figure, axes = _figure(7, 3.6)
+    _draw_paper_runs(axes, column)
+    xs = [run.exaflops for run in published.RUNS]
+    _log_axis(axes, min(xs), max(xs), [], 0.06)
+    axes.set_xlabel("compute of pre-training, exaFLOPs")
+    axes.set_ylabel(f"top-1 accuracy, {published.DATA_SETS[column]}, %")
+    axes.set_title("ViT paper, Table 6: JFT-300M, then fine-tuned", fontsize=10)
+    _legend(axes, _paper_handles())
+    return png(figure)
+
+
+def paper_is_near(answers: Answers) -> bool:
+    """Whether the paper's points belong on the same axes: the same kind of score, and compute within a tenth to ten times of theirs."""
+    if answers.results.question != "scaling" or published.data_set_of(answers.results.score) is None:
+        return False
+    theirs, ours = [run.exaflops for run in published.RUNS], [answers.x(point) for point in answers.points]
+    return bool(ours) and max(ours) >= min(theirs) / 10 and min(ours) <= max(theirs) * 10
+
+
+def _paper_families() -> list[str]:
+    return list(dict.fromkeys(run.family for run in published.RUNS))
+
+
+def _draw_paper_runs(axes: Axes, column: int) -> None:
+    for number, family in enumerate(_paper_families()):
+        own = [run for run in published.RUNS if run.family == family]
+        axes.plot([run.exaflops for run in own], [run.scores[column] for run in own], linestyle="none",
+                  color=_GREYS[number], marker=_MARKERS[number], markersize=5, zorder=1)  # fmt: skip
+
+
+def _paper_handles() -> list[Line2D]:
+    return [
+        Line2D([], [], color=_GREYS[n], marker=_MARKERS[n], linestyle="none", label=f"paper: {family}")
+        for n, family in enumerate(_paper_families())
+    ]
+
+
+# -------------------------------------------------------------------- looks
+class _Looks:
+    """A colour, a marker and a line style for each model, the same in all figures; no two models look alike.
+
+    Where several families are compared, a family has a colour and its models have shades of it. Otherwise each model has a
+    colour, and a single family's line is grey.
+    """
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._has_families = bool(answers.families)
+        of_family: dict[str, list[str]] = {}
+        for cell in answers.results.cells:
+            models = of_family.setdefault(cell.family, [])
+            models += [cell.model] if cell.model not in models else []
+        self._colours: dict[str, str] = {}
+        self._of_family = dict.fromkeys(of_family, _FAMILY_GREY)
+        self._places: dict[str, tuple[int, int]] = {}
+        if self._has_families and len(of_family) > 1:
+            for number, (family, models) in enumerate(of_family.items()):
+                self._of_family[family] = COLOURS[number % len(COLOURS)]
+                for place, (model, colour) in enumerate(
+                    zip(models, _shades(self._of_family[family], len(models)), strict=True)
+                ):
+                    self._colours[model], self._places[model] = colour, (place, place)
+            return
+        for number, model in enumerate(model for models in of_family.values() for model in models):
+            self._colours[model] = COLOURS[number % len(COLOURS)]
+            self._places[model] = number, number // len(COLOURS)
+
+    def colour(self, model: str) -> str:
+        return self._colours[model]
+
+    def line_colour(self, line: Line) -> str:
+        """line: of a family or of a model."""
+        is_family = any(line is family for family in self._answers.families)
+        return self._of_family[line.family] if is_family else self._colours[line.name]
+
+    def marker(self, point: Point) -> str:
+        return _MARKERS[self._places[point.model][0] % len(_MARKERS)]
+
+    def style(self, point: Point) -> str:
+        return _STYLES[self._places[point.model][1] % len(_STYLES)]
+
+    def handles(self, points: Sequence[Point]) -> list[Line2D]:
+        """For a legend: families with their models below, or models alone."""
+        found = []
+        of_model = {point.model: point for point in points}
+        for family in dict.fromkeys(point.family for point in points):
+            own = [point for point in of_model.values() if point.family == family]
+            if self._has_families:
+                found.append(
+                    Line2D(
+                        [],
+                        [],
+                        color=self._of_family[family],
+                        linewidth=1.8,
+                        label=f"{shorten(family, _MAX_NAME)}, its best models",
+                    )
+                )
+            for point in own:
+                style = ":" if self._has_families else self.style(point)
+                found.append(
+                    Line2D([], [], color=self.colour(point.model), marker=self.marker(point), markersize=5.5, linestyle=style,  # type: ignore[arg-type]
+                           linewidth=0.8 if self._has_families else 1.4, label=shorten(point.model, _MAX_NAME))
+                )  # fmt: skip
+        return found
+
+
+def _shades(colour: str, count: int) -> list[str]:
+    """From a darker to a lighter tone of a colour; of one, the colour itself."""
+    if count == 1:
+        return [colour]
+    pure = np.array(to_rgb(colour))
+    return [to_hex(pure * (1 + tone) if tone < 0 else pure + (1 - pure) * tone) for tone in np.linspace(*_TONES, count)]
+
+
+def _draw_point(axes: Axes, point: Point, x: float, looks: _Looks) -> None:
+    colour, marker = looks.colour(point.model), looks.marker(point)
+    if len(point.scores) > 1:
+        axes.plot([x] * len(point.scores), [100 * score for score in point.scores], marker, color=colour, alpha=0.25,
+                  markersize=4, markeredgewidth=0, zorder=2)  # fmt: skip
+    low, high = _ends(point)
+    axes.errorbar(
+        [x], [100 * point.mean], yerr=[[100 * (point.mean - low)], [100 * (high - point.mean)]], fmt=marker, color=colour,
+        markersize=5.5, elinewidth=1, capsize=2.5, zorder=3,
+    )  # fmt: skip
+
+
+def _ends(point: Point) -> tuple[float, float]:
+    """Both ends of the point's interval; its score twice if it has none."""
+    return (point.interval.low, point.interval.high) if point.interval else (point.mean, point.mean)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _log_axis(axes: Axes, low: float, high: float, ticks: Sequence[float], apart: float) -> None:
+    """ticks: at these, if they are at least `apart` of the axis from each other; else at round values."""
+    axes.set_xscale("log")
+    span = max(high / low, 1.5)
+    axes.set_xlim(low / span**0.06, high * span**0.08)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    places: list[float] = []
+    for tick in sorted(ticks):
+        if not places or tick > places[-1] * 1.05:
+            places.append(tick)
+    if places and min(np.diff(np.log(places)), default=1.0) >= apart * np.log(span):
+        axes.set_xticks(places)
+    else:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 200 else (1.0,), numticks=9))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    _finish(axes)
+
+
+def _tick(value: float, _: object) -> str:
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}".replace("e-0", "e-")
+
+
+def _finish(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes: Axes, handles: list[Line2D]) -> None:
+    legend = axes.figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)

@@ -1,0 +1,305 @@
+"""Runs the cells of a study, as processes that resume from their folders, and reads what became of them."""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import IO, Any
+
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.files import write_text
+from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
+from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
+from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.ray_tasks import LostError
+from pipeline.settings.run import TrackConfig
+from pipeline.settings.study import StudyConfig
+from pipeline.study.results import CellResult, State
+from pipeline.study.running.cells import Cell, Study
+from pipeline.transfer.child_run import (
+    ChildRun,
+    how_ended,
+    read_evaluation,
+    read_outcome,
+    remove_unreadable_scores,
+    start_command,
+    why_unusable,
+    with_track,
+)
+from pipeline.transfer.score_table import RESULTS_FILE, read_results, unpublished_warning
+
+OUTPUT, HOURS, FAILED = "output", "hours", "failed"
+# Exit code of a command that refused its settings or its data: another try would end in the same way.
+_REFUSED = 2
+# Most seconds for which a cell waits for such ranks.
+_COMMIT_SECONDS = 120.0
+# Variables of a Ray worker. A command inside of a cell that starts Ray gets a cluster of its own on the cell's machine.
+_OF_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+
+
+# Name of a cell -> (what became of it, the reason).
+Ends = Mapping[str, tuple[State, str]]
+
+
+class StoppedError(Exception):
+    """A run was asked to stop, and committed its state: the study stops, too."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The cells that one task runs. track: of their runs, without what is each run's own; None leaves it as the settings say."""
+
+    cells: list[Cell]
+    config: StudyConfig
+    folder: Path
+    track: TrackConfig | None = None
+
+
+def run_job(job: Job) -> dict[str, str]:
+    """Run the cells of a job that are not done. Returns the reason of each cell that diverged, by name.
+
+    Raises UserError when a command refuses a cell, LostError when a process died (the job is tried again), StoppedError.
+    """
+    diverged = {}
+    for cell in job.cells:
+        begin = time.monotonic()
+        failure = _note_file(job.folder, FAILED, cell.name)
+        failure.unlink(missing_ok=True)
+        try:
+            run_cell(cell, job)
+        except DivergedError as error:
+            diverged[cell.name] = str(error)
+        except (UserError, LostError) as error:
+            _write_note(job.folder, FAILED, cell.name, {"reason": str(error)})
+            raise
+        hours = (_read_note(job.folder, HOURS, cell.name).get("hours") or 0.0) + (time.monotonic() - begin) / 3600
+        _write_note(job.folder, HOURS, cell.name, {"hours": hours})
+    return diverged
+
+
+def run_cell(cell: Cell, job: Job) -> None:
+    """Pre-train a cell and score its weights. Raises as `run_job`, and DivergedError."""
+    config = job.config
+    (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
+    with open(job.folder / OUTPUT / f"{cell.name}.txt", "ab") as output:
+        if cell.trunk and how_ended(cell.run) is None and not _is_planted(cell):
+            if not _has_trunk(cell):
+                _run(cell.trunk, "pretrain", job, output)
+            _plant(cell)
+        _run(cell.run, "pretrain", job, output)
+        for finetune in cell.finetunes:
+            _run(finetune, "finetune", job, output)
+        if config.vtab and _vtab_scores(job.folder, cell) is None:
+            settings = [*config.vtab_settings, f"weights={cell.run.folder}", f"out={_vtab_folder(job.folder, cell)}"]
+            environment = {name: value for name, value in os.environ.items() if name not in _OF_RAY}
+            code = start_command("vtab", ["--config", config.vtab, *settings], "", output, environment)
+            _raise_unless_done(
+                code, _vtab_scores(job.folder, cell) is not None, f"the VTAB sweep of {cell.name}", output.name
+            )
+
+
+def _run(run: ChildRun, command: str, job: Job, output: IO[bytes]) -> None:
+    """Run one command to its end, unless it has ended."""
+    ended = how_ended(run)
+    if ended is None or why_unusable(run):
+        _wait_until_free(run.folder)
+        remove_unreadable_scores(run)
+        if job.track is not None:
+            own = run.config.track
+            run = with_track(run, replace(own, uri=job.track.uri, parent_run=job.track.parent_run))
+        launcher = job.config.launcher
+        if not launcher and job.config.gpus > 1:
+            launcher = f"torchrun --standalone --nproc_per_node {job.config.gpus}"
+        code = start_command(command, ["--config", run.file, *run.overrides], launcher, output)
+        ended = how_ended(run)
+        _raise_unless_done(code, ended is not None, str(run.folder), output.name, run.folder)
+    assert ended is not None
+    if ended.status == "diverged":
+        raise DivergedError(ended.reason or f"{run.name} diverged")
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
+
+    Raises LostError if they do not end.
+    """
+    end = time.monotonic() + _COMMIT_SECONDS
+    while (who := holder(folder)) is not None:
+        if time.monotonic() > end:
+            raise LostError(f"{folder} is in use by {who}.")
+        time.sleep(0.5)
+
+
+def _raise_unless_done(code: int, is_done: bool, what: str, output: str, folder: Path | None = None) -> None:
+    if is_done:
+        return
+    if code == RESUME:
+        raise StoppedError(f"{what} was asked to stop")
+    status = read_status(folder) if folder else None
+    reason = (status.reason if status else "") or next(
+        (failure.error for failure in read_failures(folder).values()) if folder else iter(()), ""
+    )
+    text = f"{what} failed (exit code {code}){f': {reason}' if reason else ''}. See {output}."
+    raise UserError(text) if code == _REFUSED else LostError(text)
+
+
+# -------------------------------------------------------------------- runs that share their first steps
+def _checkpoints(run: ChildRun) -> Checkpoints:
+    return Checkpoints(checkpoint_folder(run.config))
+
+
+def _is_planted(cell: Cell) -> bool:
+    return any(step_of(path) >= cell.trunk_steps for path in _checkpoints(cell.run).candidates())
+
+
+def _has_trunk(cell: Cell) -> bool:
+    assert cell.trunk
+    return any(step_of(path) == cell.trunk_steps for path in _checkpoints(cell.trunk).candidates())
+
+
+def _plant(cell: Cell) -> None:
+    """Give a run the checkpoint of its trunk, from which it resumes. Files are linked, or copied to another disk."""
+    assert cell.trunk
+    (source,) = [path for path in _checkpoints(cell.trunk).candidates() if step_of(path) == cell.trunk_steps]
+    target = _checkpoints(cell.run)
+    path = target.begin(cell.trunk_steps, "planted")
+    assert isinstance(path, Path), "cells.py refuses checkpoints in a bucket"
+    shutil.rmtree(path)  # Of a plant that was killed.
+    shutil.copytree(str(source), path, copy_function=_link_or_copy)
+    final = path.parent / source.name
+    path.rename(final)
+    target.point_at(final)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+# -------------------------------------------------------------------- what became of a cell
+def result_of(study: Study, cell: Cell, ends: Ends) -> CellResult:
+    """The result of a cell, from its folders. ends: how cells ended in this start of which their folders say nothing."""
+    found = CellResult(
+        cell.name, cell.model.name, cell.family, cell.parameters, cell.data_size, cell.steps, cell.images_seen, cell.flops / 1e18,
+        cell.seed, folder=str(cell.run.folder), run_id=run_id_of(cell.run.folder) or "",
+    )  # fmt: skip
+    ended = how_ended(cell.run)
+    if ended is not None and ended.status == "diverged":
+        return replace(found, state="diverged", reason=ended.reason)
+    if cell.name in ends:
+        state, reason = ends[cell.name]
+        return replace(found, state=state, reason=reason)
+    if failure := _read_note(study.folder, FAILED, cell.name):
+        return replace(found, state="failed", reason=str(failure.get("reason")))
+    runs = [cell.run, *cell.finetunes]
+    if problems := [problem for run in runs if (problem := why_unusable(run))] + _vtab_problems(study.folder, cell):
+        return replace(found, state="damaged", reason=" ".join(problems))
+    if ended is None:
+        return found
+    scores, num_test = _scores(study, cell)
+    missing = [
+        name
+        for name in [*(f"finetune:{_own_name(f)}" for f in cell.finetunes), *(["vtab"] if study.config.vtab else [])]
+        if name not in scores
+    ]
+    if missing:
+        diverged = [f"{f.name}: {outcome}" for f in cell.finetunes if isinstance(outcome := read_outcome(f), str)]
+        return replace(found, state="diverged", reason=diverged[0]) if diverged else found
+    # Without those of a start that was killed.
+    hours = _read_note(study.folder, HOURS, cell.name).get("hours")
+    return replace(found, state="done", scores=scores, num_test=num_test, hours=hours)
+
+
+def _scores(study: Study, cell: Cell) -> tuple[dict[str, float], dict[str, int]]:
+    """Returns (scores, numbers of test images) by name."""
+    scores: dict[str, float] = {}
+    num_test: dict[str, int] = {}
+    evaluation = read_evaluation(cell.run)
+    for name, value in (("top1", evaluation.top1), ("top5", evaluation.top5)):
+        if value is not None:
+            scores[name], num_test[name] = value, evaluation.num_samples
+    with contextlib.suppress(FileNotFoundError, UserError):
+        probe = probe_metrics(json_record.read(cell.run.folder / "probe.json", dict[str, Any]), "")
+        scores |= {name.removeprefix("_"): value for name, value in probe.items() if not name.endswith("_std")}
+    if cell.run.config.checkpoint.best:
+        kept = _checkpoints(cell.run).kept()
+        if kept.metric and kept.metric.endswith("top1") and kept.value is not None:
+            scores["best_top1"], num_test["best_top1"] = kept.value, num_test.get("top1", 0)
+    for finetune in cell.finetunes:
+        outcome = read_outcome(finetune)
+        if outcome is not None and not isinstance(outcome, str):
+            name = f"finetune:{_own_name(finetune)}"
+            scores[name], num_test[name] = outcome.top1, outcome.num_samples
+    if study.config.vtab and (accuracy := _vtab_scores(study.folder, cell)) is not None:
+        scores["vtab"] = accuracy
+    return scores, num_test
+
+
+def _own_name(finetune: ChildRun) -> str:
+    """The name that the file of a fine-tuning gives it; in a study, that of the cell precedes it."""
+    return finetune.name.removeprefix(Path(str(finetune.config.init.weights)).name + "-")
+
+
+def _vtab_folder(folder: Path, cell: Cell) -> Path:
+    return folder / f"{cell.name}-vtab"
+
+
+def _vtab_scores(folder: Path, cell: Cell) -> float | None:
+    """Mean accuracy over VTAB's tasks; None while one of the sweep's tasks has no score."""
+    try:
+        content = read_results(_vtab_folder(folder, cell))
+    except UserError:
+        return None
+    if content["failed"] or not content["scores"]:
+        return None
+    by_task: dict[str, list[float]] = {}
+    for row in content["scores"]:
+        by_task.setdefault(row["task"], []).append(row["accuracy"])
+    return mean(mean(accuracies) for accuracies in by_task.values())
+
+
+def _vtab_problems(folder: Path, cell: Cell) -> list[str]:
+    """Why the results of a cell's sweep cannot be read; empty without a sweep."""
+    file = _vtab_folder(folder, cell) / RESULTS_FILE
+    try:
+        if file.exists():
+            read_results(file)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def vtab_caveats(study: Study) -> list[str]:
+    """Sentences on the VTAB scores of all cells, for the study's report."""
+    tasks: dict[str, None] = {}
+    for cell in study.cells if study.config.vtab else []:
+        with contextlib.suppress(UserError):
+            tasks |= dict.fromkeys(read_results(_vtab_folder(study.folder, cell)).get("unpublished", []))
+    return unpublished_warning(list(tasks))
+
+
+# -------------------------------------------------------------------- notes on a cell beside its run: its hours, why it failed
+def _note_file(folder: Path, kind: str, name: str) -> Path:
+    return folder / kind / f"{name}.json"
+
+
+def _write_note(folder: Path, kind: str, name: str, note: dict[str, Any]) -> None:
+    (folder / kind).mkdir(exist_ok=True)
+    write_text(_note_file(folder, kind, name), json.dumps(note))
+
+
+def _read_note(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    """Empty if there is none, as where a kill left no time to write it."""
+    try:
+        return json_record.read(_note_file(folder, kind, name), dict[str, Any])
+    except (FileNotFoundError, UserError):
+        return {}

@@ -1,0 +1,120 @@
+"""What a study costs before it runs: FLOPs, hours and money of every cell."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
+from pipeline.study.results import CellResult
+from pipeline.study.running.cells import Cell, Study, new_flops
+
+# What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
+_SECONDS_OF_A_PROCESS = 20.0
+# Share of a matrix product's speed that a training step reaches on a CPU; docs/performance.md has measured ones.
+_SHARE_ON_A_CPU = 0.5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """hours: of each cell by name, by the clock, alone; empty if the speed is not known. source: of the speed, in words."""
+
+    hours: dict[str, float]
+    source: str
+
+    def total(self, names: Sequence[str], at_a_time: int) -> float:
+        """Hours of these cells, so many at a time. They may not divide evenly: never less than the longest."""
+        hours = [self.hours[name] for name in names]
+        return max(sum(hours) / at_a_time, max(hours, default=0.0))
+
+
+def estimate(study: Study, results: Sequence[CellResult]) -> Estimate:
+    """Estimate the hours of every cell. results: of cells that are done, whose speed is used for all.
+
+    Without them, the speed is `tflops` of the settings, or measured here if the cells compute on this CPU.
+    """
+    config = study.config
+    added = {cell.name: flops for job in study.jobs for cell, flops in zip(job, new_flops(job), strict=True)}
+    measured: dict[str, list[float]] = {}
+    for result in results:
+        if result.state == "done" and result.hours:
+            measured.setdefault(result.model, []).append(result.hours / added[result.name])
+    per_flop = {model: median(values) for model, values in measured.items()}
+    if per_flop:
+        usual = median(per_flop.values())
+        hours = {cell.name: added[cell.name] * per_flop.get(cell.model.name, usual) for cell in study.cells}
+        return Estimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'cell')} of this study")
+    devices = max(1, config.gpus)
+    if config.tflops:
+        rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
+    elif config.on == "here" and not config.gpus:
+        import torch  # Late: only this measurement needs it.
+
+        from pipeline.monitor.profile import peak_flops
+
+        peak, _ = peak_flops(torch.device("cpu"), torch.float32, 0.0)
+        rate = _SHARE_ON_A_CPU * peak
+        source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
+    else:
+        return Estimate(
+            {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
+        )
+    fixed = {cell.name: _SECONDS_OF_A_PROCESS * (1 + len(cell.finetunes)) / 3600 for cell in study.cells}
+    return Estimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source)
+
+
+def refuse_too_long(study: Study, estimated: Estimate, left: Sequence[Cell], spent: float, at_a_time: int) -> None:
+    """Raise UserError with the arithmetic if the cells that are left do not fit into `hours`. spent: hours of earlier starts."""
+    limit = study.config.hours
+    if not limit or not left:
+        return
+    if not estimated.hours:
+        raise UserError(f"hours = {limit:g} cannot be compared with a study {estimated.source}.")
+    needed = estimated.total([cell.name for cell in left], at_a_time)
+    if spent + needed > limit:
+        fitting, hours = 0, spent
+        for cell in left:
+            hours += estimated.hours[cell.name] / at_a_time
+            fitting += hours <= limit
+        before = f"{spent:.2g} h are spent, and " if spent else ""
+        raise UserError(
+            f"hours = {limit:g} cannot hold this study: {before}{counted(len(left), 'cell')} would take {needed:.2g} h {estimated.source}"
+            f"{f', {at_a_time} at a time' if at_a_time > 1 else ''}. The {fitting} cheapest fit. Give it {math.ceil(100 * (spent + needed)) / 100:g} "
+            "hours, or fewer or shorter cells."
+        )
+
+
+def plan_table(study: Study, estimated: Estimate, results: Sequence[CellResult], at_a_time: int) -> list[str]:
+    """The lines of --plan: every cell with its size, length, compute, hours and cost, and the sums."""
+    config = study.config
+    gpu_price = config.price * max(1, config.gpus)
+    width = max(len(cell.name) for cell in study.cells)
+    lines = [
+        f"{'cell':>4}  {'name':<{width}}  {'M par.':>7} {'images':>11} {'steps':>9} {'epochs':>7} {'exaFLOPs':>10} {'time':>8} {'cost':>9}  state"
+    ]
+    states = {result.name: result.state for result in results}
+    for number, cell in enumerate(study.cells):
+        hours = estimated.hours.get(cell.name)
+        epochs = cell.images_seen / cell.data_size
+        time = "-" if hours is None else duration(3600 * hours)
+        cost = "-" if hours is None or not config.price else f"{hours * gpu_price:,.0f}"
+        lines.append(
+            f"{number:>4}  {cell.name:<{width}}  {cell.parameters / 1e6:>7.2f} {cell.data_size:>11,} {cell.steps:>9,} {epochs:>7.1f} "
+            f"{cell.flops / 1e18:>10.3g} {time:>8} {cost:>9}  {states[cell.name]}"
+        )
+    added = sum(sum(new_flops(job)) for job in study.jobs)
+    left = [cell.name for cell in study.cells if states[cell.name] != "done"]
+    summary = f"{counted(len(study.cells), 'cell')}, {len(study.cells) - len(left)} of them done; {added / 1e18:.3g} exaFLOPs are computed"
+    if estimated.hours and left:
+        work = sum(estimated.hours[name] for name in left)
+        summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}"
+        summary += f", {at_a_time} at a time" if at_a_time > 1 else ""
+        summary += f", {work * max(1, config.gpus):,.3g} GPU hours" if config.gpus else ""
+        summary += f", cost {work * gpu_price:,.0f}" if config.price else ""
+    elif left:
+        summary += f"; {estimated.source}"
+    if config.vtab:
+        summary += "; without the time of VTAB"
+    return [*lines, f"{summary}.", *study.notes]

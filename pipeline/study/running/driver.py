@@ -1,0 +1,241 @@
+"""Runs a study: cells that are not done, cheapest first, then the report.
+
+    study.json     what each cell is (cells.py). A folder holds one study.
+    CELL/          run folder of a cell; CELL-NAME/ of its fine-tuning; *-trunk-*/ of steps that cells share
+    output/        what the commands of each cell printed
+    failed/        why the last try of a cell failed
+    hours/         the time of each cell; spent.json: of the whole study, which `hours` limits
+    progress.json  while it runs
+    results.json   what is known of every cell (results.py), with report.md, report.html, results.csv and figures
+
+Where cells run is decided by the caller, which passes a `RunJobs`.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
+from pipeline.lifecycle.run_folder import RESUME
+from pipeline.ray_tasks import LostError, RunJobs, run_here
+from pipeline.settings.run import TrackConfig
+from pipeline.settings.study import StudyConfig
+from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
+from pipeline.study.running.cell_run import Ends, Job, StoppedError, result_of, run_job, vtab_caveats
+from pipeline.study.running.cells import Cell, Study, open_study
+from pipeline.study.running.cost import estimate, plan_table, refuse_too_long
+from pipeline.study.running.slurm import write_script
+from pipeline.transfer.sweep_progress import SweepProgress
+
+_SPENT = "spent.json"
+_TO_RUN = ("not run", "failed", "damaged")
+# Least time between two reports of an unfinished study, each of which draws figures.
+_REPORT_SECONDS = 60.0
+
+
+class Page(Protocol):
+    """Where a study is shown while it runs: MLflow."""
+
+    def tracking(self, track: TrackConfig) -> TrackConfig: ...
+    def reported(self, results: StudyResults, sentences: Sequence[str], files: Sequence[Path]) -> None: ...
+
+
+def run(
+    config: StudyConfig,
+    run_jobs: RunJobs = run_here,
+    at_a_time: int = 1,
+    show: Callable[[Study], AbstractContextManager[Page] | None] = lambda study: None,
+) -> StudyResults | None:
+    """Run a study in its folder, locked by the caller, and write its report. Returns None if only a plan or a script was asked for.
+
+    at_a_time: number of cells that run together, for the estimate. show: makes the MLflow page, or None. Raises UserError for a study
+    that cannot run, and at the end if a cell failed; the report is written then. Exits with code 75 when a run was asked to stop.
+    """
+    study = open_study(config)
+    ends: dict[str, tuple[State, str]] = {}
+    results = read_cells(study, ends)
+    estimated = estimate(study, results.cells)
+    if config.plan:
+        print("\n".join(plan_table(study, estimated, results.cells, at_a_time)))
+        return None
+    study.claim()
+    if config.slurm:
+        write_script(study, estimated, config.slurm)
+        return None
+    if config.cell:
+        _run_one(study, config.cell)
+        return None
+    for cell in results.cells:
+        if cell.state == "damaged":
+            print(f"{cell.name}: {cell.reason}{'' if config.report else ' It runs again.'}", flush=True)
+    names_left = names_to_run(results)
+    left = [cell for cell in study.cells if cell.name in names_left]
+    if not config.report:
+        refuse_too_long(study, estimated, left, _read_spent(study.folder), at_a_time)
+        print("\n".join(plan_table(study, estimated, results.cells, at_a_time)), flush=True)
+    with show(study) or nullcontext() as page:
+        if not config.report:
+            _run_cells(study, ends, run_jobs, at_a_time, page)
+        results, sentences = _report(study, ends, page)
+    print("\n".join(sentences))
+    print(f"report: {study.folder / 'report.md'}, report.html", flush=True)
+    if failed := [cell for cell in read_cells(study, ends).cells if cell.state == "failed"]:
+        raise UserError(
+            f"{len(failed)} of {counted(len(results.cells), 'cell')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
+            "them again; the report has all others."
+        )
+    return results
+
+
+def _report(study: Study, ends: Ends, page: Page | None) -> tuple[StudyResults, list[str]]:
+    """Write results.json and the report of what is done by now. Returns (results, the answer in sentences)."""
+    from pipeline.study.report.report import write_report  # Late: Matplotlib.
+
+    results = keep_earlier(read_cells(study, ends), _earlier(study.folder))
+    write_results(results, study.folder)
+    sentences, files = write_report(results, study.folder)
+    if page:
+        page.reported(results, sentences, files)
+    return results, sentences
+
+
+def _earlier(folder: Path) -> StudyResults | None:
+    """The results of the last report, None if there are none. A damaged file is said, and written anew."""
+    try:
+        return read_results(folder)
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        print(f"{error} It is written anew.", flush=True)
+        return None
+
+
+def read_cells(study: Study, ends: Ends) -> StudyResults:
+    """What is known of all cells, in the order of the settings. ends: as of `result_of`."""
+    first = study.cells[0].run.config.data
+    models = [model.name for model in study.config.models]
+    cells = sorted(study.cells, key=lambda cell: (models.index(cell.model.name), cell.data_size, cell.steps, cell.seed))
+    return StudyResults(
+        study.config.name,
+        study.config.question,
+        study.config.score,
+        str(study.dataset.path),
+        study.dataset.fingerprint,
+        f"{study.dataset.path.name}:{first.evaluated_split}",
+        study.image_size,
+        [result_of(study, cell, ends) for cell in cells],
+        [*study.notes, *vtab_caveats(study)],
+    )
+
+
+def names_to_run(results: StudyResults) -> set[str]:
+    """Names of the cells that a start runs: neither done nor diverged. One that failed, or is damaged, is tried again."""
+    return {cell.name for cell in results.cells if cell.state in _TO_RUN}
+
+
+def _run_one(study: Study, name: str) -> None:
+    """Run a cell, as a task of a SLURM array does. Its shorter lengths come first if they share its steps."""
+    try:
+        for cell, reason in run_job(Job(study.job_of(name), study.config, study.folder)).items():
+            print(f"{cell}: {reason}", flush=True)
+    except LostError as error:
+        raise UserError(f"{error} The same command continues it.") from None
+    except StoppedError as stopped:
+        _exit_to_resume(stopped)
+
+
+def _run_cells(
+    study: Study, ends: dict[str, tuple[State, str]], run_jobs: RunJobs, at_a_time: int, page: Page | None
+) -> None:
+    """Run what is not done. ends: gets how cells ended that failed, or diverged before they had a run."""
+    results = read_cells(study, ends)
+    todo = names_to_run(results)
+    jobs = [job for job in study.jobs if any(cell.name in todo for cell in job)]
+    of_model = {cell.name: cell.model.name for cell in study.cells}
+    started: list[list[Cell]] = []
+    clock = _Clock(study.folder)
+    next_report = time.monotonic()
+
+    def to_run() -> Iterator[Job]:
+        for number, cells in enumerate(jobs):
+            hours = _hours_of(study, [cell for cell in cells if cell.name in todo])
+            if study.config.hours and clock.hours() + hours / at_a_time > study.config.hours:
+                names = [cell.name for job in jobs[number:] for cell in job if cell.name in todo]
+                print(
+                    f"{clock.hours():.2g} of {study.config.hours:g} hours are spent, and {cells[-1].name} needs {hours:.2g} more: "
+                    f"{counted(len(names), 'cell')} left out: {', '.join(names)}. A larger hours=... continues.",
+                    flush=True,
+                )
+                return
+            started.append(cells)
+            track = page.tracking(cells[0].run.config.track) if page else None
+            yield Job(cells, study.config, study.folder, track)
+
+    def fail(index: int, reason: str) -> None:
+        for cell in started[index]:
+            if result_of(study, cell, {}).state in _TO_RUN:
+                ends[cell.name] = "failed", reason
+                progress.gave_up(cell.model.name, cell.name, reason)
+
+    with SweepProgress(
+        list(of_model.values()), [of_model[r.name] for r in results.cells if r.name not in todo], study.folder
+    ) as progress:
+        try:
+            for index, diverged in run_jobs(run_job, to_run(), progress.retried, fail):
+                ends |= {name: ("diverged", reason) for name, reason in diverged.items()}
+                for cell in started[index]:
+                    if cell.name in todo:
+                        result = result_of(study, cell, ends)
+                        if result.state == "done" and study.config.score in result.scores:
+                            line = f"{cell.name}: {study.config.score} {result.scores[study.config.score]:.2%}"
+                            progress.ended(cell.model.name, line, 3600 * (result.hours or 0.0))
+                        else:
+                            progress.gave_up(cell.model.name, cell.name, result.reason or "it has no score")
+                clock.save()
+                if time.monotonic() >= next_report:
+                    _report(study, ends, page)
+                    next_report = time.monotonic() + _REPORT_SECONDS
+        except StoppedError as stopped:
+            _exit_to_resume(stopped)
+        finally:
+            clock.save()
+
+
+def _hours_of(study: Study, cells: Sequence[Cell]) -> float:
+    """Estimated hours of cells, by what was measured until now; 0 without a limit or a known speed."""
+    if not study.config.hours:
+        return 0.0
+    hours = estimate(study, read_cells(study, {}).cells).hours
+    return sum(hours.get(cell.name, 0.0) for cell in cells)
+
+
+def _exit_to_resume(stopped: StoppedError) -> None:
+    print(f"{stopped}: the same command continues (exit code {RESUME})", file=sys.stderr, flush=True)
+    sys.exit(RESUME)
+
+
+class _Clock:
+    """Time that the study has taken, over all of its starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._before, self._begin = folder, _read_spent(folder), time.monotonic()
+
+    def hours(self) -> float:
+        return self._before + (time.monotonic() - self._begin) / 3600
+
+    def save(self) -> None:
+        write_text(self._folder / _SPENT, json.dumps({"hours": self.hours()}))
+
+
+def _read_spent(folder: Path) -> float:
+    try:
+        return json_record.read(folder / _SPENT, dict[str, float])["hours"]
+    except (FileNotFoundError, UserError, KeyError):
+        return 0.0

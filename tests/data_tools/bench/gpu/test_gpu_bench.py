@@ -1,0 +1,276 @@
+"""The benchmark on a GPU, on a CPU: its whole path, its time budget, and what survives failures and kills; the predictions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_tools.bench.apart import rows_apart
+from data_tools.bench.gpu import gpu_bench as gpu
+from data_tools.bench.gpu import gpu_step, roofline
+from data_tools.bench.gpu.gpu_report import Exactness, predictions, write_report
+from data_tools.bench.gpu.gpu_step import Case, Setup
+from data_tools.bench.record import Record
+from pipeline.base.errors import UserError
+from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
+from pipeline.model import ViTConfig, configure, training_flops_per_image
+from pipeline.settings.bench import GpuBenchConfig, RecordConfig
+
+ROOT = Path(__file__).parents[4]
+TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")
+
+
+# ---------------------------------------------------------------------- predictions
+@pytest.mark.parametrize(
+    ("name", "pixels"), [("ViT-L/16", 224), ("ViT-L/16", 384), ("ViT-H/14", 224), ("ViT-B/16", 224)]
+)
+def test_predicted_arithmetic_is_that_of_the_model(name: str, pixels: int) -> None:
+    config = configure(name, pixels, 1000)
+    found = roofline.operations(config, 8)
+    flops = sum(o.model_flops * (config.depth if o.in_block else 1) for o in found)
+    assert flops == pytest.approx(8 * training_flops_per_image(config), rel=1e-12)
+
+
+def test_bounds_by_hand() -> None:
+    """L/16 at 224 px on an H100: 197 tokens, D 1024."""
+    sheet = roofline.find_sheet("NVIDIA H100 80GB HBM3")
+    assert sheet == roofline.Sheet("H100", 989.0, 3.35, 3.87)
+    config = configure("ViT-L/16", 224, 1000)
+    found = {o.name: o for o in roofline.operations(config, 128)}
+    tokens = 128 * 197
+    assert found["qkv products"].flops == 6 * tokens * 1024 * 3072
+    assert found["qkv products"].seconds(sheet) == 6 * tokens * 1024 * 3072 / 989e12
+    assert found["GELU"].seconds(sheet) == pytest.approx(2 * tokens * 4096 * 5 / 3.35e12)
+    whole, reached = roofline.bound(config, 128, sheet), roofline.bound(config, 128, sheet, tflops=790)
+    assert whole.seconds < reached.seconds < roofline.bound(config, 128, sheet, is_fused=False, tflops=790).seconds
+    # Less per image with more images, because the optimizer's traffic is the same.
+    assert roofline.bound(config, 256, sheet).mfu > whole.mfu
+    assert whole.mfu == pytest.approx(128 * training_flops_per_image(config) / whole.seconds / 989e12)
+    assert roofline.find_sheet("some CPU") is None
+
+
+@pytest.mark.slow
+def test_measured_operations_are_recognised() -> None:
+    """In a profile of the real step every row has a time, except the softmax, which is part of attention."""
+    (row,) = gpu_step.profile(TINY, Setup())
+    rows = {o.name for o in roofline.operations(TINY.config, TINY.batch)}
+    measured = row["operations"]
+    assert rows - measured.keys() == {"attention softmax", "q, k, v gradients into one"} - measured.keys()
+    assert measured.keys() - rows == {"other"}
+    assert all(seconds > 0 for seconds in measured.values())
+    table = predictions(TINY, None, measured)
+    assert len(table.splitlines()) == 2 + len(rows)
+    assert table.count("not measured") == len(rows - measured.keys())
+
+
+@pytest.mark.parametrize("model", ["ViT-L/16", "ViT-H/14"])
+def test_memory_traffic_counted_by_hand_is_that_of_the_operators_that_run(model: str) -> None:
+    """Two counts with nothing in common. By hand, the norm before the head and the sums outside of blocks are left out."""
+    config = configure(model, 224, 1000)
+    assert isinstance(config, ViTConfig)
+    forward, backward = traffic(config, 64, torch.bfloat16)
+    by_hand = {o.name: o.bytes * (config.depth if o.in_block else 1) for o in roofline.operations(config, 64)}
+    kinds = {
+        MATRICES: (["qkv products", "output product", "MLP products", "patch embedding"], 0.01),
+        ATTENTION: (["attention products"], 0.01),
+        GELU: (["GELU"], 0.01),
+        NORMS: (["layer norms"], 0.03),
+        OTHER: (["residuals", "bias gradients", "q, k, v gradients into one"], 0.03),
+    }
+    for kind, (names, tolerance) in kinds.items():
+        counted = forward.bytes[kind] + backward.bytes[kind]
+        assert sum(by_hand[name] for name in names) == pytest.approx(counted, rel=tolerance), kind
+
+
+# ---------------------------------------------------------------------- exactness
+def test_configurations_are_judged_by_their_losses_and_bits() -> None:
+    exactness = Exactness(0.01)
+    plain = row_of(Setup(), 10.0, [4.0, 2.0], repeats=False)
+    wrong = row_of(Setup(attention="math"), 1.0, [4.0, 2.1], repeats=True)
+    unsteady = row_of(Setup(compile="default"), 5.0, [4.0, 2.001], repeats=False)
+    exact = row_of(Setup(deterministic=True), 9.0, [4.0, 2.001], repeats=True)
+    rows: list[dict[str, Any]] = []
+    for row in (plain, wrong, unsteady, exact):
+        row["loss_difference"] = exactness.difference(rows, row)
+        rows.append(row)
+    assert [row["loss_difference"] for row in rows] == [
+        0,
+        pytest.approx(0.05),
+        pytest.approx(5e-4),
+        pytest.approx(5e-4),
+    ]
+    assert exactness.fastest(rows, TINY) == Setup(deterministic=True)
+    assert exactness.faster_than_plain(rows, TINY, 1.2) == [Setup(compile="default")]
+    assert exactness.fastest(rows, TINY, engine=True) is None
+
+
+def row_of(setup: Setup, ms: float, losses: list[float], repeats: bool) -> dict[str, Any]:
+    return {"name": f"step {setup}", "model": TINY.name, "batch": TINY.batch, "ms": ms, "losses": losses, "repeats": repeats,
+            "setup": vars(setup), "images_per_second": 4e3 / ms, "tflops": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_step_repeats_and_shows_a_changed_loss() -> None:
+    (plain,) = gpu_step.measure(TINY, Setup())
+    (math,) = gpu_step.measure(TINY, Setup(attention="math", fused_optimizer=True, channels_last=True))
+    assert plain["repeats"] is math["repeats"] is True
+    assert plain["losses"][0] > plain["losses"][-1], "it trains"
+    assert plain["losses"] == pytest.approx(math["losses"], rel=1e-3)
+    assert plain["images_per_second"] == pytest.approx(4e3 / plain["ms"])
+
+
+# ---------------------------------------------------------------------- failures, budget, kills
+def rows_then(end: str) -> Iterator[dict[str, Any]]:
+    yield {"value": 1}
+    if end == "raise":
+        raise ValueError("two\nlines")
+    if end == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "hang":
+        time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("raise", "ValueError: two lines"),
+        ("die", "its process died with exit code -9"),
+        pytest.param("hang", "stopped after 1 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_is_a_row(end: str, reason: str) -> None:
+    begin = time.monotonic()
+    first, last = rows_apart(rows_then, (end,), 1.0)
+    assert first == {"value": 1}
+    assert last["failed"] == reason
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    config = GpuBenchConfig(device="cpu", json=str(file), seconds=3600, only=["step"], candidate_seconds=0.05)
+    bench = gpu.GpuBench(config, record := Record("gpu", config))
+    bench.method = "spawn"  # A process that has computed cannot be forked: OpenMP's threads would be missing.
+    for setup in (Setup(), Setup(attention="cudnn"), Setup(graph=True), Setup(fused_optimizer=True)):
+        bench._step(bench.cases[0], setup)
+        assert json.loads(file.read_text())["rows"] == json.loads(json.dumps(record.rows)), "written at once"
+    bench.deadline = time.monotonic()
+    bench._step(bench.cases[0], Setup(channels_last=True))
+    failed = [row.get("failed", "") for row in record.rows]
+    assert failed[0] == failed[3] == ""
+    assert "RuntimeError" in failed[1]
+    assert failed[2] == "ValueError: a CUDA graph needs a GPU"
+    assert failed[4] == "not measured: no time left"
+    assert bench._apart("shards", rows_then, ("raise",), 1.0) == [], "not wanted"
+    write_report(record, bench.exactness)
+    said = capsys.readouterr().out
+    assert "fastest exact step: " in said
+    assert said.count("failed: ") == 3
+
+
+@pytest.mark.slow
+def test_predicted_micro_batch() -> None:
+    """The largest that `pipeline/estimate` lets into the memory of an H100."""
+    config = GpuBenchConfig(device="cpu", models=["ViT-L/16@224"])
+    bench = gpu.GpuBench(config, Record("gpu", config))
+    assert bench._predicted_batch(bench.cases[0]) is None
+    bench.device_memory = 80 * 10**9
+    found = bench._predicted_batch(bench.cases[0])
+    assert found is not None
+    run = gpu._run_of("ViT-L/16")
+    needs = [gpu.rank_memory(bench.cases[0].config, run, size, 1, 1).total for size in (found, found + 1)]
+    assert needs[0] <= 80e9 < needs[1]
+    assert gpu._grown(96, (0.7, 1.0, 1.01)) == [64, 96]
+
+
+@pytest.mark.slow
+def test_results_survive_a_kill(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        "launch/bench.py",
+        "gpu",
+        "device=cpu",
+        f"json={file}",
+        "only=[step]",
+        "candidate_seconds=0.05",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while not file.exists() or not json.loads(file.read_text())["rows"]:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    found = json.loads(file.read_text())
+    assert found["rows"][0]["name"] == "step ViT-mu/16@32, batch 4, eager"
+    assert found["machine"]["cores"] >= 1
+    assert found["command"].startswith("launch/bench.py device=cpu")
+
+
+@pytest.mark.slow
+def test_mistakes(tmp_path: Path) -> None:
+    def fails(*arguments: str) -> str:
+        command = [sys.executable, "launch/bench.py", "gpu", *arguments]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        return done.stderr
+
+    assert fails() == "error: torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.\n"
+    assert "there is no folder" in fails("device=cpu", f"json={tmp_path}/missing/found.json")
+    assert "models: ViT-L/16 is not NAME@PIXELS" in fails("models=[ViT-L/16]")
+    config = GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"])
+    with pytest.raises(UserError, match="BiT-R50x1 is not a Vision Transformer"):
+        gpu.GpuBench(config, Record("gpu", config))
+
+
+@pytest.mark.slow
+def test_numbers_of_a_record_go_to_mlflow(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    record = Record("gpu", RecordConfig(mlflow=uri))
+    record.add("step ViT-L/16@224, eager", ms=2.5, repeats=True, note="text")
+    record.finish()
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("bench")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics == {"step ViT-L/16_224_ eager/ms": 2.5}
+    assert run.data.tags["kind"] == "benchmark"
+    assert run.data.params["cores"] == str(record.facts["machine"]["cores"])
+    assert [file.path for file in client.list_artifacts(run.info.run_id) if file.path.endswith(".json")]
+
+
+# ---------------------------------------------------------------------- the whole way
+@pytest.mark.slow
+def test_the_whole_benchmark_on_a_cpu(tmp_path: Path) -> None:
+    """All parts but the single steps, which are tested above; nothing is compiled, which takes minutes."""
+    file = tmp_path / "found.json"
+    parts = "only=[product,shards,others,operations,fit]"
+    command = [sys.executable, "launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TORCH_COMPILE_DISABLE": "1"}
+    done = subprocess.run(
+        [*command, "decoders=2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
+    assert worked == {"product", "shards", "others", "operations", "fit"}, done.stdout
+    assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
+    assert "A log line every step costs" in done.stdout

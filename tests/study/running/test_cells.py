@@ -1,0 +1,258 @@
+"""The cells of a study: which runs it consists of, what they cost, and what is refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_study import write_run
+
+from pipeline.base.errors import UserError
+from pipeline.settings import schema
+from pipeline.settings.study import StudyConfig
+from pipeline.study.running import driver
+from pipeline.study.running.cells import Study, new_flops, open_study
+from pipeline.study.running.cost import estimate, refuse_too_long
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def base(dataset: Path, tmp_path: Path) -> Path:
+    return write_run(tmp_path, dataset)
+
+
+def make(base: Path, text: str, *overrides: str) -> StudyConfig:
+    file = base.with_name("study.yaml")
+    file.write_text(text)
+    return schema.load(StudyConfig, file, [f"run={base}", f"out={base.parent / 'runs'}", *overrides])
+
+
+SIZES = """
+name: sizes
+question: data_size
+models: [{name: wide, family: ViT, settings: [model.width=32]}, {name: slim, family: ViT}]
+data_sizes: [50, 100, 100%]
+seeds: [0, 1]
+"""
+SCALING = """
+name: scaling
+question: scaling
+models: [{name: wide, settings: [model.width=32]}, {name: slim}]
+budgets: [1.0e-9, 2.0e-9]
+"""
+
+
+def names(study: Study) -> list[str]:
+    return [cell.name for cell in study.cells]
+
+
+def test_each_combination_is_a_cell(base: Path) -> None:
+    study = open_study(make(base, SIZES))
+    assert len(study.cells) == len(set(names(study))) == 2 * 3 * 2
+    assert {cell.data_size for cell in study.cells} == {50, 100, 150}
+    assert {(cell.run.config.seed, cell.run.config.data.limit.count(150)) for cell in study.cells} == {
+        (seed, size) for seed in (0, 1) for size in (50, 100, 150)
+    }
+    assert [cell.flops for cell in study.cells] == sorted(cell.flops for cell in study.cells), "cheapest first"
+    assert {cell.family for cell in study.cells} == {"ViT"}
+    wide = next(cell for cell in study.cells if cell.name == "wide-n50-seed1")
+    assert wide.run.config.model.width == 32
+    assert wide.run.folder == base.parent / "runs" / "sizes" / "wide-n50-seed1"
+    assert wide.images_seen == 8 * 24
+
+
+def test_budgets_are_the_same_compute_for_each_model(base: Path) -> None:
+    study = open_study(make(base, SCALING))
+    by_name = {cell.name: cell for cell in study.cells}
+    assert set(by_name) == {"wide-1e-09EF-seed0", "wide-2e-09EF-seed0", "slim-1e-09EF-seed0", "slim-2e-09EF-seed0"}
+    for name, cell in by_name.items():
+        budget = float(name.split("-")[1] + "-" + name.split("-")[2].removesuffix("EF"))
+        a_step = cell.flops_per_image * 24
+        assert abs(cell.flops - budget * 1e18) <= a_step / 2
+    assert by_name["slim-1e-09EF-seed0"].steps > 2 * by_name["wide-1e-09EF-seed0"].steps
+
+
+def test_a_trunk_is_counted_once(base: Path) -> None:
+    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "lengths: [10 steps, 20 steps, 40 steps]\ncooldown: 0.2")
+    study = open_study(make(base, text, "models=[{name: slim}]"))
+    (job,) = study.jobs
+    assert [(cell.steps, cell.trunk_steps) for cell in job] == [(10, 8), (20, 16), (40, 32)]
+    assert {cell.trunk.folder for cell in job if cell.trunk} == {base.parent / "runs" / "scaling" / "slim-trunk-seed0"}
+    assert [cell.run.config.schedule.cooldown.steps(150, 24) for cell in job] == [2, 4, 8]
+    a_step = 24 * job[0].flops_per_image
+    assert [flops / a_step for flops in new_flops(job)] == [10, 20 - 8, 40 - 16]
+    for odd in ("²", "9" * 5000, "99"):  # As array jobs pass a number.
+        with pytest.raises(UserError, match="there is no such cell"):
+            study.job_of(odd)
+    assert [cell.name for cell in study.job_of("1")] == [job[0].name, job[1].name], "the shorter one comes first"
+
+
+def test_hours_limit_a_plan_with_its_arithmetic(base: Path) -> None:
+    study = open_study(make(base, SIZES, "tflops=1e-9", "hours=30"))
+    estimated = estimate(study, [])
+    hours = list(estimated.hours.values())
+    slim = study.cells[0]
+    assert estimated.hours[slim.name] == pytest.approx(slim.flops / 1e3 / 3600 + 20 / 3600)
+    assert estimated.total(names(study), 1) == pytest.approx(sum(hours))
+    assert estimated.total(names(study), 12) == pytest.approx(max(hours))
+    with pytest.raises(
+        UserError, match=r"hours = 30 cannot hold this study: 12 cells would take .* h with 1 x 1e-09 TFLOP/s"
+    ):
+        refuse_too_long(study, estimated, study.cells, 0.0, 1)
+    refuse_too_long(study, estimated, study.cells[:1], 0.0, 1)
+    unknown = open_study(make(base, SIZES, "on=ray", "hours=2"))
+    with pytest.raises(UserError, match=r"set tflops"):
+        refuse_too_long(unknown, estimate(unknown, []), unknown.cells, 0.0, 1)
+
+
+def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make(base, SIZES, "tflops=1", "price=2", "gpus=8", "plan=true")
+    assert driver.run(config) is None
+    said = capsys.readouterr().out
+    assert all(f" {name} " in said for name in names(open_study(config)))
+    assert "12 cells, 0 of them done" in said
+    assert "GPU hours, cost" in said
+    assert not (base.parent / "runs").exists(), "a plan writes nothing"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "study").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path) -> None:
+    """On a small data set, which is why batches and subsets are small."""
+    own = schema.load(StudyConfig, file)
+    small = [
+        f"data.path={dataset}",
+        "data.eval_split=val",
+        "train.global_batch=64",
+        "train.micro_batch=64",
+        "schedule.warmup=1 steps",
+    ]
+    sizes = (
+        [f"data_sizes=[{','.join(str(20 * (i + 1)) for i in range(len(own.data_sizes)))}]"] if own.data_sizes else []
+    )
+    settings = f"settings={json.dumps([*own.settings, *small])}"
+    finetunes = []
+    for name in own.finetune:  # On the same small data.
+        content = yaml.safe_load((ROOT / name).read_text())
+        finetunes.append(tmp_path / Path(name).name)
+        finetunes[-1].write_text(yaml.safe_dump({**content, "data": {"path": str(dataset), "eval_split": "val"}}))
+    models = [
+        {**vars(model), "settings": [text for text in model.settings if not text.startswith("schedule.warmup=")]}
+        for model in own.models
+    ]
+    more = [
+        settings,
+        *sizes,
+        f"models={json.dumps(models)}",
+        f"finetune=[{','.join(map(str, finetunes))}]",
+        f"out={tmp_path}",
+        "tflops=1",
+    ]
+    study = open_study(schema.load(StudyConfig, file, more))
+    lengths = max(1, len(own.lengths), len(own.budgets))
+    assert len(study.cells) == len(own.models) * max(1, len(own.data_sizes)) * lengths * len(own.seeds)
+    assert sum(estimate(study, []).hours.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("models=[{name: a},{name: b}]", "a-n50-seed0 and b-n50-seed0 are the same run: leave out one"),
+        ("data_sizes=[50,151]", "only|150"),
+        ("data_sizes=[100%,150]", "are the same run"),
+        ("data_sizes=[50]", "question = data_size compares data sizes, and data_sizes has 1"),
+        ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
+        (
+            "models=[{name: a},{name: b,settings: [data.path=elsewhere]}]",
+            "model b sets data.path=elsewhere, which must be the same",
+        ),
+        ("models=[{name: a},{name: b,settings: [data.eval_split=train]}]", "scores could not be compared"),
+        ("models=[{name: a},{name: a}]", "models has two called 'a'"),
+        ("models=[{name: a},{name: ../b}]", r"models\[1\].name = ../b must be letters"),
+        ("models=[{name: a},{names: b}]", r"unknown setting models\[1\].names. Did you mean models\[1\].name"),
+        ("models=[{name: a},{name: b,settings: [seed=3]}]", "model b sets seed=3, which this command sets"),
+        ("settings=[train.length=3 steps]", "settings has train.length=3 steps, which this command sets"),
+        ("settings=[data.path=nowhere]", "nowhere"),
+        ("score=5shot", "score = 5shot: these cells will not have it, but top1, top5"),
+        ("settings=[train.loss=masked_mean_color]", "score = top1: these cells will not have it, but none at all"),
+        ("cooldown=0.5", "set lengths or budgets"),
+        (
+            "settings=[schedule.warmup=9 steps]",
+            "cell wide-n50-seed0: schedule.warmup = 9 steps is 9 steps, but the whole run has 8",
+        ),
+        ("finetune=[missing.yaml]", "missing.yaml"),
+        ("vtab=missing.yaml", "missing.yaml"),
+        ("cell=x plan=true", "set one of them"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str, message: str) -> None:
+    import re
+
+    with pytest.raises(UserError) as refused:
+        open_study(
+            make(base, SIZES, *re.split(r" (?=\w+=)(?!steps)", change) if change.startswith("cell") else [change])
+        )
+    assert re.search(message, str(refused.value)), str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (base.parent / "runs").exists()
+
+
+def test_masked_and_labelled_pretraining_are_not_compared(base: Path) -> None:
+    models = "models=[{name: a},{name: b,settings: [train.loss=masked_mean_color]}]"
+    with pytest.raises(UserError, match=r"a-n50-seed0 has train.loss = softmax, b-n50-seed0 has masked_mean_color"):
+        open_study(make(base, SIZES, models))
+
+
+def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
+    open_study(make(base, SIZES, "seeds=[0]")).claim()
+    grown = open_study(make(base, SIZES))
+    grown.claim()
+    open_study(make(base, SIZES, "seeds=[0]", "settings=[data.threads=2]")).claim()
+    for change, message in (
+        ("settings=[optimizer.lr=0.5]", "optimizer.lr was 0.001, is 0.5 in slim-n50-seed0 and 11 more."),
+        (
+            "models=[{name: wide, family: ViT, settings: [model.width=48]}]",
+            "model.width was 32, is 48 in wide-n50-seed0 and 5 more.",
+        ),
+    ):
+        with pytest.raises(UserError, match=r"holds another study: .*") as refused:
+            open_study(make(base, SIZES, change)).claim()
+        assert message in str(refused.value)
+    other = base.parent / "runs" / "photos"
+    other.mkdir()
+    (other / "a.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"is not empty \(it holds a.jpg\), and holds no study"):
+        open_study(make(base, SIZES, "name=photos")).claim()
+    (base.parent / "runs" / "sizes" / "study.json").write_text("{")
+    with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
+        grown.claim()
+
+
+def test_a_slurm_script_has_a_task_for_each_job(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import subprocess
+
+    monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "a b.yaml", "slurm=s.sh", "gpus=8"])
+    file = base.with_name("s.sh")
+    driver.run(make(base, SIZES, f"slurm={file}", "gpus=8", "tflops=1e-9", "threads=4"))
+    assert "12 array tasks" in capsys.readouterr().out
+    text = file.read_text()
+    assert subprocess.run(["bash", "-n", str(file)]).returncode == 0
+    for line in (
+        "#SBATCH --array=0-11\n",
+        "#SBATCH --gpus-per-node=8\n",
+        "#SBATCH --cpus-per-task=32\n",
+        "--config 'a b.yaml' gpus=8 report=true\n",
+    ):
+        assert line in text, line
+    listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
+    assert sorted(listed) == sorted(names(open_study(make(base, SIZES))))
+    assert 'cell="${JOBS[$SLURM_ARRAY_TASK_ID]}"' in text
+
+
+def test_budgets_whose_cells_would_have_one_name_are_refused(base: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"two cells would be called .*-0\.001EF-seed0: their lengths, budgets or models"
+    ):
+        open_study(make(base, SCALING, "budgets=[1e-3,1.0000004e-3]"))

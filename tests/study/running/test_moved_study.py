@@ -1,0 +1,148 @@
+"""A study whose folder was moved, or whose cells are damaged, keeps its results, and says what is wrong with which cell."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_study import write_run
+
+from pipeline.settings import schema
+from pipeline.settings.study import StudyConfig
+from pipeline.study.results import StudyResults, read_results
+from pipeline.study.running import driver
+from pipeline.study.running.cells import Study, open_study
+from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
+
+MODELS = "models=[{name: one},{name: two,settings: [model.width=32]}]"
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a second a report."""
+    monkeypatch.setattr("pipeline.study.report.report.draw", lambda answers: {})
+
+
+@pytest.fixture
+def base(dataset: Path, tmp_path: Path) -> Path:
+    return write_run(tmp_path, dataset)
+
+
+def make(base: Path, out: str = "study", *settings: str) -> StudyConfig:
+    given = [f"run={base}", f"out={base.parent / out}", "name=s", "question=ablation", MODELS, *settings]
+    return schema.load(StudyConfig, None, given)
+
+
+def end(run: ChildRun, top1: float) -> None:
+    """Write what a finished run leaves."""
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
+    (run.folder / "status.json").write_text('{"status": "finished", "step": 8, "code": 0, "reason": ""}')
+    scores = {"step": 8, "top1": top1, "top5": 1.0, "loss": 0.5, "num_samples": 37}
+    (run.folder / "scores.json").write_text(json.dumps(scores))
+
+
+def report(config: StudyConfig) -> StudyResults:
+    assert driver.run(config)
+    return read_results(Path(config.out) / config.name)
+
+
+@pytest.fixture
+def done(base: Path) -> Study:
+    """A study of two cells that are done, with its report."""
+    study = open_study(make(base, "study", "report=true"))
+    study.claim()
+    for cell, top1 in zip(study.cells, (0.25, 0.5), strict=True):
+        end(cell.run, top1)
+    assert states(report(study.config)) == ["done", "done"]
+    return study
+
+
+def states(results: StudyResults) -> list[str]:
+    return [cell.state for cell in results.cells]
+
+
+def test_a_copied_study_is_as_done_as_it_was(base: Path, done: Study) -> None:
+    """Its settings differ in `out` only. It was "not run, not run", and results.json was overwritten."""
+    shutil.copytree(done.folder, base.parent / "new" / "s")
+    config = make(base, "new", "report=true")
+    results = report(config)
+    assert states(results) == ["done", "done"]
+    assert [cell.scores["top1"] for cell in results.cells] == [0.25, 0.5]
+    assert driver.names_to_run(driver.read_cells(open_study(config), {})) == set()
+
+
+def test_what_fine_tunes_the_weights_of_a_moved_run_is_found_again_and_other_weights_are_not(
+    done: Study, tmp_path: Path
+) -> None:
+    run = done.cells[0].run.config
+
+    def child(out: Path, weights: Path) -> ChildRun:
+        init = replace(run.init, weights=str(weights))
+        return ChildRun("tuned", "tune.yaml", [], replace(run, name="tuned", out=str(out), init=init))
+
+    end(child(done.folder, done.folder / "one-seed0"), 0.5)
+    moved = tmp_path / "moved"
+    shutil.copytree(done.folder, moved)
+    assert how_ended(child(moved, moved / "one-seed0"))
+    assert how_ended(child(moved, moved / "two-seed0")) is None
+    assert "init.weights was beside it: one-seed0, is" in why_unusable(child(moved, tmp_path / "one-seed0"))
+
+
+def cut(folder: Path, name: str) -> None:
+    (folder / name).write_text((folder / name).read_text()[:20])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "status": (lambda folder: cut(folder, "status.json"), "status.json is not valid JSON"),
+    "settings": (lambda folder: cut(folder, "config.json"), "config.json is not valid JSON"),
+    "scores": (lambda folder: cut(folder, "scores.json"), "scores.json is not valid JSON"),
+    "no scores": (lambda folder: (folder / "scores.json").unlink(), "scores.json is missing"),
+    "impossible scores": (
+        lambda folder: (folder / "scores.json").write_text('{"top1": 7.5, "loss": 1, "num_samples": 37}'),
+        "top1 = 7.5 of 37 samples is out of range",
+    ),
+    "other settings": (
+        lambda folder: (folder / "config.json").write_text(
+            (folder / "config.json").read_text().replace('"seed": 0', '"seed": 5')
+        ),
+        "was trained with other settings: seed was 5, is 0.",
+    ),
+    "gone": (shutil.rmtree, "its run is not there"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cell_is_named_and_its_earlier_result_is_kept(
+    damage: str, base: Path, done: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do, said = DAMAGES[damage]
+    do(done.cells[0].run.folder)
+    capsys.readouterr()
+    for _ in range(2):  # A second report does not lose what the first has kept.
+        results = report(done.config)
+        assert states(results) == ["done", "done"]
+        assert results.cells[0].scores["top1"] == 0.25
+        assert "scores of an earlier report, because now: " in results.cells[0].reason
+        assert said in results.cells[0].reason
+        assert said in (done.folder / "report.md").read_text()
+    if damage != "gone":
+        assert f"one-seed0: {done.cells[0].run.folder}" in capsys.readouterr().out
+    # A start without report=true runs it again.
+    assert driver.names_to_run(driver.read_cells(done, {})) == {"one-seed0"}
+    # Nothing to keep: it is no result, and says why.
+    (done.folder / "results.json").unlink()
+    assert states(report(done.config)) == ["not run" if damage == "gone" else "damaged", "done"]
+
+
+def test_a_new_result_replaces_an_earlier_one(done: Study) -> None:
+    (done.cells[0].run.folder / "scores.json").write_text('{"top1": 0.75, "top5": 1.0, "loss": 1, "num_samples": 37}')
+    assert report(done.config).cells[0].scores["top1"] == 0.75
+
+
+def test_results_that_are_damaged_are_said_and_written_anew(done: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    (done.folder / "results.json").write_text("{")
+    assert states(report(done.config)) == ["done", "done"]
+    assert "results.json is not valid JSON" in capsys.readouterr().out
