@@ -38,6 +38,27 @@ def changed(folder: Path, diff: str) -> None:
     subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
 
 
+def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(tmp_path: Path) -> None:
+    """In two files. The digest of a published protocol, which outcomes of earlier sweeps carry, stays."""
+    diff = EXAMPLES[0][0]
+    changed = re.findall(r"^\+\+\+ b/(.*)", diff, re.MULTILINE)
+    assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
+    shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    code = f"""
+from pipeline.settings import schema
+from pipeline.settings.transfer import VtabConfig
+from pipeline.transfer.sweep import protocol_sha256
+for given in ([], ["protocol.augment.grayscale=0.5"]):
+    config = schema.load(VtabConfig, {str(ROOT / "configs/vtab/peft_224.yaml")!r}, ["weights=any", *given])
+    print(protocol_sha256(config.protocol)[:16])
+"""
+    done = run(code, tmp_path, tmp_path / "folder")
+    assert done.returncode == 0, done.stderr
+    published, changed_one = done.stdout.split()
+    assert published == "0549e0750c139c4b" != changed_one
+
+
 def run(code: str, root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in a folder, with the packages of `root`."""
     folder.mkdir(exist_ok=True)

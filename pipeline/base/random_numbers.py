@@ -7,6 +7,8 @@ All functions take the seed first and a `Purpose` second: mypy finds the two exc
 
 from collections.abc import Callable
 from enum import IntEnum, unique
+from functools import cache
+from hashlib import blake2b
 
 import numpy as np
 
@@ -23,7 +25,7 @@ Integer = int | np.integer | np.ndarray
 class Purpose(IntEnum):
     """The use of a random number. It is one of the hashed integers, so that no two uses share their numbers.
 
-    The values determine every order, augmentation and mask of a seed: never change or reuse one. A new purpose takes the number after the largest.
+    The values determine every order, augmentation and mask of a seed: never change or reuse one. A new use is `Purpose.named("...")`.
     """
 
     SHARD_ORDER = 1
@@ -46,6 +48,14 @@ class Purpose(IntEnum):
     EXPLAINED_IMAGES = 30
     SHEET_SAMPLES = 31
     STUDY_BOOTSTRAP = 32
+
+    @classmethod
+    @cache
+    def named(cls, name: str) -> "Purpose":
+        """The use of this name, which is a hash of 56 bits: it needs no line here, and is as permanent as the numbers."""
+        purpose = int.__new__(cls, int.from_bytes(blake2b(name.encode(), digest_size=7).digest()))
+        purpose._name_, purpose._value_ = name, int(purpose)
+        return purpose
 
 
 def bits(seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:

@@ -21,6 +21,7 @@ from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batc
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import replacing
 from pipeline.settings import schema
+from pipeline.settings.changes import Fact, differences
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 
@@ -105,12 +106,12 @@ def _settings(path: Path, state: State | None) -> RunConfig:
 
 def _refuse_other_data(then: dict[str, Any], dataset: Dataset, split: Split) -> None:
     now = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
-    for name, value in now.items():
-        if then.get(name, NOTHING_EXCLUDED) != value:
-            raise UserError(
-                f"{dataset.path} is not what the run was trained on: {name} was {then.get(name, NOTHING_EXCLUDED)}, is "
-                f"{value}. Give the right folder with data=..., or put back what was there."
-            )
+    known = {"fingerprint": Fact(), "excluded": Fact(NOTHING_EXCLUDED)}
+    for change in differences(then, now, known):
+        raise UserError(
+            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., or put back what "
+            "was there."
+        )
 
 
 def _of_step(

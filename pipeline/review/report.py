@@ -22,9 +22,10 @@ from pipeline.review.compare import code_facts, folder_name, median_speed, when
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import RunReader, open_store
 from pipeline.review.record import RunRecord, Score, Series, as_number
+from pipeline.settings import changes
 from pipeline.settings.reports import RunReportConfig
+from pipeline.settings.run import RunConfig
 from pipeline.train.logged_models import logged_models
-from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
 
@@ -322,8 +323,7 @@ def _start_row(start: Start) -> tuple[str, ...]:
 def _settings(record: RunRecord) -> Iterator[Block]:
     if not record.settings:
         return
-    # Placeholders of settings that have no default.
-    defaults = {name: value for name, value in default_settings().items() if name not in ("data.path", "train.length")}
+    defaults = changes.defaults(RunConfig)
     rows = [
         (name, str(value), str(defaults[name]) if defaults.get(name) not in ("", None) else "–")
         for name, value in record.settings.items()

@@ -13,6 +13,7 @@ from pipeline.base.errors import CrashError, UserError
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
+from pipeline.settings.changes import facts_of
 
 T = TypeVar("T")
 
@@ -122,9 +123,9 @@ def fields_help(cls: type) -> str:
     lines = [
         "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
     ]
+    fixed = {name for name, fact in facts_of(cls).items() if fact.means("run")}
     for name, kind, default, doc in schema.describe(cls):
-        lines.append(
-            f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"
-        )
+        has = "required" if default == "required" else f"default {default or 'empty'}"
+        lines.append(f"  {name}  ({kind}; {has}{'; another value is another run' if name in fixed else ''})")
         lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join(lines)

@@ -51,24 +51,25 @@ class RunConfig:
         output="folder",
         within="out",
         holds="run",
+        on_change="nothing",
     )
-    out: str = setting("runs", "Folder that holds all runs.", output="folder")
-    seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED)
-    model: ModelConfig = setting(ModelConfig, "")
+    out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
+    seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
+    model: ModelConfig = setting(ModelConfig, "", on_change="run")
     data: DataConfig = setting(DataConfig, "")
     augment: AugmentConfig = setting(AugmentConfig, "")
     train: TrainConfig = setting(TrainConfig, "")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "")
     schedule: RunScheduleConfig = setting(RunScheduleConfig, "")
-    engine: EngineConfig = setting(EngineConfig, "")
-    evaluate: EvaluateConfig = setting(EvaluateConfig, "")
-    probe: RunProbeConfig = setting(RunProbeConfig, "")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "")
+    engine: EngineConfig = setting(EngineConfig, "", on_change="comparison")
+    evaluate: EvaluateConfig = setting(EvaluateConfig, "", on_change="comparison")
+    probe: RunProbeConfig = setting(RunProbeConfig, "", on_change="comparison")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "", on_change="comparison")
     health: HealthConfig = setting(HealthConfig, "")
-    profile: ProfileConfig = setting(ProfileConfig, "")
-    init: InitConfig = setting(InitConfig, "")
-    track: TrackConfig = setting(TrackConfig, "")
-    launch: LaunchConfig = setting(LaunchConfig, "")
+    profile: ProfileConfig = setting(ProfileConfig, "", on_change="nothing")
+    init: InitConfig = setting(InitConfig, "", on_change="run")
+    track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
+    launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""

@@ -63,27 +63,35 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
+    path: str = setting(
+        REQUIRED,
+        "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py",
+        path=True,
+        on_change="comparison",
+    )
     cache: str = setting(
         "",
         "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
         output="folder",
+        on_change="nothing",
     )
     cache_gb: float = setting(
-        200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0
+        200.0, "Maximum size of data.cache in GB; least recently read shards are removed.", above=0, on_change="nothing"
     )
     retry_minutes: float = setting(
         10.0,
         "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
         min=0,
         max=MINUTES_PER_YEAR,
+        on_change="nothing",
     )
-    train_split: str = setting("train", "Split to train on.")
+    train_split: str = setting("train", "Split to train on.", on_change="run")
     eval_split: str = setting("val", "Split to evaluate on.")
     exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
     limit: Limit = setting(
         Limit.parse("100%"),
         "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
+        on_change="run",
     )
     dev_share: float = setting(
         0.0,
@@ -97,15 +105,19 @@ class DataConfig:
         "Number of equal streams that an epoch is divided into; must divide train.global_batch. More mix better.",
         min=1,
         max=1_000_000,
+        on_change="run",
     )
-    window: int = setting(4096, "Number of consecutive samples of a stream that are shuffled together.", min=1)
-    threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS)
-    prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000)
+    window: int = setting(
+        4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
+    )
+    threads: int = setting(2, "Decoding threads of each rank.", min=1, max=MAX_THREADS, on_change="nothing")
+    prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
     max_bad_share: float = setting(
         0.001,
         "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
         min=0,
         max=1,
+        on_change="comparison",
     )
 
     @property
@@ -116,10 +128,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """Augmentation and preprocessing. The default of a new field must leave images as they are without it.
-
-    A new field is named in `_ADDED_LATER` of pipeline/transfer/sweep.py; otherwise older VTAB sweeps could not be continued.
-    """
+    """Augmentation and preprocessing. The default of a new field must leave images as they are without it."""
 
     crop: Literal["inception", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
@@ -186,31 +195,43 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0)
-    global_batch: int = setting(4096, "Samples per optimizer step, over all ranks.", min=1, max=MAX_BATCH)
+    length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
+    global_batch: int = setting(
+        4096, "Samples per optimizer step, over all ranks.", min=1, max=MAX_BATCH, on_change="run"
+    )
     micro_batch: int = setting(
-        64, "Samples per forward pass of one rank; determines accumulation.", min=1, max=MAX_BATCH
+        64,
+        "Samples per forward pass of one rank; determines accumulation.",
+        min=1,
+        max=MAX_BATCH,
+        on_change="comparison",
     )
     loss: str = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or masked patch prediction without labels, of "
         "the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels.",
         choices=OBJECTIVES,
+        on_change="run",
     )
     label_smoothing: float = setting(0.0, "Softmax only: share of the target spread over all classes.", min=0, max=1)
-    log_every: int = setting(50, "Steps between log lines.", min=1)
-    max_skipped_steps: int = setting(20, "Steps skipped for non-finite gradients above which the run stops.", min=0)
+    log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
+    max_skipped_steps: int = setting(
+        20, "Steps skipped for non-finite gradients above which the run stops.", min=0, on_change="comparison"
+    )
     stop_after_minutes: float = setting(
         0.0,
         "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
         min=0,
         max=MINUTES_PER_YEAR,
+        on_change="nothing",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adam", "sgd"] = setting("adam", "Adam with decoupled weight decay, or SGD with momentum.")
+    name: Literal["adam", "sgd"] = setting(
+        "adam", "Adam with decoupled weight decay, or SGD with momentum.", on_change="run"
+    )
     lr: float = setting(1e-3, "Peak learning rate.", above=0)
     lr_batch: int = setting(
         0,
@@ -280,6 +301,7 @@ class EngineConfig:
     precision: TrainPrecision = setting(
         "bf16",
         "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the loss.",
+        on_change="result",
     )
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(False, "torch.compile the model: minutes at the start, but faster on a GPU.")
@@ -293,9 +315,15 @@ class EngineConfig:
         "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
         "A CPU always does.",
     )
-    peak_tflops: float = setting(0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0)
+    peak_tflops: float = setting(
+        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0, on_change="nothing"
+    )
     timeout_minutes: float = setting(
-        10.0, "Timeout of a collective call, after which the run fails.", above=0, max=MINUTES_PER_YEAR
+        10.0,
+        "Timeout of a collective call, after which the run fails.",
+        above=0,
+        max=MINUTES_PER_YEAR,
+        on_change="nothing",
     )
 
 
@@ -359,6 +387,7 @@ class CheckpointConfig:
         "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
         min=0,
         max=MINUTES_PER_YEAR,
+        on_change="nothing",
     )
 
 
@@ -371,7 +400,9 @@ class HealthConfig:
     )
     spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
-    max_rollbacks: int = setting(3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0)
+    max_rollbacks: int = setting(
+        3, "With on_spike=rollback: number of rollbacks after which the run stops.", min=0, on_change="comparison"
+    )
     hang_minutes: float = setting(
         5.0,
         "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
@@ -379,11 +410,13 @@ class HealthConfig:
         "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
         min=0,
         max=MINUTES_PER_YEAR,
+        on_change="nothing",
     )
     straggler_ratio: float = setting(
         1.5,
         "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
         min=0,
+        on_change="nothing",
     )
 
 

@@ -24,6 +24,8 @@ from pipeline.process.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
+# What another value of a setting means for what was made with it, from least to most (`changes.py`).
+OnChange = typing.Literal["nothing", "comparison", "result", "run"]
 
 REQUIRED = dataclasses.MISSING
 # The length of the longest path.
@@ -62,6 +64,7 @@ class Rule(Limits):
     choices: typing.Collection[str] = ()
     is_path: bool = False
     command: bool = False
+    on_change: OnChange | None = None
 
     @property
     def range(self) -> str:
@@ -82,7 +85,9 @@ def setting(
 
     default: a value, REQUIRED, or a settings class (a nested section). path: the text is a path, or an address that may be one.
     output: it is a path that the command writes (`outputs.py`). within: name of the field whose folder contains that path, which
-    then is a plain name. holds: what kind of results the output folder is for. rule: fields of `Rule`, such as min and max.
+    then is a plain name. holds: what kind of results the output folder is for. rule: fields of `Rule`, such as min and max. on_change
+    says what another value means for what was made with it; a section's is that of its fields which give none, and without any it
+    is "result".
     """
     accepted = Rule(is_path=path or (output is not None and within is None), **rule)
     metadata = {"doc": doc, "rule": accepted, "output": output, "within": within, "holds": holds}
@@ -242,24 +247,16 @@ def _config_file(path: str) -> Path:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The tree as plain nested dicts, which checkpoints and MLflow keep and `build` reads back."""
-    plain: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if hasattr(value, "parse"):
-            plain[field.name] = str(value)
-        elif dataclasses.is_dataclass(value):
-            plain[field.name] = to_dict(value)
-        elif isinstance(value, list):
-            plain[field.name] = [_item_toplain(item) for item in value]
-        else:
-            plain[field.name] = value
-    return plain
+    return {field.name: as_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def _item_toplain(item: Any) -> Any:
-    if hasattr(item, "parse"):
-        return str(item)
-    return to_dict(item) if dataclasses.is_dataclass(item) else item
+def as_plain(value: Any) -> Any:
+    """A setting's value, or a section, as YAML and JSON can hold it."""
+    if hasattr(value, "parse"):
+        return str(value)
+    if isinstance(value, list):
+        return [as_plain(item) for item in value]
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -273,28 +270,36 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def leaves(
+    cls: type, prefix: str = "", on_change: OnChange = "result"
+) -> typing.Iterator[tuple[str, Any, dataclasses.Field[Any], OnChange]]:
+    """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change: of the section."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind, meaning = hints[field.name], field.metadata["rule"].on_change or on_change
+        if is_record(kind):
+            yield from leaves(kind, f"{prefix}{field.name}.", meaning)
+        else:
+            yield f"{prefix}{field.name}", kind, field, meaning
+
+
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     """(dotted name, type and range, default, meaning) of every field, in order, as `--help` lists them."""
-    hints = typing.get_type_hints(cls)
     rows = []
-    for field in dataclasses.fields(cls):
-        kind = hints[field.name]
-        if is_record(kind):
-            rows += describe(kind, f"{prefix}{field.name}.")
-            continue
+    for name, kind, field, _ in leaves(cls, prefix):
         if field.default is not REQUIRED:
             default = _as_yaml(field.default)
         else:
             default = "required" if field.default_factory is REQUIRED else str(field.default_factory())
         if typing.get_origin(kind) is list and is_record(typing.get_args(kind)[0]):
-            rows += describe(typing.get_args(kind)[0], f"{prefix}{field.name}[].")
+            rows += describe(typing.get_args(kind)[0], f"{name}[].")
             continue
         rule: Rule = field.metadata["rule"]
         named = type_name(kind).replace("text", "path") if rule.is_path else type_name(kind)
         accepted = f"{named}, {rule.range}" if rule.range else named
         if rule.choices:
             accepted = rule.range
-        rows.append((f"{prefix}{field.name}", accepted, default, field.metadata["doc"]))
+        rows.append((name, accepted, default, field.metadata["doc"]))
     return rows
 
 

@@ -17,26 +17,23 @@ from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
-from pipeline.settings import schema
-from pipeline.settings.quantities import Length
-from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
+from pipeline.settings import changes, schema
+from pipeline.settings.changes import Fact
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import OnChange
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
 
-# Changing one of these would change the tensors or the order of samples, so the checkpoint cannot be continued. Ranks, ZeRO
-# stage, precision and micro-batch may change: batches still hold the same samples.
-_FIXED = ("seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
-          "optimizer.name", "init.", "fingerprint", "classes", "excluded")  # fmt: skip
-# Settings that may differ when the command of a finished run is repeated: paths, number of ranks, monitoring. Any other would
-# have led to a different model.
-_FREE_WHEN_FINISHED = (
-    "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
-    "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
-    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio", "profile.",
-    "track.", "launch.", "ranks", "evaluation_excluded", "left_out.", "fused_optimizer",
-)  # fmt: skip
-_SETS_THE_RESULT = ("engine.precision",)
+# What is saved with a checkpoint beside the settings.
+_FACTS = {
+    **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
+    "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
+    "evaluation_excluded": Fact(NOTHING_EXCLUDED, on_change="nothing"),
+    "left_out": Fact(0, on_change="nothing"),
+    "ranks": Fact(on_change="nothing"),
+    "fused_optimizer": Fact(False, on_change="nothing"),
+}
 
 
 def find_checkpoint_on_all_ranks(
@@ -67,41 +64,25 @@ def find_checkpoint_on_all_ranks(
 
 def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
-    # Settings that an older checkpoint lacks had today's defaults, no samples were excluded, and no optimizer was fused.
-    nothing = {"excluded": NOTHING_EXCLUDED, "evaluation_excluded": NOTHING_EXCLUDED, "fused_optimizer": False}
     state = read_state(path)
-    then = {**default_settings(), **nothing, **state.identity}
-    # Compared as text: image sizes used to be numbers, before 224x384 was possible.
-    changed = [
-        hide_passwords(f"{key} was {then.get(key)}, is {now[key]}")
-        for key in now
-        if str(then.get(key)) != str(now[key])
-    ]
-    if fixed := [text for text in changed if text.startswith(_FIXED)]:
-        raise UserError(
-            f"{path} cannot be continued: {'; '.join(fixed)}. Set it back, or start another run with name=..."
-        )
+    changed = changes.differences(state.identity, now, {**changes.facts_of(RunConfig), **_FACTS})
+
+    def listed(least: OnChange) -> str:
+        return hide_passwords("; ".join(str(change) for change in changed if change.fact.means(least)))
+
+    if other := listed("run"):
+        raise UserError(f"{path} cannot be continued: {other}. Set it back, or start another run with name=...")
     if state.step > num_steps:
         raise UserError(
             f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')} asks for "
             f"({num_steps:,}). Set it back, or start another run with name=..."
         )
-    if state.step == num_steps and (other := [text for text in changed if not _is_free(text)]):
+    if state.step == num_steps and (other := listed("result")):
         raise UserError(
-            f"the run is finished, and was another one: {'; '.join(other)}. Set it back to use what was trained ({path}), "
+            f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
             "raise train.length to train on, or start another run with name=..."
         )
-    return changed
-
-
-def _is_free(change: str) -> bool:
-    return change.startswith(_FREE_WHEN_FINISHED) and not change.startswith(_SETS_THE_RESULT)
-
-
-def default_settings() -> dict[str, Any]:
-    """Default settings of a run by dotted name; required ones hold placeholders."""
-    config = RunConfig(name="", data=DataConfig(path=""), train=TrainConfig(length=Length.parse("1 steps")))
-    return schema.flatten(schema.to_dict(config))
+    return [hide_passwords(str(change)) for change in changed]
 
 
 def go_back_on_all_ranks(

@@ -23,9 +23,8 @@ from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, WeightsOrigin, installed_packages
 from pipeline.process.launcher import ranks_on_host
-from pipeline.settings import schema
+from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
-from pipeline.train.resume import default_settings
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")
@@ -41,7 +40,7 @@ def run_facts(
     kind = "finetune" if config.init.weights else "pretrain"
     resolved = architecture.as_settings(model.config)
     settings = schema.flatten(schema.to_dict(config))
-    defaults = default_settings()
+    defaults = changes.defaults(RunConfig)
     parameters = {
         **{name: value for name, value in settings.items() if value != defaults.get(name)},
         **resolved,

@@ -15,15 +15,11 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import Status
 from pipeline.process.start import check_program, dying_with_parent
-from pipeline.settings import schema
+from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig, TrackConfig
 
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
 _SCORES, _PROBE = "scores.json", "probe.json"
-# Settings of a run that do not change what becomes of it: where it is, where it is sent to, how fast it is.
-FREE_SETTINGS = (
-    "name", "out", "track.", "launch.", "data.threads", "data.prefetch", "data.cache", "engine.timeout_minutes", "profile.",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,19 +168,19 @@ def _look(run: ChildRun) -> tuple[Status | None, str]:
         ).exists() else ""
     except UserError as error:
         return None, str(error)
-    then, now = _identity(config), _identity(run.config)
-    if differences := [f"{name} was {then[name]}, is {now[name]}" for name in now if then[name] != now[name]]:
-        return None, f"{run.folder} was trained with other settings: {'; '.join(differences)}."
+    then, now = (_by_name(settings) for settings in (config, run.config))
+    if other := changes.differences(then, now, changes.facts_of(RunConfig), "comparison"):
+        return None, f"{run.folder} was trained with other settings: {'; '.join(map(str, other))}."
     return status, ""
 
 
-def _identity(config: RunConfig) -> dict[str, Any]:
-    """The settings that say what becomes of a run. Weights of a run beside it are named by their place there, as both move together."""
+def _by_name(config: RunConfig) -> dict[str, Any]:
+    """The settings by dotted name. Weights of a run beside it are named by their place there, as both move together."""
     flat = schema.flatten(schema.to_dict(config))
     weights = flat["init.weights"]
     if weights and "://" not in weights and Path(weights).is_relative_to(config.out):
         flat["init.weights"] = f"beside it: {Path(weights).relative_to(config.out)}"
-    return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
+    return flat
 
 
 def _unreadable_scores(run: ChildRun) -> dict[Path, str]:

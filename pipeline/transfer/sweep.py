@@ -18,8 +18,8 @@ from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
 from pipeline.model import files
-from pipeline.settings import schema
-from pipeline.settings.run import AugmentConfig
+from pipeline.settings import changes, schema
+from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
@@ -27,9 +27,17 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
-# Settings of `augment` that were added later. Their defaults are left out of digests and filled in where an older sweep lacks
-# them, so that it can be continued.
-_ADDED_LATER = ("randaugment_contrast",)
+# All sweeps were made with this kernel before there was a choice.
+_FACTS = {**facts_of(VtabConfig), "kernel": Fact("zoom")}
+# The optional settings of the first protocols, which are in a protocol's digest always. Any other is only if it is set, so that
+# digests stay when one is added.
+_IN_EVERY_DIGEST = {
+    "small_image_size", "small_resize_to", "pixels", "optimizer", "momentum", "weight_decay", "clip", "dropout", "l2",
+    "neighbours", "temperature", "schedule.decay", "schedule.drops", "schedule.warmup", "schedule.final", "augment.crop",
+    "augment.area_min", "augment.area_max", "augment.aspect_min", "augment.aspect_max", "augment.resize_to", "augment.flip",
+    "augment.resize_filter", "augment.color_jitter", "augment.randaugment_layers", "augment.randaugment_magnitude",
+    "augment.erase", "augment.mixup", "augment.cutmix", "augment.eval_resize", "augment.eval_crop",
+}  # fmt: skip
 Outcome = dict[str, Any]
 
 
@@ -152,20 +160,12 @@ class Sweep:
         file = self.folder / SWEEP_FILE
         if file.exists():
             then = _read_sweep(file)
-            added: dict[str, Any] = {
-                f"protocol.augment.{name}": getattr(AugmentConfig(), name) for name in _ADDED_LATER
-            }
-            added["kernel"] = "zoom"
-            old, new = {**added, **schema.flatten(then)}, schema.flatten(now)
-            new = {"kernel": "zoom", **new}
-            names = [name for name in {**old, **new} if not name.startswith("data.") or (name in old and name in new)]
-            if others := [
-                f"{name} was {old.get(name)}, is {new.get(name)}" for name in names if old.get(name) != new.get(name)
-            ]:
-                raise UserError(
-                    f"{self.folder} holds another sweep: {'; '.join(others)}. Choose another out=..., or remove the folder."
-                )
+            before = {**then, "data": {**data, **then["data"]}}
             now["data"] = {**then["data"], **data}
+            if others := changes.differences(schema.flatten(before), schema.flatten(now), _FACTS):
+                raise UserError(
+                    f"{self.folder} holds another sweep: {'; '.join(map(str, others))}. Choose another out=..., or remove the folder."
+                )
         elif self.folder.exists() and (found := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]):
             raise UserError(
                 f"out = {self.folder} is not empty (it holds {found[0]}), and holds no sweep. Choose another folder."
@@ -191,7 +191,7 @@ class Sweep:
         """What all outcomes of the sweep depend on, beside the protocol and the data."""
         config = self.config
         return {
-            # Left out for zoom, with which all sweeps were made before there was a choice.
+            # Left out for zoom, as outcomes are compared with what was written before there was a choice.
             **({"kernel": config.kernel} if config.kernel not in (None, "zoom") else {}),
             "method": config.method,
             "precision": config.precision,
@@ -277,10 +277,11 @@ def settings_of(protocol: ProtocolConfig) -> list[Setting]:
 
 def protocol_sha256(protocol: ProtocolConfig) -> str:
     """Hex digest of all settings of a protocol, independent of the file they come from."""
-    settings = schema.to_dict(protocol)
-    for name in _ADDED_LATER:
-        if settings["augment"][name] == getattr(AugmentConfig(), name):
-            del settings["augment"][name]
+    settings, defaults = schema.to_dict(protocol), changes.defaults(ProtocolConfig)
+    for name, value in schema.flatten(settings).items():
+        if value == defaults[name] and name not in _IN_EVERY_DIGEST:
+            section, _, field = name.rpartition(".")
+            del (settings[section] if section else settings)[field]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -18,6 +18,8 @@ from pipeline.lifecycle.run_folder import read_status as read_run_status
 from pipeline.process.committed import newest_whole
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
+from pipeline.settings import changes
+from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -169,7 +171,7 @@ def test_a_reader_without_the_right_to_write_reads_the_newest(run: Path, monkeyp
 # -------------------------------------------------------------------- settings of a run that is finished
 def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path) -> None:
     console, checkpoints = Console(run / "log.txt", True), Checkpoints(run / "checkpoints")
-    now = {**resume.default_settings(), "excluded": "none", "evaluation_excluded": "none", "seed": 0}
+    now = {**changes.defaults(RunConfig), "excluded": "none", "evaluation_excluded": "none", "seed": 0}
 
     def start(steps: int, **changed: object) -> None:
         settings = {name.replace("__", "."): value for name, value in changed.items()}

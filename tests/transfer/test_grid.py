@@ -268,6 +268,8 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
         (written, True),
         (written.replace("secret", "***"), True),
         (written.replace("db.example", "other.example"), True),
+        (written.replace('"stop_after_minutes": 0.0', '"stop_after_minutes": 9.0'), True),
+        (written.replace('"zero_stage": 1', '"zero_stage": 2'), False),
         (written.replace('"seed": 0', '"seed": 1'), False),
     ):
         (cell.folder / "config.json").write_text(content)

@@ -16,12 +16,13 @@ from pipeline.base.files import write_text
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.estimate.plan import make_plan
-from pipeline.settings import schema
+from pipeline.settings import changes, schema
+from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig
 from pipeline.settings.study import StudyConfig, StudyModel
 from pipeline.settings.transfer import VtabConfig
-from pipeline.transfer.child_run import FREE_SETTINGS, ChildRun, make_child
+from pipeline.transfer.child_run import ChildRun, make_child
 
 STUDY_FILE = "study.json"
 _EXA = 1e18
@@ -102,32 +103,35 @@ class Study:
         now = _identity(self)
         try:
             then = json_record.read(file, dict[str, Any])
-            cells = json_record.convert(then.get("cells"), dict[str, dict[str, Any]], str(file), "cells")
+            cells, _ = (
+                json_record.convert(then.get(part), dict[str, dict[str, Any]], str(file), part)
+                for part in ("cells", "scoring")
+            )
         except FileNotFoundError:
             if self.folder.exists() and (
-                found := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+                files := [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
             ):
                 raise UserError(
-                    f"{self.folder} is not empty (it holds {found[0]}), and holds no study. Choose another name=..."
+                    f"{self.folder} is not empty (it holds {files[0]}), and holds no study. Choose another name=..."
                 ) from None
             then, cells = {}, {}
         except UserError as error:
             raise UserError(
                 f"{error} It says what the runs of this study are: choose another name=..., or remove the folder."
             ) from None
-        changes: dict[str, list[str]] = {
-            f"{name} was {then.get(name)}, is {now[name]}": []
-            for name in ("data", "scoring")
-            if then and then.get(name) != now[name]
-        }
-        for name, new in now["cells"].items():
-            old = cells.get(name, new)
-            for key in {**old, **new}:
-                # A setting that an older study.json lacks had its default.
-                if old.get(key) != new.get(key) and (key in old or not _is_default(key, new[key])):
-                    changes.setdefault(f"{key} was {old.get(key)}, is {new.get(key)}", []).append(name)
-        if changes:
-            texts = [f"{text} in {_some(names)}" if names else text for text, names in changes.items()]
+        found: dict[str, list[str]] = {}
+        if then:
+            old, new = (
+                schema.flatten({part: study.get(part) for part in ("data", "scoring")}) for study in (then, now)
+            )
+            found = {
+                str(change): [] for change in changes.differences(old, new, _scoring_facts(then, now), "comparison")
+            }
+        for name, cell in now["cells"].items():
+            for change in changes.differences(cells.get(name, cell), cell, facts_of(RunConfig), "comparison"):
+                found.setdefault(str(change), []).append(name)
+        if found:
+            texts = [f"{text} in {_some(names)}" if names else text for text, names in found.items()]
             raise UserError(
                 f"{self.folder} holds another study: {'; '.join(texts)}. Set it back, or choose another name=..."
             )
@@ -258,8 +262,7 @@ def _in_a_name(quantity: object) -> str:
 
 # -------------------------------------------------------------------- checking them
 def _settings_of(cell: Cell) -> dict[str, Any]:
-    flat = schema.flatten(schema.to_dict(cell.run.config))
-    return {name: value for name, value in flat.items() if not name.startswith(FREE_SETTINGS)}
+    return changes.decisive(schema.flatten(schema.to_dict(cell.run.config)), facts_of(RunConfig), "comparison")
 
 
 def _refuse_twins(cells: list[Cell]) -> None:
@@ -316,10 +319,9 @@ def _identity(study: Study) -> dict[str, Any]:
     config = study.config
     scoring: dict[str, Any] = {"finetune": {}, "vtab": {}}
     for finetune in study.cells[0].finetunes:
-        flat = schema.flatten(schema.to_dict(finetune.config))
-        scoring["finetune"][Path(finetune.file).name] = {
-            name: value for name, value in flat.items() if not name.startswith((*FREE_SETTINGS, "init.weights", "seed"))
-        }
+        settings = changes.decisive(schema.flatten(schema.to_dict(finetune.config)), facts_of(RunConfig), "comparison")
+        del settings["init.weights"], settings["seed"]  # Of each cell.
+        scoring["finetune"][Path(finetune.file).name] = settings
     if config.vtab:
         vtab = schema.load(VtabConfig, config.vtab, [*config.vtab_settings, "weights=any"])
         scoring["vtab"] = {
@@ -333,7 +335,9 @@ def _identity(study: Study) -> dict[str, Any]:
     return json.loads(json.dumps({"data": study.dataset.fingerprint, "scoring": scoring, "cells": cells}))
 
 
-def _is_default(name: str, value: Any) -> bool:
-    """Whether a setting that an older study.json lacks has its default, as it had then."""
-    defaults = {row[0]: row[2] for row in schema.describe(RunConfig)}
-    return defaults.get(name) in (str(value), str(value).lower(), "null" if value is None else None)
+def _scoring_facts(*studies: dict[str, Any]) -> dict[str, Fact]:
+    """The settings of a study's scoring, by their names in study.json."""
+    facts = dict(facts_of(VtabConfig, "scoring.vtab."))
+    for file in {file for study in studies for file in study["scoring"].get("finetune", {})}:
+        facts.update(facts_of(RunConfig, f"scoring.finetune.{file}."))
+    return facts

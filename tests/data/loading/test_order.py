@@ -191,6 +191,15 @@ def test_seeks_reach_any_step() -> None:
         assert epochs[-1] == ((step + 1) * 4096 - 1) // order.num_samples
 
 
+def test_a_use_by_name_has_random_numbers_of_its_own_which_stay() -> None:
+    grayscale = random_numbers.Purpose.named("grayscale")
+    assert grayscale == 28890449366717128
+    assert grayscale is random_numbers.Purpose.named("grayscale")
+    assert grayscale != random_numbers.Purpose.named("solarize")
+    assert max(random_numbers.Purpose) < 2**20 < grayscale < 2**56
+    assert random_numbers.draws(1, grayscale, 2)(3) == random_numbers.uniform(1, grayscale, 2, 3)
+
+
 def test_random_bits_are_splitmix64() -> None:
     # First outputs of SplitMix64 for seeds 0 and 1234567 (Vigna's splitmix64.c; Rosetta Code, "Pseudo-random numbers").
     assert int(random_numbers.splitmix(0)) == 0xE220A8397B1DCDAF

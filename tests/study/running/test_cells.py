@@ -207,7 +207,7 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     open_study(make(base, SIZES, "seeds=[0]")).claim()
     grown = open_study(make(base, SIZES))
     grown.claim()
-    open_study(make(base, SIZES, "seeds=[0]", "settings=[data.threads=2]")).claim()
+    open_study(make(base, SIZES, "seeds=[0]", "settings=[data.threads=2,train.stop_after_minutes=60]")).claim()
     for change, message in (
         ("settings=[optimizer.lr=0.5]", "optimizer.lr was 0.001, is 0.5 in slim-n50-seed0 and 11 more."),
         (
@@ -226,6 +226,38 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     (base.parent / "runs" / "sizes" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json is not valid JSON.*It says what the runs of this study are"):
         grown.claim()
+
+
+def test_a_study_from_before_a_setting_was_added_is_continued(base: Path) -> None:
+    """A setting that study.json lacks had its default, in cells and in what scores them."""
+    finetune = base.with_name("finetune.yaml")
+    run = yaml.safe_load(base.read_text())
+    run |= {"name": "tuned", "model": {"image_size": run["model"]["image_size"]}}
+    finetune.write_text(yaml.safe_dump(run))
+    given = ["seeds=[0]", f"finetune=[{finetune}]", f"vtab={ROOT / 'configs/vtab/vit_paper.yaml'}"]
+    study = open_study(make(base, SIZES, *given))
+    study.claim()
+    file = study.folder / "study.json"
+    then = json.loads(file.read_text())
+    for settings in (*then["cells"].values(), then["scoring"]["finetune"]["finetune.yaml"]):
+        del settings["augment.randaugment_contrast"]
+        settings["train.log_every"] = 7  # Earlier versions kept what no result depends on.
+    del then["scoring"]["vtab"]["protocol"]["augment"]["randaugment_contrast"]
+    file.write_text(json.dumps(then))
+    study.claim()
+    file.write_text(json.dumps(then))
+
+    changed, said = "augment.randaugment_contrast=pixel_count", "augment.randaugment_contrast was mean, is pixel_count"
+    for change, message in (
+        (f"settings=[{changed}]", f"holds another study: {said} in slim-n50-seed0 and 5 more. Set it back"),
+        (f"vtab_settings=[protocol.{changed}]", f"holds another study: scoring.vtab.protocol.{said}. Set it back"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_study(make(base, SIZES, *given, change)).claim()
+    run["augment"]["randaugment_contrast"] = "pixel_count"
+    finetune.write_text(yaml.safe_dump(run))
+    with pytest.raises(UserError, match=f"holds another study: scoring.finetune.finetune.yaml.{said}. Set it back"):
+        open_study(make(base, SIZES, *given)).claim()
 
 
 def test_a_slurm_script_has_a_task_for_each_job(
