@@ -46,6 +46,7 @@ class Purpose(IntEnum):
     EXPLAINED_IMAGES = 30
     SHEET_SAMPLES = 31
     STUDY_BOOTSTRAP = 32
+    VIEW = 33
 
 
 def bits(seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:

@@ -16,8 +16,9 @@ import torch
 
 from data_tools.bench.corpus import read_raw
 from data_tools.bench.record import Record
-from pipeline.data.loading.loader import normalise, train_view
+from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.data.loading.views import train_view
 from pipeline.settings.data import BenchConfig
 from pipeline.settings.run import AugmentConfig
 
@@ -38,9 +39,9 @@ def run(config: BenchConfig, record: Record) -> None:
     out = np.empty((side, side, 3), np.uint8)
 
     def views(settings: AugmentConfig) -> None:
-        view = train_view(settings, seed=0)
+        view = train_view(settings, seed=0, image_size=side)
         for sample, data in enumerate(files):
-            view(data, out, 0, sample)
+            view.write(data, [out], 0, sample)
 
     _table({name: partial(views, settings) for name, settings in SETTINGS.items()}, len(files), config.rounds, record)
 
