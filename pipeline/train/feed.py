@@ -7,11 +7,11 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import SampleOrder, batch_of_step
 from pipeline.data.loading.views import train_views
-from pipeline.distributed import Ranks
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import kind
+from pipeline.process.distributed import Ranks
 from pipeline.settings.run import RunConfig
 
 

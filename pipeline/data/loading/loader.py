@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base.errors import Interrupted, OneRankError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
-from pipeline.errors import Interrupted, OneRankError
-from pipeline.words import counted
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2

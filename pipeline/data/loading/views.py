@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.jpeg_region import Region
-from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
