@@ -49,7 +49,7 @@ def noise_batch(size: int, image_size: int, num_classes: int = NUM_CLASSES) -> B
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (size, image_size, image_size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, num_classes, (size, 1)))
-    return Batch(images, labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
+    return Batch((images[None],), labels, torch.ones(size, dtype=torch.bool), np.arange(size), np.zeros(size, np.int64))
 
 
 def read_raw(source: Path, images: int) -> list[bytes]:

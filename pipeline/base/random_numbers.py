@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     EXPLAINED_IMAGES = 30
     SHEET_SAMPLES = 31
     STUDY_BOOTSTRAP = 32
+    VIEW = 33
 
     @classmethod
     @cache

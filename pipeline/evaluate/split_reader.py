@@ -8,7 +8,8 @@ import numpy as np
 
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import BadBudget, Batch, Loader, eval_view
+from pipeline.data.loading.loader import BadBudget, Batch, Loader
+from pipeline.data.loading.views import Views, eval_view, train_views
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -20,6 +21,8 @@ class SplitReader:
 
     progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
     budget: how many of the images that are read may be unreadable: a score on the rest says nothing about the weights.
+    views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed, epoch,
+    sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each evaluation.
     """
 
     split: Split
@@ -31,6 +34,8 @@ class SplitReader:
     progress: Callable[[int], object] | None = None
     stop: StopRequest | None = None
     budget: BadBudget = BadBudget(share=0.001)
+    views: tuple[Views, ...] = ()
+    seed: int = 0
 
     @contextmanager
     def open(
@@ -42,10 +47,12 @@ class SplitReader:
         stop, and OneRankError when this rank alone exceeds the budget; `problems_of_all` checks that of all ranks.
         """
         is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
+        writer = eval_view(self.view, self.image_size)
+        if sum(group.count for group in self.views) > 1:
+            writer = train_views(self.views, self.seed)
         with Loader(
-            self.split, eval_view(self.view), self.image_size, self.threads, prefetch=2, max_bad_share=1.0,
-            is_stop_wanted=is_stop_wanted,
-        ) as loader:  # fmt: skip
+            self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
+        ) as loader:
             batches = loader.batches(requests)
             yield (
                 self._counted(self.stop.together(batches) if self.stop else batches, loader.bad, num_samples),

@@ -18,7 +18,8 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit
-from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.views import eval_view
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
@@ -168,9 +169,9 @@ def _draw_images(config: ExplainConfig, loaded: LoadedModel, drawings: set[str],
 
 def read_images(config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """The rows that can be read, and their pixels as the model reads them, uint8 (n, S, S, 3). Raises UserError for none."""
-    size, view = loaded.image_size, eval_view(loaded.view)
+    view = eval_view(loaded.view, loaded.image_size)
     kept, pixels = [], []
-    with Loader(split, view, size, config.threads, prefetch=2, max_bad_share=1.0) as loader:
+    with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
         for batch in loader.batches(requests(rows, config.batch)):
             kept.append(batch.rows[batch.valid.numpy()])
             pixels.append(batch.images[batch.valid])

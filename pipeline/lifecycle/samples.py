@@ -167,19 +167,31 @@ def _show(table: list[dict[str, Any]], file: str) -> None:
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
-    """Write a contact sheet of the augmented images, row by row in table order; unreadable images are black."""
+    """Write a contact sheet of the augmented images, row by row in table order; unreadable images are black.
+
+    The views of an image stand side by side, all in one scale.
+    """
     import cv2  # Late: tables need neither OpenCV nor torch.
 
-    from pipeline.data.loading.loader import Loader, train_view
+    from pipeline.data.loading.loader import Loader
+    from pipeline.data.loading.views import train_views
+    from pipeline.objectives import kind
 
-    view, size = train_view(config.augment, config.seed), config.model.image_size
-    with Loader(split, view, size, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
-        images = next(loader.batches([(rows, epochs)])).images.numpy()
-    height, width = (round(side * min(1, _TILE / max(size))) for side in size)
-    across = math.ceil(math.sqrt(len(images)))
-    sheet = np.zeros((math.ceil(len(images) / across), height, across, width, 3), np.uint8)
-    for i, image in enumerate(images):
-        sheet[i // across, :, i % across] = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    writer = train_views(kind(config.train.loss).views(config), config.seed)
+    with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
+        batch = next(loader.batches([(rows, epochs)]))
+    views = [view for group in batch.views for view in group.numpy()]
+    scale = min(1, _TILE / max(max(view.shape[1:3]) for view in views))
+    sizes = [[round(scale * side) for side in view.shape[1:3]] for view in views]
+    height, width = max(size[0] for size in sizes), sum(size[1] for size in sizes)
+    across = math.ceil(math.sqrt(len(rows) / len(views)))
+    sheet = np.zeros((math.ceil(len(rows) / across), height, across, width, 3), np.uint8)
+    for i in range(len(rows)):
+        left = 0
+        for view, (h, w) in zip(views, sizes, strict=True):
+            resized = cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA)
+            sheet[i // across, :h, i % across, left : left + w] = resized
+            left += w
     pixels = sheet.reshape(sheet.shape[0] * height, across * width, 3)
     with replacing(file) as out:
         out.write(cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes())

@@ -1,7 +1,7 @@
 """What a run can learn: `objective.py` is the interface, each other file one objective. Read classification.py first.
 
-Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, study/,
-train/ and transfer/.
+Imports pipeline.model and pipeline.data.loading. Used by data_tools/, estimate/, evaluate/, lifecycle/,
+study/, train/ and transfer/.
 """
 
 import importlib

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import Mixing
+from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.settings.run import RunConfig
 
@@ -42,7 +43,12 @@ class Objective(nn.Module):
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
 
-    # ------------------------------------------------------------------ settings and module
+    # ------------------------------------------------------------------ settings, views and module
+    @classmethod
+    def views(cls, config: RunConfig) -> tuple[Views, ...]:
+        """The views that it wants of each image, in groups of one size and settings; a batch holds a tensor for each group."""
+        return (Views(1, config.model.image_size, config.augment),)
+
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""

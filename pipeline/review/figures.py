@@ -13,7 +13,8 @@ from pipeline.base.files import read_bytes
 from pipeline.base.page import png
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.views import eval_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import draw_confusion, shorten
@@ -221,8 +222,8 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
 def _read(split: Split, rows: np.ndarray, config: RunConfig) -> dict[int, np.ndarray]:
     """Row -> pixels, uint8 (H, W, 3), of the images that can be read, in the evaluation's view."""
     found = {}
-    view = eval_view(config.augment)
-    with Loader(split, view, config.model.image_size, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
+    view = eval_view(config.augment, config.model.image_size)
+    with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
         for batch in loader.batches(requests(rows, 16)):
             for row, valid, pixels in zip(batch.rows.tolist(), batch.valid.tolist(), batch.images.numpy(), strict=True):
                 if valid:

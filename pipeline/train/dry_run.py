@@ -13,6 +13,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
+from pipeline.data.loading.views import Views
 from pipeline.estimate.memory import what_takes_less
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
@@ -37,7 +38,8 @@ def dry_run_on_all_ranks(
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
-    batch = _blank(plan.micro_batch, config.model.image_size, split.max_labels)
+    views = engine.objective.views(config)
+    batch = _blank(plan.micro_batch, views, split.max_labels)
     micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
@@ -45,7 +47,7 @@ def dry_run_on_all_ranks(
     count = min(config.evaluate.batch, -(-len(evaluation) // plan.world_size))
     smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
     with _room(f"evaluation of evaluate.batch = {counted(count, 'image')}", lambda: smaller, stop):
-        batch = _blank(count, config.model.image_size, 0)
+        batch = _blank(count, views, 0)
         if engine.objective.predicts_classes:
             engine.forward(batch.images)
         else:
@@ -73,10 +75,10 @@ def _is_of_memory(error: BaseException) -> bool:
     )
 
 
-def _blank(count: int, image_size: ImageSize, num_labels: int) -> Batch:
+def _blank(count: int, views: tuple[Views, ...], num_labels: int) -> Batch:
     """A batch of black images of class 0."""
     return Batch(
-        torch.zeros(count, *image_size, 3, dtype=torch.uint8),
+        tuple(torch.zeros(group.count, count, *ImageSize.parse(group.size), 3, dtype=torch.uint8) for group in views),
         torch.zeros(count, num_labels, dtype=torch.int64),
         torch.ones(count, dtype=torch.bool),
         np.zeros(count, dtype=np.int64),

@@ -113,7 +113,8 @@ class SplitEvaluator(_Evaluator):
 
         reader = SplitReader(
             self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
-            stop=self.stop, budget=BadBudget(config.data.max_bad_share),
+            stop=self.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
+            views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
         )  # fmt: skip
         predictions = None
         with self.engine.averaged():

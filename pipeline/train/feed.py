@@ -4,11 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import Batch, Loader, train_requests, train_view
+from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import SampleOrder, batch_of_step
+from pipeline.data.loading.views import train_views
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.profile import StepClock
+from pipeline.objectives import kind
 from pipeline.process.distributed import Ranks
 from pipeline.settings.run import RunConfig
 
@@ -22,7 +24,7 @@ class Feed:
             split.shard_sizes, config.seed, plan.global_batch, config.data.streams, config.data.window
         )
         self.loader = Loader(
-            split, train_view(config.augment, config.seed), config.model.image_size, config.data.threads,
+            split, train_views(kind(config.train.loss).views(config), config.seed), config.data.threads,
             config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
         )  # fmt: skip
         self._steps: Iterator[list[Batch]] = iter(())

@@ -26,9 +26,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
-from pipeline.data.loading.loader import BadBudget, Loader, normalise, remembering_train_view, train_requests
+from pipeline.data.loading.loader import BadBudget, Loader, normalise, train_requests
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.classify import label_table, predict, score
 from pipeline.evaluate.probes import fewshot
@@ -158,7 +159,7 @@ def train_model(model: Model, split: Split, cell: Cell, config: VtabConfig, devi
     view = remembering_train_view(augment, cell.seed, size, _image_cache(cell.fingerprint, split.name, size, augment))
     trainer = _PlainTrainer(objective, optimizer, config, cell.seed, device)
     with Loader(
-        split, view, size, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
+        split, view, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
     ) as loader:
         batches = loader.batches(train_requests(order, 0, steps, config.micro_batch, rank=0, world_size=1))
         for step in range(steps):

@@ -49,7 +49,7 @@ def make_dataset() -> Callable[[Path, Sequence[bytes], Sequence[list[int]], int]
                         columns[column].append(value)
             shards.append(Shard(name, "train", len(columns["key"]), (path / name).stat().st_size, ""))
             tables.append(pa.Table.from_pydict(columns, ROWS))
-        num_classes = 1 + max(max(of_sample, default=0) for of_sample in labels)
+        num_classes = max((1 + label for of_sample in labels for label in of_sample), default=0)
         return write_dataset(path, shards, tables, [str(label) for label in range(num_classes)], {}, {})
 
     return make

@@ -27,7 +27,8 @@ from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
-from pipeline.data.loading.loader import Batch, Loader, train_view
+from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.views import train_view
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
@@ -330,7 +331,7 @@ def test_exit_codes(copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def loader(dataset: Dataset, max_bad_share: float) -> Loader:
-    return Loader(dataset.split("train"), train_view(AugmentConfig(), 0), 16, 2, 1, max_bad_share)
+    return Loader(dataset.split("train"), train_view(AugmentConfig(), 0, 16), 2, 1, max_bad_share)
 
 
 def read_all(of: Loader) -> list[Batch]:

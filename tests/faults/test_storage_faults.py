@@ -14,8 +14,9 @@ from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, st
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import eval_view
 from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
@@ -71,7 +72,7 @@ def test_an_outage_stops_the_run_with_one_line(
 ) -> None:
     split = remote(with_cache, seconds=0.5, setting="data.retry_minutes").split("train")
     s3[0].fail(answer(503, "SlowDown"))
-    loader = Loader(split, eval_view(AugmentConfig()), 16, 2, 2, max_bad_share=1.0)
+    loader = Loader(split, eval_view(AugmentConfig(), 16), 2, 2, max_bad_share=1.0)
     with pytest.raises(SystemExit) as stopped, mistakes_in_one_line(), loader:
         list(loader.batches([(np.arange(150), np.zeros(150, int))]))
     assert stopped.value.code == 2
@@ -104,7 +105,7 @@ def test_what_no_waiting_mends_is_said_at_once(fault, said: str, s3: Server, rem
 def test_access_that_is_lost_during_a_run_is_no_bad_sample(s3: Server, remote: Open) -> None:
     split = remote(with_cache=False).split("train")
     s3[0].fail(answer(403, "AccessDenied"), ".tar")
-    with Loader(split, eval_view(AugmentConfig()), 16, 2, 2, max_bad_share=1.0) as loader:
+    with Loader(split, eval_view(AugmentConfig(), 16), 2, 2, max_bad_share=1.0) as loader:
         with pytest.raises(StorageError, match=r"train-00000[0-3].tar: access denied"):
             list(loader.batches([(np.arange(150), np.zeros(150, int))]))
         assert not loader.bad
@@ -147,7 +148,7 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
     content = shard.read_bytes()
     put(shard, bytes(len(content)) if change == "replaced" else content[:-1000])
     s3[0].reset()
-    with Loader(split, eval_view(AugmentConfig()), 16, 2, 2, max_bad_share=0.3) as loader:
+    with Loader(split, eval_view(AugmentConfig(), 16), 2, 2, max_bad_share=0.3) as loader:
         (batch,) = loader.batches([(np.arange(150), np.zeros(150, int))])
     assert sorted(loader.bad) == list(range(40, 80))
     assert batch.valid.sum() == 110
@@ -167,7 +168,7 @@ def test_a_shard_that_changes_under_us_costs_its_samples_only(
 def test_a_shard_that_is_deleted_under_us_is_no_bad_sample(with_cache: bool, s3: Server, remote: Open) -> None:
     split = remote(with_cache).split("train")
     bucket_path(f"{s3[1]}/tiny/train-000001.tar").unlink()
-    with Loader(split, eval_view(AugmentConfig()), 16, 2, 2, max_bad_share=1.0) as loader:
+    with Loader(split, eval_view(AugmentConfig(), 16), 2, 2, max_bad_share=1.0) as loader:
         with pytest.raises(
             StorageError, match=r"tiny/train-000001.tar cannot be read: no such object. Restore the file"
         ):

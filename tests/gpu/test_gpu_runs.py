@@ -100,7 +100,7 @@ def waits_in_steps(stages: list[int]) -> None:
         if HAS_GPU:
             batch = replace(
                 batch,
-                images=batch.images.pin_memory(),
+                views=(batch.views[0].pin_memory(),),
                 labels=batch.labels.pin_memory(),
                 valid=batch.valid.pin_memory(),
             )

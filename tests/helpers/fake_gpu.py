@@ -150,7 +150,7 @@ def plain_step() -> dict[str, Any]:
         optimizer = optimizers.build(objective, objective.decayed(), OptimizerConfig(name="sgd"))
         trainer = _PlainTrainer(objective, optimizer, config, 0, gpu)
         batch = noise(2, (16, 16), CLASSES, 0)
-        result = training_step(trainer, [replace(batch, images=batch.images.pin_memory())] * 2, 0, 1e-3)
+        result = training_step(trainer, [replace(batch, views=(batch.views[0].pin_memory(),))] * 2, 0, 1e-3)
     return {"syncs": dict(syncs.found), "loss": [str(result.loss.device), str(result.loss.dtype)]}
 
 
@@ -192,7 +192,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         for number in range(3 if config.engine.zero_stage == 3 else 2):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
             batches = [
-                replace(batch, images=batch.images.pin_memory())
+                replace(batch, views=(batch.views[0].pin_memory(),))
             ] * plan.accumulation  # As `Loader` with pin=True.
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()

@@ -58,7 +58,8 @@ class HostSyncs(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0
 
     def _note_copy(self, source: Tensor, target: torch.device, non_blocking: Any) -> None:
-        is_pinned = any(tensor is source for tensor in self._pinned)
+        storage = source.untyped_storage()._cdata  # A view of pinned memory is pinned.
+        is_pinned = any(tensor.untyped_storage()._cdata == storage for tensor in self._pinned)
         if source.device.type != target.type and not (non_blocking and (source.device.type != "cpu" or is_pinned)):
             self._note(f"copy to {target.type}")
 

@@ -42,7 +42,9 @@ def noise(count: int, size: tuple[int, int], num_classes: int, seed: int) -> Bat
     rng = np.random.default_rng(seed)
     images = torch.from_numpy(rng.integers(0, 256, (count, *size, 3), np.uint8))
     labels = torch.from_numpy(rng.integers(0, num_classes, (count, 1)))
-    return Batch(images, labels, torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64))
+    return Batch(
+        (images[None],), labels, torch.ones(count, dtype=torch.bool), np.arange(count), np.zeros(count, np.int64)
+    )
 
 
 def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -> dict[str, Any]:

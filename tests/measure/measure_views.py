@@ -10,7 +10,7 @@ import simplejpeg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.data.loading.loader import remembering_train_view, train_view
+from pipeline.data.loading.views import remembering_train_view, train_view
 from pipeline.settings.run import AugmentConfig
 
 _IMAGES, _EPOCHS = 60, 5
@@ -24,7 +24,7 @@ def blots(height: int, width: int, seed: int) -> np.ndarray:
 
 def cpu_seconds(view, data: bytes, out: np.ndarray, epoch: int, row: int) -> float:  # type: ignore[no-untyped-def]
     begin = time.process_time()
-    view(data, out, epoch, row)
+    view.write(data, [out], epoch, row)
     return time.process_time() - begin
 
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
         for crop, size in (("resize_crop", 384), ("none", 224)):
             augment = AugmentConfig(crop=crop, flip=crop != "none", resize_filter="bilinear")
             out = np.empty((size, size, 3), np.uint8)
-            decoded, kept = train_view(augment, 0), remembering_train_view(augment, 0, size, {})
+            decoded, kept = train_view(augment, 0, size), remembering_train_view(augment, 0, size, {})
             first = [cpu_seconds(kept, data, out, 0, row) for row, data in enumerate(images)]
             of_view: dict[str, list[float]] = {"decoded each time": [], "kept": []}
             for epoch in range(1, _EPOCHS):

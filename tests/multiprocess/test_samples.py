@@ -24,8 +24,9 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.checkpoint.store import Checkpoints, checksum, read_state
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.data.loading.loader import Loader, train_requests, train_view
+from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.views import train_view
 from pipeline.lifecycle import samples
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
@@ -176,7 +177,7 @@ def test_the_command_writes_a_table_and_a_sheet(run: Path, overrides: list[str],
     # The sheet is what the model saw: 4 x 3 pictures of 16 pixels.
     config, split = schema.load(RunConfig, None, overrides), data.split("train")
     rows, epochs = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16).slice(1, 1, 2)
-    with Loader(split, train_view(config.augment, config.seed), 16, 1, 1, 0.0) as loader:
+    with Loader(split, train_view(config.augment, config.seed, 16), 1, 1, 0.0) as loader:
         images = next(loader.batches([(rows, epochs)])).images.numpy()
     pixels = np.asarray(Image.open(sheet))
     assert pixels.shape == (48, 64, 3)

@@ -16,9 +16,10 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import MODEL, read_state
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
+from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.views import train_view
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
@@ -78,7 +79,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
         optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
     order = SampleOrder(split.shard_sizes, config.seed, 24, config.data.streams, config.data.window)
     losses = []
-    with Loader(split, train_view(config.augment, config.seed), m.image_size, 1, 1, 0.0) as loader:
+    with Loader(split, train_view(config.augment, config.seed, m.image_size), 1, 1, 0.0) as loader:
         for step, batch in enumerate(loader.batches(train_requests(order, 0, steps, 24, 0, 1))):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(

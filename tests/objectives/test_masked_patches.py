@@ -32,7 +32,11 @@ def batch_of(images: np.ndarray | Tensor, rows: list[int] | None = None, epoch: 
     rows = list(range(len(images))) if rows is None else rows
     valid = torch.ones(len(images), dtype=torch.bool)
     return Batch(
-        images, torch.zeros(len(images), 1, dtype=torch.int64), valid, np.array(rows), np.full(len(rows), epoch)
+        (images[None],),
+        torch.zeros(len(images), 1, dtype=torch.int64),
+        valid,
+        np.array(rows),
+        np.full(len(rows), epoch),
     )
 
 

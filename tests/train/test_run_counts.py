@@ -15,7 +15,7 @@ ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 def batch(rows: list[int], bad: set[int]) -> Batch:
     valid = torch.tensor([row not in bad for row in rows])
     images, labels = torch.zeros(len(rows), 1, 1, 3, dtype=torch.uint8), torch.zeros(len(rows), 1, dtype=torch.int64)
-    return Batch(images, labels, valid, np.array(rows), np.zeros(len(rows), np.int64))
+    return Batch((images[None],), labels, valid, np.array(rows), np.zeros(len(rows), np.int64))
 
 
 def test_a_resumed_run_counts_on() -> None:

@@ -12,9 +12,10 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.decode import decode
-from pipeline.data.loading.loader import Loader, remembering_train_view, train_view
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import remembering_train_view, train_view
 from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
@@ -112,10 +113,10 @@ def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resi
     requests = [(rows, np.full(len(rows), epoch)) for epoch in range(3)]
     for side in (12, 20):
         kept = {}
-        views = (train_view(augment, 5), remembering_train_view(augment, 5, side, kept))
+        views = (train_view(augment, 5, side), remembering_train_view(augment, 5, side, kept))
         batches = []
         for view in views:
-            with Loader(split, view, side, threads=2, prefetch=1, max_bad_share=0.0) as loader:
+            with Loader(split, view, threads=2, prefetch=1, max_bad_share=0.0) as loader:
                 batches.append([batch.images.clone() for batch in loader.batches(requests)])
         assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
         assert sorted(kept) == rows.tolist()

@@ -16,8 +16,9 @@ import torch
 
 from data_tools.bench.corpus import read_raw
 from data_tools.bench.record import Record
-from pipeline.data.loading.loader import normalise, train_view
+from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import Mixing, mix_images
+from pipeline.data.loading.views import Views, train_views
 from pipeline.settings.data import BenchConfig
 from pipeline.settings.run import AugmentConfig
 
@@ -35,14 +36,20 @@ def run(config: BenchConfig, record: Record) -> None:
     torch.set_num_threads(1)
     files = read_raw(Path(config.source), config.images)
     side = config.image_size
-    out = np.empty((side, side, 3), np.uint8)
 
-    def views(settings: AugmentConfig) -> None:
-        view = train_view(settings, seed=0)
+    def draw(*groups: Views) -> None:
+        writer = train_views(groups, seed=0)
+        outs = [np.empty((height, width, 3), np.uint8) for count, height, width in writer.shapes for _ in range(count)]
         for sample, data in enumerate(files):
-            view(data, out, 0, sample)
+            writer.write(data, outs, 0, sample)
 
-    _table({name: partial(views, settings) for name, settings in SETTINGS.items()}, len(files), config.rounds, record)
+    drawn: dict[str, Callable[[], None]] = {
+        name: partial(draw, Views(1, side, settings)) for name, settings in SETTINGS.items()
+    }
+    drawn["2 views"] = partial(draw, Views(2, side, AugmentConfig()))
+    large, small = AugmentConfig(area_min=0.32), AugmentConfig(area_max=0.32)  # DINOv2's crops
+    drawn["2 large views, 8 small ones"] = partial(draw, Views(2, side, large), Views(8, side * 3 // 7, small))
+    _table(drawn, len(files), config.rounds, record)
 
     batch = torch.randint(0, 256, (config.batch, side, side, 3), dtype=torch.uint8)
     valid = torch.ones(config.batch, dtype=torch.bool)

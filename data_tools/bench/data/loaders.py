@@ -18,9 +18,10 @@ from data_tools.sharding import shard
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.data.loading import jpeg_region
-from pipeline.data.loading.loader import Loader, View, train_requests, train_view
+from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import ViewWriter, train_view
 from pipeline.settings.data import BenchConfig, ShardConfig
 from pipeline.settings.run import AugmentConfig
 
@@ -63,12 +64,14 @@ def _ours(config: BenchConfig, splits: dict[str, Split], cores: int) -> Iterator
 
     def loader(name: str, method: str, region: bool, split: Split = full, threads: int = cores, step: int = 0):  # type: ignore[no-untyped-def]
         about = ("uint8", _REGION if region else _WHOLE, method)
-        work = partial(_load, config, split, _view(method, region), threads, step)
+        work = partial(_load, config, split, _view(config, method, region), threads, step)
         return Contestant(name, about, cores, work)
 
     def alone(name: str, method: str, region: bool) -> Contestant:
         about = ("uint8", _REGION if region else _WHOLE, method)
-        return Contestant(name, about, cores, partial(_decode_alone, config, full, _view(method, region), cores))
+        return Contestant(
+            name, about, cores, partial(_decode_alone, config, full, _view(config, method, region), cores)
+        )
 
     if jpeg_region.is_available():
         yield alone("decode + resize alone, region", "linear", True)
@@ -119,20 +122,20 @@ def _others(
         yield Contestant(f"DALI{suffix}", ("uint8", _REGION, method), cores, read, _MODULES["DALI"])
 
 
-def _view(method: str, region: bool) -> View:
-    return train_view(AugmentConfig(resize_filter=method), seed=0, by_region=region)  # type: ignore[arg-type]
+def _view(config: BenchConfig, method: str, region: bool) -> ViewWriter:
+    return train_view(AugmentConfig(resize_filter=method), 0, config.image_size, by_region=region)  # type: ignore[arg-type]
 
 
-def _load(config: BenchConfig, split: Split, view: View, threads: int, first_step: int) -> Iterator[int]:
+def _load(config: BenchConfig, split: Split, view: ViewWriter, threads: int, first_step: int) -> Iterator[int]:
     order = SampleOrder(split.shard_sizes, 0, config.batch, 1, 4096)
     steps = len(split) // config.batch
     requests = train_requests(order, first_step, first_step + steps, config.batch, 0, 1)
-    with Loader(split, view, config.image_size, threads, 4, 0.0) as loader:
+    with Loader(split, view, threads, 4, 0.0) as loader:
         for batch in loader.batches(requests):
             yield len(batch.rows)
 
 
-def _decode_alone(config: BenchConfig, split: Split, view: View, threads: int) -> Iterator[int]:
+def _decode_alone(config: BenchConfig, split: Split, view: ViewWriter, threads: int) -> Iterator[int]:
     """Make views of images in memory on `threads` threads, without a loader."""
     reader = ShardReader(split)
     images = [reader.read(row) for row in range(len(split))]
@@ -140,7 +143,7 @@ def _decode_alone(config: BenchConfig, split: Split, view: View, threads: int) -
     def work(rows: range) -> int:
         out = np.empty((config.image_size, config.image_size, 3), np.uint8)
         for row in rows:
-            view(images[row], out, 0, row)
+            view.write(images[row], [out], 0, row)
         return len(rows)
 
     parts = [range(first, min(first + config.batch, len(split))) for first in range(0, len(split), config.batch)]

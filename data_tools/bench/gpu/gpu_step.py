@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -263,8 +263,13 @@ def _engine_step(case: Case, setup: Setup, sizes: Sequence[int] = ()) -> tuple[S
         engine.engine.compile(compile_kwargs={"mode": setup.compile})
     whole = noise_batch(max(sizes or [case.batch]), case.pixels)
     if device.type == "cuda":
-        whole = replace(whole, images=whole.images.pin_memory())
-    batches = [Batch(*(getattr(whole, field.name)[:size] for field in fields(whole))) for size in sizes or [case.batch]]
+        whole = replace(whole, views=(whole.views[0].pin_memory(),))
+    batches = [
+        Batch(
+            (whole.views[0][:, :size],), whole.labels[:size], whole.valid[:size], whole.rows[:size], whole.epochs[:size]
+        )
+        for size in sizes or [case.batch]
+    ]
     numbers = itertools.count()
 
     def step() -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads rows of a split as uint8 batches, decoded on threads ahead of the consumer.
+"""Loads rows of a split as uint8 batches of views, decoded on threads ahead of the consumer.
 
 Threads suffice because the decoders and resizers release the GIL and write directly into the batch; this measured 1.4 times
 faster than worker processes (no pickling, no shared memory). An unreadable sample keeps its place in the batch with `valid`
@@ -18,34 +18,33 @@ from torch import Tensor
 from pipeline.base.errors import Interrupted, OneRankError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading import augment
-from pipeline.data.loading.decode import DecodeError, decode
-from pipeline.data.loading.jpeg_region import Region
+from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
+from pipeline.data.loading.views import ViewWriter
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
 
 
-# Arguments: image file, out uint8 (H, W, 3), epoch, row. Writes the view of the image into `out`. Raises DecodeError.
-View = Callable[[bytes, np.ndarray, int, int], None]
-
-
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (B, H, W, 3). labels: int64 (B, M), -1 where a sample has fewer than M.
+    """views: uint8 (V, B, H, W, 3) for each group of V views. labels: int64 (B, M), -1 where a sample has fewer than M.
 
-    valid: bool (B,), False for an unreadable image, which is all zeros. rows, epochs: int64 (B,).
+    M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all zeros.
+    rows, epochs: int64 (B,).
     """
 
-    images: Tensor
+    views: tuple[Tensor, ...]
     labels: Tensor
     valid: Tensor
     rows: np.ndarray
     epochs: np.ndarray
+
+    @property
+    def images(self) -> Tensor:
+        """View 0, uint8 (B, H, W, 3); shares the memory of `views`."""
+        return self.views[0][0]
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,18 @@ class Loader:
     def __init__(
         self,
         split: Split,
-        view: View,
-        image_size: ImageSize | int,
+        writer: ViewWriter,
         threads: int,
         prefetch: int,
         max_bad_share: float,
         pin: bool = False,
         is_stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """image_size: size of the views; a number is the side of a square.
-        prefetch: number of batches that are decoded ahead. pin: allocate images in pinned memory.
+        """writer: makes the views of each image.
+        prefetch: number of batches that are decoded ahead. pin: allocate views in pinned memory.
         is_stop_wanted: polled while waiting for a batch; when it returns True, the wait ends with Interrupted.
         """
-        self.split, self.view, self.image_size = split, view, ImageSize.parse(image_size)
+        self.split, self.writer = split, writer
         self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = threads, prefetch, pin
         self.reader = ShardReader(split)
@@ -102,8 +100,8 @@ class Loader:
         self.max_bad = BadBudget(max_bad_share).allowed(len(split))
         # Row -> why it cannot be read, of the batches yielded so far. Only the consumer's thread changes it.
         self.bad: dict[int, str] = {}
-        # Batch size -> unused arrays of that many images.
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        # Shape -> unused arrays.
+        self._free: defaultdict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def __enter__(self) -> "Loader":
         return self
@@ -131,24 +129,23 @@ class Loader:
             yield self._finish(*ahead.popleft())
 
     def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[dict[int, str]]]]:
-        images = self._new_images(len(rows))
+        views = tuple(self._new_images(num, len(rows), height, width, 3) for num, height, width in self.writer.shapes)
         labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
         valid = torch.zeros(len(rows), dtype=torch.bool)
-        batch = Batch(images, labels, valid, rows, epochs)
+        batch = Batch(views, labels, valid, rows, epochs)
         # Two parts per thread over all batches in flight: fewer, larger parts measured 5 % faster.
         num_parts = -(-2 * self.threads // (self.prefetch + 1))
         parts = np.array_split(np.arange(len(rows)), min(len(rows), num_parts))
         return batch, [self.pool.submit(self._fill, batch, part, epochs) for part in parts]
 
-    def _new_images(self, count: int) -> Tensor:
-        """Returns uint8 (count, H, W, 3) in memory of an earlier batch that is no longer referenced, if there is any.
+    def _new_images(self, *shape: int) -> Tensor:
+        """Returns uint8 of this shape in memory of an earlier batch that is no longer referenced, if there is any.
 
         New memory costs a page fault per 4 KiB, up to a tenth of the decoding time. (Torch caches pinned memory itself.)
         """
-        shape = (count, *self.image_size, 3)
         if self.pin:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        free = self._free[count]
+        free = self._free[shape]
         memory = free.pop() if free else np.empty(shape, np.uint8)
         # The tensor and everything that shares its storage reference this view: it is finalized with the last of them.
         view = memory[:]
@@ -158,13 +155,16 @@ class Loader:
     def _fill(self, batch: Batch, places: np.ndarray, epochs: np.ndarray) -> dict[int, str]:
         """Decode samples into their places of a batch. Returns row -> why it cannot be read."""
         bad = {}
-        images, all_labels, valid = batch.images.numpy(), batch.labels.numpy(), batch.valid.numpy()
+        views = [view for group in batch.views for view in group.numpy()]
+        all_labels, valid = batch.labels.numpy(), batch.valid.numpy()
         for i in places.tolist():
             row = int(batch.rows[i])
+            outs = [view[i] for view in views]
             try:
-                self.view(self.reader.read(row), images[i], int(epochs[i]), row)
+                self.writer.write(self.reader.read(row), outs, int(epochs[i]), row)
             except (OSError, DecodeError) as error:
-                images[i] = 0
+                for out in outs:
+                    out[:] = 0
                 bad[row] = str(error)
                 continue
             labels = self.split.labels_of(row)
@@ -205,41 +205,6 @@ def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> I
     for i in range(num_batches):
         places = rank * share + np.arange(i * batch, min((i + 1) * batch, share))
         yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
-
-
-def train_view(config: AugmentConfig, seed: int, by_region: bool = True) -> View:
-    """Returns the augmented view of a sample in an epoch.
-
-    by_region: decode only the part of a JPEG that the view shows, where possible. The pixels are the same.
-    """
-
-    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        def choose(height: int, width: int) -> Region:
-            return augment.train_region(height, width, config, seed, epoch, row)
-
-        augment.write_train_view_of_region(decode(data, choose, by_region), out, config, seed, epoch, row)
-
-    return view
-
-
-def remembering_train_view(config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]) -> View:
-    """`train_view` for a small split that is read hundreds of times: each image is decoded once and cached.
-
-    kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
-    """
-
-    def view(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
-        image = kept.get(row)
-        if image is None:
-            image = kept[row] = augment.epoch_invariant_part(decode(data), (image_size, image_size), config)
-        augment.write_train_view(image, out, config, seed, epoch, row)
-
-    return view
-
-
-def eval_view(config: AugmentConfig) -> View:
-    """Returns the evaluation view, the same for every epoch and row."""
-    return lambda data, out, epoch, row: augment.write_eval_view(decode(data), out, config)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

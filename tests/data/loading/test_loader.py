@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cv2
@@ -16,8 +16,9 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
-from pipeline.data.loading.loader import Batch, Loader, eval_view, normalise, train_view
+from pipeline.data.loading.loader import Batch, Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import ViewWriter, eval_view, train_view
 from pipeline.settings.run import AugmentConfig
 
 COUNT = 40
@@ -38,7 +39,7 @@ def requests(epoch: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def load(split: Split, threads: int = 2, max_bad_share: float = 0.0, epoch: int = 0) -> tuple[list[Batch], Loader]:
-    with Loader(split, train_view(AugmentConfig(), 3), 24, threads, 2, max_bad_share) as loader:
+    with Loader(split, train_view(AugmentConfig(), 3, 24), threads, 2, max_bad_share) as loader:
         return list(loader.batches(requests(epoch))), loader
 
 
@@ -96,7 +97,7 @@ def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
 
     def places(keep: list[object], of: Callable[[torch.Tensor], object]) -> int:
         found = set()
-        with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 1, 0.0) as loader:
+        with Loader(split, train_view(AugmentConfig(), 3, 24), 2, 1, 0.0) as loader:
             for batch in loader.batches([(rows, epochs)] * 12):
                 found.add(batch.images.data_ptr())
                 keep.append(of(batch.images))
@@ -121,7 +122,7 @@ def test_epochs_are_augmented_differently(dataset: Dataset) -> None:
 def test_evaluation_view_is_not_random(dataset: Dataset) -> None:
     split = dataset.split("train")
     rows = np.arange(COUNT)
-    with Loader(split, eval_view(AugmentConfig(eval_crop="resize")), 24, 2, 2, 0.0) as loader:
+    with Loader(split, eval_view(AugmentConfig(eval_crop="resize"), 24), 2, 2, 0.0) as loader:
         (a,), (b,) = (list(loader.batches([(rows, np.full(COUNT, epoch))])) for epoch in (0, 1))
     assert torch.equal(a.images, b.images)
     image = decode(ShardReader(split).read(5))
@@ -204,7 +205,7 @@ def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:
 def test_a_bad_sample_is_counted_once(dataset: Dataset) -> None:
     split = dataset.split("train")
     spoil(split, 7)
-    with Loader(split, train_view(AugmentConfig(), 3), 24, 2, 2, 0.025) as loader:  # a budget of one
+    with Loader(split, train_view(AugmentConfig(), 3, 24), 2, 2, 0.025) as loader:  # a budget of one
         for epoch in range(3):
             list(loader.batches(requests(epoch)))
         assert list(loader.bad) == [7]
@@ -235,7 +236,7 @@ def test_bad_samples_are_those_of_the_batches_read_so_far(dataset: Dataset) -> N
     split = dataset.split("train")
     for row in range(COUNT):
         spoil(split, row)
-    with Loader(split, train_view(AugmentConfig(), 3), 24, 4, 3, max_bad_share=1.0) as loader:
+    with Loader(split, train_view(AugmentConfig(), 3, 24), 4, 3, max_bad_share=1.0) as loader:
         seen: set[int] = set()
         for batch in loader.batches(requests()):
             time.sleep(0.01)  # The threads decode ahead.
@@ -250,10 +251,11 @@ def test_a_small_split_may_have_one_bad_sample(dataset: Dataset) -> None:
 
 
 def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
-    def broken(data: bytes, out: np.ndarray, epoch: int, row: int) -> None:
+    def broken(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         raise TypeError("ours")
 
-    with Loader(dataset.split("train"), broken, 24, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
+    writer = ViewWriter(((1, 24, 24),), broken)
+    with Loader(dataset.split("train"), writer, 2, 2, 1.0) as loader, pytest.raises(TypeError, match="ours"):
         list(loader.batches(requests()))
 
 
@@ -266,7 +268,7 @@ def test_decoding_runs_ahead_but_not_away(dataset: Dataset) -> None:
             asked += 1
             yield np.arange(4), np.zeros(4, np.int64)
 
-    with Loader(dataset.split("train"), train_view(AugmentConfig(), 3), 24, 2, 3, 0.0) as loader:
+    with Loader(dataset.split("train"), train_view(AugmentConfig(), 3, 24), 2, 3, 0.0) as loader:
         batches = loader.batches(endless())
         next(batches)
         assert asked == 4

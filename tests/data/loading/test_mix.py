@@ -8,9 +8,10 @@ import torch
 from scipy import stats
 
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
+from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing, mix_images, mix_pairs
 from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.views import train_view
 from pipeline.objectives.classification import losses
 from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.run import AugmentConfig
@@ -144,7 +145,7 @@ def mixed_step(dataset: Path, step: int, world_size: int, micro_batch: int, thre
     mixing = draw_mixing(BOTH, SIZE, 3, step)
     parts = []
     for rank in range(world_size):
-        with Loader(split, train_view(BOTH, 3), SIZE, threads, 2, 0.0) as loader:
+        with Loader(split, train_view(BOTH, 3, SIZE), threads, 2, 0.0) as loader:
             for batch in loader.batches(train_requests(order, step, step + 1, micro_batch, rank, world_size)):
                 x, own = mix_images(normalise(batch.images, CPU, torch.float32), batch.valid, mixing)
                 hot = torch.nn.functional.one_hot(batch.labels[:, 0], 4).float()

@@ -17,8 +17,9 @@ from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.loader import Loader, eval_view
+from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import eval_view
 from pipeline.data.storage import object_store
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
@@ -119,7 +120,7 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
     rows = np.random.default_rng(0).permutation(150)
     found = []
     for split in (open_dataset(dataset).split("train"), open_dataset(f"{s3[1]}/tiny", storage).split("train")):
-        with Loader(split, eval_view(AugmentConfig()), 16, 2, 2, 0.0) as loader:
+        with Loader(split, eval_view(AugmentConfig(), 16), 2, 2, 0.0) as loader:
             found.append(list(loader.batches((rows[i : i + 25], np.zeros(25, int)) for i in range(0, 150, 25))))
         assert split.keys([149, 0]) == ["train00149", "train00000"]
     for local, remote in zip(*found, strict=True):

@@ -120,11 +120,12 @@ def test_cost_of_augmentation(source: Path, capsys: pytest.CaptureFixture[str]) 
     config = BenchConfig(what="augment", source=str(source), images=8, batch=4, image_size=32, rounds=1)
     config.check()
     augment.run(config, record := Record("augment", config))
-    assert len(record.rows) == len(augment.SETTINGS) + 4
+    assert len(record.rows) == len(augment.SETTINGS) + 6
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(augment.SETTINGS) + 4
-    assert [line.endswith(" 1.00 x") for line in lines[:6]] == [True, False, False, False, False, True]
+    assert len(lines) == len(augment.SETTINGS) + 6
+    assert [i for i, line in enumerate(lines) if line.endswith(" 1.00 x")] == [0, 7]
+    assert [line.split("  ")[0] for line in lines[5:7]] == ["2 views", "2 large views, 8 small ones"]
     with pytest.raises(UserError, match="batch = 3 must be even"):
         replace(config, batch=3).check()
     with pytest.raises(UserError, match="folder = '/nowhere': this folder does not exist"):

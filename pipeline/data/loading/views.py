@@ -1,0 +1,105 @@
+"""The views of an image: which ones are drawn, and the functions that decode an image once and write all of them.
+
+The views of an image are numbered over all its groups, in order. View 0 takes its random numbers from (seed, epoch, sample); the
+others take theirs from a seed of their own, which is hashed from the seed and the view's number.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+from pipeline.data.loading import augment
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.jpeg_region import Region
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import AugmentConfig
+
+# Arguments: image file, one array per view uint8 (H, W, 3), epoch, row. Writes the views into the arrays. Raises DecodeError.
+WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
+
+
+@dataclass(frozen=True)
+class Views:
+    """A group of views of one image that have the same size and settings. size: a number is the side of a square."""
+
+    count: int
+    size: ImageSize | int
+    augment: AugmentConfig
+
+
+@dataclass(frozen=True)
+class ViewWriter:
+    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all groups."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+    write: WriteViews
+
+
+def view_seed(seed: int, number: int) -> int:
+    """Returns the seed of view `number` (from 0) of every image; view 0 has the seed itself."""
+    return int(random_numbers.bits(seed, Purpose.VIEW, number)) if number else seed
+
+
+def train_views(views: Sequence[Views], seed: int, by_region: bool = True) -> ViewWriter:
+    """Returns a writer of the augmented views of a sample in an epoch.
+
+    by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same.
+    """
+    settings = [group.augment for group in views for _ in range(group.count)]
+    drawn = [(config, view_seed(seed, number)) for number, config in enumerate(settings)]
+
+    def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
+        regions: list[Region] = []
+
+        def choose(height: int, width: int) -> Region:
+            regions[:] = [augment.train_region(height, width, config, seed, epoch, row) for config, seed in drawn]
+            return bounding_box(regions)
+
+        image = decode(data, choose, by_region)
+        first_row, first_column, *_ = bounding_box(regions)
+        for out, (top, left, height, width), (config, seed) in zip(outs, regions, drawn, strict=True):
+            top, left = top - first_row, left - first_column
+            part = image[top : top + height, left : left + width]
+            augment.write_train_view_of_region(part, out, config, seed, epoch, row)
+
+    return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write)
+
+
+def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
+    """`train_views` for one view."""
+    return train_views((Views(1, image_size, config),), seed, by_region)
+
+
+def remembering_train_view(
+    config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]
+) -> ViewWriter:
+    """`train_view` for a small split that is read hundreds of times: each image is decoded once and cached.
+
+    kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
+    """
+
+    def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
+        image = kept.get(row)
+        if image is None:
+            image = kept[row] = augment.epoch_invariant_part(decode(data), (image_size, image_size), config)
+        augment.write_train_view(image, outs[0], config, seed, epoch, row)
+
+    return ViewWriter(((1, image_size, image_size),), write)
+
+
+def eval_view(config: AugmentConfig, image_size: ImageSize | int) -> ViewWriter:
+    """Returns a writer of the evaluation view, the same for every epoch and row."""
+    shape = (1, *ImageSize.parse(image_size))
+    return ViewWriter((shape,), lambda data, outs, epoch, row: augment.write_eval_view(decode(data), outs[0], config))
+
+
+def bounding_box(regions: Sequence[Region]) -> Region:
+    """The smallest region that contains all of these."""
+    if len(regions) == 1:  # The most frequent case, for which the sums below would take half a percent of decoding.
+        return regions[0]
+    top, left = min(region[0] for region in regions), min(region[1] for region in regions)
+    bottom, right = max(region[0] + region[2] for region in regions), max(region[1] + region[3] for region in regions)
+    return top, left, bottom - top, right - left

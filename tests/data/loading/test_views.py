@@ -1,0 +1,226 @@
+"""Several views of an image: one decoding, each view as if it were drawn alone, the same in any batch."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.data.dataset.manifest import Dataset, Split
+from pipeline.data.loading import augment, views
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.loader import Batch, Loader, train_requests
+from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import Views, ViewWriter, bounding_box, eval_view, train_view, train_views, view_seed
+from pipeline.settings.run import AugmentConfig
+
+COUNT, SEED = 24, 3
+GLOBAL = AugmentConfig(area_min=0.25, color_jitter=0.4)
+LOCAL = replace(GLOBAL, area_min=0.05, area_max=0.25, randaugment_layers=1, erase=0.5)
+GROUPS = (Views(2, 64, GLOBAL), Views(3, 32, LOCAL))
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, encode: Encode, make_dataset: Callable[..., Dataset]) -> Dataset:
+    generator = np.random.default_rng(0)
+    files = []
+    for row in range(COUNT):
+        pixels = generator.integers(0, 256, (*generator.integers(60, 120, 2), 3), np.uint8)
+        tags = Image.Exif()
+        tags[0x0112] = row % 8 + 1
+        files.append(encode(pixels, "PNG") if row % 6 == 5 else encode(pixels, "JPEG", exif=tags))
+    return make_dataset(tmp_path_factory.mktemp("views") / "data", files, [[row % 5] for row in range(COUNT)], 9)
+
+
+def requests(size: int = 10) -> list[tuple[np.ndarray, np.ndarray]]:
+    rows = np.random.default_rng(1).permutation(COUNT)
+    return [(rows[i : i + size], np.full(len(rows[i : i + size]), 2)) for i in range(0, COUNT, size)]
+
+
+def load(split: Split, writer: ViewWriter, threads: int = 2, prefetch: int = 2, bad: float = 0.0) -> list[Batch]:
+    with Loader(split, writer, threads, prefetch, bad) as loader:
+        return [replace(batch, views=tuple(v.clone() for v in batch.views)) for batch in loader.batches(requests())]
+
+
+def spoil(split: Split, row: int) -> None:
+    with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
+        file.seek(int(split.offsets[row]))
+        file.write(b"\x55" * int(split.sizes[row]))
+
+
+def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    batches = load(split, train_views(GROUPS, SEED))
+    assert [[tuple(group.shape) for group in batch.views] for batch in batches] == [
+        [(2, n, 64, 64, 3), (3, n, 32, 32, 3)] for n in (10, 10, 4)
+    ]
+    settings = [(config, side) for count, side, config in ((2, 64, GLOBAL), (3, 32, LOCAL)) for _ in range(count)]
+    for number, (config, side) in enumerate(settings):
+        alone = load(split, train_view(config, view_seed(SEED, number), side))
+        for batch, expected in zip(batches, alone, strict=True):
+            found = [view for group in batch.views for view in group]
+            assert torch.equal(found[number], expected.images)
+            assert torch.equal(batch.labels, expected.labels)
+    for batch in batches:
+        assert all(group.dtype == torch.uint8 and group.flatten(0, 1).is_contiguous() for group in batch.views)
+        for group in batch.views:
+            assert not any(torch.equal(group[0], other) for other in group[1:])
+
+
+def test_view_0_takes_its_numbers_from_the_seed(dataset: Dataset) -> None:
+    split = dataset.split("train")
+    reader = ShardReader(split)
+    for batch in load(split, train_views(GROUPS, SEED)):
+        assert batch.images.data_ptr() == batch.views[0].data_ptr()
+        for i, row in enumerate(batch.rows.tolist()):
+            expected = np.empty((64, 64, 3), np.uint8)
+            augment.write_train_view(decode(reader.read(row)), expected, GLOBAL, SEED, int(batch.epochs[i]), row)
+            assert np.array_equal(batch.images[i].numpy(), expected)
+
+
+def test_seeds_of_views() -> None:
+    """They decide what every resumed run with several views trains on, so they must never change."""
+    assert [view_seed(3, number) for number in range(3)] == [3, 12214057047995133590, 961052965737857799]
+    assert len({view_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
+
+
+@pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (4, 5)])
+def test_any_number_of_threads_and_batches_ahead(threads: int, prefetch: int, dataset: Dataset) -> None:
+    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
+    for a, b in zip(load(split, writer), load(split, writer, threads, prefetch), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(a.views, b.views, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks(world_size: int, dataset: Dataset) -> None:
+    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
+    order = SampleOrder(split.shard_sizes, SEED, 8, streams=2, window=6)
+
+    def step(rank: int, ranks: int) -> Batch:
+        with Loader(split, writer, 2, 1, 0.0) as loader:
+            return next(loader.batches(train_requests(order, 4, 5, 8 // ranks, rank, ranks)))
+
+    of_ranks = [step(rank, world_size) for rank in range(world_size)]
+    for number, expected in enumerate(step(0, 1).views):
+        assert torch.equal(torch.cat([batch.views[number] for batch in of_ranks], 1), expected)
+
+
+def test_an_image_is_decoded_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = []
+
+    def counted(data: bytes, *given: object) -> np.ndarray:
+        image = decode(data, *given)
+        boxes.append(image.shape[:2])
+        return image
+
+    monkeypatch.setattr(views, "decode", counted)
+    split = dataset.split("train")
+    load(split, train_views(GROUPS, SEED))
+    assert len(boxes) == COUNT
+    whole = [decode(ShardReader(split).read(row)).shape[:2] for row in range(COUNT)]
+    boxes.clear()
+    load(split, train_views([Views(4, 16, LOCAL)], SEED), threads=1)
+    assert len(boxes) == COUNT
+    assert sum(h * w for h, w in boxes) < 0.95 * sum(h * w for h, w in whole)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("crop", ["inception", "resize_small_crop"])
+def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str, encode: Encode) -> None:
+    """resize_small_crop needs the whole image beside views that do not."""
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    pixels = np.random.default_rng(orientation).integers(0, 256, (145, 177, 3), np.uint8)
+    files = [encode(pixels, "JPEG", exif=tags, subsampling=2), encode(pixels, "JPEG", exif=tags, progressive=True)]
+    for filter in ("linear", "antialias"):
+        groups = (
+            Views(2, 24, AugmentConfig(area_max=0.1, resize_filter=filter)),
+            Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter)),
+        )
+        for data in files:
+            for row in range(20):
+                found, expected = ([np.zeros((24, 24, 3), np.uint8) for _ in "12"] for _ in "ab")
+                for outs, by_region in ((found, True), (expected, False)):
+                    outs.append(np.zeros((16, 20, 3), np.uint8))
+                    train_views(groups, SEED, by_region).write(data, outs, 1, row)
+                assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+                alone = np.empty((24, 24, 3), np.uint8)
+                augment.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
+                assert np.array_equal(found[1], alone)
+
+
+def test_bounding_box() -> None:
+    assert bounding_box([(3, 5, 10, 20)]) == (3, 5, 10, 20)
+    assert bounding_box([(3, 5, 10, 20), (0, 30, 2, 4), (7, 6, 9, 1)]) == (0, 5, 16, 29)
+
+
+def test_an_unreadable_image_is_zero_in_all_views(
+    dataset: Dataset, encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(0)
+    files = [encode(generator.integers(0, 256, (70, 80, 3), np.uint8), "JPEG") for _ in range(COUNT)]
+    split = make_dataset(tmp_path / "data", files, [[0]] * COUNT, 9).split("train")
+    good = load(split, train_views(GROUPS, SEED))
+    spoil(split, 7)
+    for a, b in zip(good, load(split, train_views(GROUPS, SEED), bad=0.05), strict=True):
+        is_bad = torch.from_numpy(a.rows == 7)
+        assert torch.equal(b.valid, ~is_bad)
+        for one, other in zip(a.views, b.views, strict=True):
+            assert (other[:, is_bad] == 0).all()
+            assert torch.equal(one[:, ~is_bad], other[:, ~is_bad])
+
+
+def test_memory_of_every_group_is_used_again(dataset: Dataset) -> None:
+    """Also when a batch before it was zero: nothing of an earlier batch is left in an unreadable image."""
+    split, rows = dataset.split("train"), np.arange(8)
+    places: tuple[set[int], ...] = (set(), set())
+    kept = []
+    with Loader(split, train_views(GROUPS, SEED), 2, 1, 0.0) as loader:
+        for number, batch in enumerate(loader.batches([(rows, np.full(8, epoch)) for epoch in range(12)])):
+            for found, group in zip(places, batch.views, strict=True):
+                found.add(group.data_ptr())
+            if number == 4:
+                kept = [(batch.images, batch.images.clone()), (batch.views[1][2], batch.views[1][2].clone())]
+    assert all(len(found) < 7 for found in places)
+    assert all(torch.equal(view, then) for view, then in kept)
+
+
+@pytest.mark.parametrize("labels", [[[]] * COUNT, [[4]] + [[]] * (COUNT - 1)], ids=["none", "one"])
+def test_samples_without_labels(
+    labels: list[list[int]], encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(0)
+    files = [encode(generator.integers(0, 256, (40, 50, 3), np.uint8), "PNG") for _ in range(COUNT)]
+    data = make_dataset(tmp_path / "data", files, labels, 9)
+    split = data.split("train")
+    assert data.num_classes == (5 if labels[0] else 0)
+    most = max(map(len, labels))
+    assert split.max_labels == most
+    for writer in (train_views(GROUPS, SEED), eval_view(AugmentConfig(), 16)):
+        for batch in load(split, writer):
+            assert (batch.labels.dtype, tuple(batch.labels.shape)) == (torch.int64, (len(batch.rows), most))
+            assert batch.valid.all()
+            expected = [(labels[row] + [-1] * most)[:most] for row in batch.rows.tolist()]
+            assert batch.labels.tolist() == expected
+            assert all(group.flatten(2).any(2).all() for group in batch.views)
+
+
+def test_writers_are_used_by_many_threads_at_once(dataset: Dataset) -> None:
+    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
+    reader = ShardReader(split)
+
+    def draw(row: int) -> list[np.ndarray]:
+        outs = [np.empty((n, n, 3), np.uint8) for n in (64, 64, 32, 32, 32)]
+        writer.write(reader.read(row), outs, 0, row)
+        return outs
+
+    expected = [draw(row) for row in range(COUNT)]
+    with ThreadPoolExecutor(8) as pool:
+        for row, outs in zip(list(range(COUNT)) * 4, pool.map(draw, list(range(COUNT)) * 4), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(outs, expected[row], strict=True))
