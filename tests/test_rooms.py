@@ -1,7 +1,8 @@
-"""Each folder of the library says who uses it, and that is true; what a folder may import is in pyproject.toml."""
+"""Each folder of the library says who uses it, and that is true; what a folder may import, or start, is in pyproject.toml."""
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,41 @@ def test_a_room_names_its_users(room: Path, imports: dict[str, set[str]]) -> Non
     said = re.search(r"Used by (most rooms|(?:[\w/]+(?:, | and )?)+)\.", docstring)
     assert said, f"{room}/__init__.py lacks a sentence: Used by {', '.join(sorted(users))}."
     assert said[1] == "most rooms" if len(users) > _MANY else set(re.split(", | and ", said[1])) == users
+
+
+def test_a_room_starts_no_process_of_a_room_above() -> None:
+    """A module named in a string, as for `python -m MODULE`, must be one that could be imported; docstrings may name any."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c["name"] == "Imports between the rooms go down this list")
+
+    def depth(module: str) -> int:
+        return next(
+            (n for n, layer in enumerate(layers) if any(_is_in(module, m) for m in layer.split(" | "))), len(layers)
+        )
+
+    named = {
+        (module, found)
+        for module, path in _MODULES.items()
+        if not module.startswith("launch.")
+        for text in _texts(ast.parse(path.read_text()))
+        for found in re.findall(
+            r"\b(?:pipeline|data_tools)(?:\.\w+)+", re.sub(r"(\w)/(?=\w)", r"\1.", text).replace(".py", "")
+        )
+        if found in _MODULES
+    }
+    assert ("pipeline.lifecycle.host_check", "pipeline.lifecycle.host_check") in named, "no string is found any more"
+    assert not {(module, found) for module, found in named if depth(found) < depth(module)}
+
+
+def _texts(tree: ast.Module) -> list[str]:
+    """The strings of a module but its docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and isinstance(node.body[0], ast.Expr)
+    }
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 def _imported(tree: ast.Module) -> list[str]:

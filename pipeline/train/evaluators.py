@@ -28,7 +28,7 @@ from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings.run import RunConfig
-from pipeline.train.drawing import Drawing
+from pipeline.train.drawing import DrawingProcess
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
@@ -91,7 +91,7 @@ class SplitEvaluator(_Evaluator):
 
     split: Split
     saver: Saver
-    drawing: Drawing | None
+    drawing: DrawingProcess | None
 
     name = "scores"
     file = "scores.json"

@@ -12,10 +12,10 @@ from pipeline.train.start import Prepared, prepare
 from pipeline.train.training_run import TrainingRun
 
 
-def run_training(config: RunConfig) -> None:
-    """Run training in a process that has already imported everything; otherwise use `start.run`."""
+def run_training(config: RunConfig, draw: str | None = None) -> None:
+    """Run training in a process that has already imported everything; otherwise use `start.run`. draw: see `start.prepare`."""
     with Stop(config) as stop:
-        train_prepared(config, stop, prepare(config))
+        train_prepared(config, stop, prepare(config, draw))
 
 
 def train_prepared(config: RunConfig, stop: Stop, prepared: Prepared) -> None:

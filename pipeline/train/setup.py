@@ -37,7 +37,7 @@ from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
-from pipeline.train.drawing import Drawing
+from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
 from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
 from pipeline.train.feed import Feed
@@ -144,7 +144,9 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
         str(checkpoints.folder), ranks, 60 * config.data.retry_minutes, start, console.say, 60 * commit_minutes(config)
     )
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, stop.record_failure)
-    drawing = Drawing(folder) if ranks.is_main and config.track.figures else None
+    drawing = (
+        DrawingProcess(folder, prepared.draw) if prepared.draw and ranks.is_main and config.track.figures else None
+    )
     shared = (config, plan, ranks, stop, engine, watchdog, console, tracker, folder)
     evaluators: list[Evaluator] = [SplitEvaluator(*shared, evaluation, saver, drawing)]
     if prepared.run_probe is not None:

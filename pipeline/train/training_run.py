@@ -32,7 +32,7 @@ from pipeline.monitor.watchdog import Watchdog
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
-from pipeline.train.drawing import Drawing
+from pipeline.train.drawing import DrawingProcess
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.run_counts import RunCounts
@@ -89,7 +89,7 @@ class TrainingRun:
     meter: Meter
     trace: Trace
     tracker: Tracker | None
-    drawing: Drawing | None
+    drawing: DrawingProcess | None
     peak_lr: float
 
     # ------------------------------------------------------------------ around the step
