@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.base.errors import UserError
+from pipeline.base.locks import FileLock
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.errors import UserError
-from pipeline.locks import FileLock
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.base.progress import ProgressFile, duration
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size
-from pipeline.progress import ProgressFile, duration
-from pipeline.words import counted
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0

@@ -6,12 +6,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.process import guard
+from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.command import main
 from pipeline.settings.bench import GpuBenchConfig, ModelBenchConfig
+from pipeline.settings.command import main
 from pipeline.settings.data import BenchConfig
 from pipeline.settings.operate import TrackingBenchConfig, TrainBenchConfig
 from pipeline.settings.run import DataConfig

@@ -13,14 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.process import guard
+from pipeline.process.start import guard
 
 guard(__name__)
 
 from data_tools.demo import make_digits, make_shapes
-from pipeline.command import main
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
+from pipeline.settings.command import main
 from pipeline.settings.data import ShardConfig
 from pipeline.settings.reports import RunReportConfig
 from pipeline.settings.schema import setting
@@ -70,7 +70,7 @@ def demo(config: DemoConfig) -> None:
     check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}", *length]))
 
     title("5/5  Score")
-    from pipeline import json_record  # Late: --help needs no torch.
+    from pipeline.base import json_record  # Late: --help needs no torch.
     from pipeline.evaluate import report
     from pipeline.monitor.metrics_file import by_name, read_metrics
     from pipeline.monitor.tracking import default_uri

@@ -7,16 +7,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.process import guard
+from pipeline.process.start import guard
 
 guard(__name__)
 
 from pipeline import ray_tasks
-from pipeline.command import mistakes_in_one_line, read_settings
-from pipeline.errors import Stopped
-from pipeline.installed import python_arguments
+from pipeline.base.errors import Stopped
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.outputs import try_outputs
+from pipeline.process.installed import python_arguments
+from pipeline.process.outputs import try_outputs
+from pipeline.settings.command import mistakes_in_one_line, read_settings
 from pipeline.settings.run import RunConfig
 
 ABOUT = """

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.process import guard
+from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.command import main
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.settings.command import main
 from pipeline.settings.study import StudyConfig
 
 if TYPE_CHECKING:

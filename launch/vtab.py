@@ -9,11 +9,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.process import guard
+from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.command import main
+from pipeline.settings.command import main
 from pipeline.settings.transfer import VtabConfig
 
 ABOUT = """

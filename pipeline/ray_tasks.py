@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.base.errors import Stopped, UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
-from pipeline.errors import Stopped, UserError
-from pipeline.rank_process import (
+from pipeline.process.rank_process import (
     Place,
     RankProcess,
     amounts,
@@ -28,9 +29,8 @@ from pipeline.rank_process import (
     ranks_that_fit,
     wait_for_ranks,
 )
+from pipeline.process.waits import waiting
 from pipeline.settings.quantities import whole_number
-from pipeline.waits import waiting
-from pipeline.words import counted
 
 A = TypeVar("A")
 R = TypeVar("R")

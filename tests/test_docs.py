@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster import readme_commands
 
-from pipeline.command import read_settings
+from pipeline.settings.command import read_settings
 from pipeline.settings.data import ShardConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.transfer import VtabConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.progress import ProgressFile, duration
+from pipeline.base.progress import ProgressFile, duration
 
 
 @pytest.mark.parametrize(

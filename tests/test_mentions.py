@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from pipeline.command import read_settings
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
+from pipeline.settings.command import read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "launch", "configs", "pipeline", "data_tools", "tests")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.process import dying_with_parent
+from pipeline.process.start import dying_with_parent
 
 Row = dict[str, Any]
 # Yields rows as they are measured.

@@ -10,8 +10,8 @@ import numpy as np
 import simplejpeg
 import torch
 
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.errors import UserError
 
 _NUM_CLASSES = 10
 _ENDINGS = (".jpg", ".jpeg")

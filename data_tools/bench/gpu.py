@@ -23,13 +23,13 @@ from data_tools.bench.apart import reason, rows_apart
 from data_tools.bench.gpu_report import Exactness, write_report
 from data_tools.bench.gpu_step import ATTENTIONS, Case, Setup
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.estimate.memory import rank_memory
 from pipeline.settings.bench import GpuBenchConfig
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from pipeline.words import counted
 
 Row = dict[str, Any]
 _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}

@@ -7,10 +7,10 @@ from typing import Any
 from data_tools.bench import roofline
 from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record, markdown
+from pipeline.base.words import counted
 from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
 from pipeline.monitor.gpus import find_gpu
-from pipeline.words import counted
 
 Row = dict[str, Any]
 

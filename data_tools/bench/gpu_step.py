@@ -23,11 +23,11 @@ from data_tools.bench.apart import reason
 from data_tools.bench.corpus import noise_batch
 from data_tools.bench.record import machine
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.distributed import from_environment, use_exact_arithmetic
-from pipeline.errors import UserError
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.profile import device_memory, peak_memory
+from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train import optimizers
 

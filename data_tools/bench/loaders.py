@@ -15,6 +15,7 @@ from data_tools.bench.corpus import write_raw
 from data_tools.bench.measure import Contestant, race, rows, table
 from data_tools.bench.record import Record
 from data_tools.sharding import shard
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.data.loading import jpeg_region
 from pipeline.data.loading.loader import Loader, View, train_requests, train_view
@@ -22,7 +23,6 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.data import BenchConfig, ShardConfig
 from pipeline.settings.run import AugmentConfig
-from pipeline.words import counted
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT = 256

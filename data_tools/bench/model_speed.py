@@ -18,11 +18,11 @@ from data_tools.bench.gpu_step import NUM_CLASSES, transformers_vit
 from data_tools.bench.measure import Contestant, Timing, race
 from data_tools.bench.record import Record, markdown
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.errors import UserError
-from pipeline.process import keep_freed_memory
+from pipeline.process.start import keep_freed_memory
 from pipeline.settings.bench import ModelBenchConfig
-from pipeline.words import counted
 
 _OURS, _PRODUCT = "ours", "product"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline import files
+from pipeline.base import files
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.bench import RecordConfig

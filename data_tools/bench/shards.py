@@ -20,8 +20,8 @@ from data_tools.bench.record import Record
 from data_tools.sharding.shard import make_jobs, make_plan
 from data_tools.sharding.write_shard import PARTS, write_shard
 from data_tools.sources import list_source
+from pipeline.base.words import counted
 from pipeline.settings.data import BenchConfig, ShardConfig
-from pipeline.words import counted
 
 _COLUMNS = ("output", "decoder", "filter")
 _SHORT, _QUALITY, _PER_SHARD = 256, 95, 500

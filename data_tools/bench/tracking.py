@@ -13,9 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from data_tools.bench.record import Record
-from pipeline.launcher import free_port
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.process.launcher import free_port
 from pipeline.settings.operate import TrackingBenchConfig
 from pipeline.settings.run import TrackConfig
 

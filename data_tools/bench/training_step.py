@@ -15,13 +15,14 @@ import torch
 from data_tools.bench.corpus import noise_batch
 from data_tools.bench.record import Record, machine
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.distributed import Ranks, from_environment
-from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import Meter, StepClock, peak_flops, peak_memory
 from pipeline.objectives.classification import Classification
+from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings.operate import TrainBenchConfig
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import (
@@ -40,7 +41,6 @@ from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.run import run_training
 from pipeline.train.zero.engine import Engine, start_ranks
-from pipeline.words import counted
 
 _CLASSES = 1000
 _LR = 1e-3

@@ -9,13 +9,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.sources import Reader
 from data_tools.sources.listing import printable
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
-from pipeline.random_numbers import Purpose
-from pipeline.words import counted
 
 _TILE, _GAP, _TEXT = 168, 12, 17
 _MARGIN, _TITLE = 24, 58

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 _BATCH = 2**18
 # Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.

@@ -9,9 +9,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts
 from data_tools.sources.listing import printable
+from pipeline.base.page import png
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.page import png
-from pipeline.words import counted
 
 _MAX_NAMED = 20
 _MAX_NAME = 18

@@ -16,14 +16,14 @@ from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
 from data_tools.sources.listing import printable
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import UserError
-from pipeline.outputs import try_output
-from pipeline.progress import duration
+from pipeline.process.outputs import try_output
 from pipeline.settings.data import StatsConfig
-from pipeline.words import counted
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"

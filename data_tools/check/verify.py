@@ -23,16 +23,16 @@ from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, Job, check_sh
 from data_tools.driver import only_driver
 from data_tools.progress import Progress, data_size
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, Dataset, Shard, open_dataset
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.progress import duration
 from pipeline.settings.data import VerifyConfig
-from pipeline.words import counted
 
 LIST = "damaged"
 REPORT, DETAILS = "report.json", "damage.csv"

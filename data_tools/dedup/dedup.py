@@ -23,15 +23,15 @@ from data_tools.dedup.thumbnails import BAD, PLAIN, Job, jobs, make_thumbnails, 
 from data_tools.driver import only_driver
 from data_tools.progress import Progress
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.progress import duration
 from pipeline.settings.data import DedupConfig
-from pipeline.words import counted
 
 LIST, FOLDER, REPORT, SHEET = "test_copies", "dedup", "report.json", "pairs.png"
 THUMBNAILS, SEARCH, TESTS = "thumbnails", "search", "tests.npz"

@@ -20,12 +20,12 @@ from PIL import Image, ImageEnhance
 
 from data_tools.dedup.near_copies import SIDE, TestImages, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
-from pipeline.command import mistakes_in_one_line
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.data import DedupConfig
-from pipeline.words import counted
 
 Plant = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
-from pipeline import npz
+from pipeline.base import npz
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, Shard
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.storage.bucket import AnyPath, fetched, to_path
@@ -17,7 +18,6 @@ from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 
 FINE, PLAIN, BAD = range(3)
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.

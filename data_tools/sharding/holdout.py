@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.listing import TABLE
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.settings.data import ShardConfig
-from pipeline.words import counted
 
 _BATCH = 2**18
 

@@ -29,6 +29,9 @@ from data_tools.sources.layouts.webdataset import known_class_names, whole_sampl
 from data_tools.sources.listing import printable, reasons
 from data_tools.sources.split_files import split_files
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -53,10 +56,7 @@ from pipeline.data.storage.bucket import (
 )
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.errors import UserError
-from pipeline.progress import duration
 from pipeline.settings.data import IndexConfig
-from pipeline.words import counted
 
 _READ_BYTES = 2**22
 

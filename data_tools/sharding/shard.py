@@ -28,16 +28,17 @@ from data_tools.sharding.write_shard import PARTS, Done, Job, part_path, read_pa
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, printable, reasons
-from pipeline import json_record, ray_tasks
+from pipeline import ray_tasks
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.progress import PROGRESS_FILE, duration
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import read_bytes, replacing
-from pipeline.errors import UserError
-from pipeline.progress import PROGRESS_FILE, duration
 from pipeline.settings.data import ShardConfig
-from pipeline.words import counted
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]

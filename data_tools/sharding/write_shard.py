@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.reader import raise_if_lost
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard
 from pipeline.data.loading.decode import check_end, decode, inspect
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
@@ -24,7 +25,6 @@ from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 
 PARTS = ".parts"
 # Bytes per write (writing each part separately takes a sixth longer; at most 768 parts of samples of 2 KiB, and the kernel

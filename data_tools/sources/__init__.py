@@ -15,8 +15,8 @@ from data_tools.sources.detect import detect_layout, is_table
 from data_tools.sources.layouts import LAYOUTS, archive
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 __all__ = ["Listing", "Reader", "list_source"]

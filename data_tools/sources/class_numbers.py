@@ -3,9 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.files import read_bytes
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes
+from pipeline.base.json_record import quoted
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
 _MOST_CLASSES = 2**20

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import ClassNumbers
-from pipeline.errors import UserError
-from pipeline.json_record import quoted, shortened
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted, shortened
 
 
 class LabelColumn:

@@ -8,9 +8,9 @@ import zlib
 from typing import BinaryIO
 
 from data_tools.sources.images import to_png
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import to_path
 from pipeline.ray_tasks import LostError
-from pipeline.words import counted
 
 # Value of the column `packed` for raw pixels of a square image: all red, then all green, then all blue.
 PIXELS = -1

@@ -1,7 +1,7 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
-from pipeline.errors import UserError
 
 _LIKE_SPLITS = ("train", "val", "test", "dev")
 

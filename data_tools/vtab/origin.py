@@ -10,11 +10,11 @@ from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
 from data_tools.vtab.readers.files import Files, MissingError, sources_of
 from data_tools.vtab.readers.original import Original
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.errors import UserError
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 _READERS: dict[str, Callable[[Files, Task], Original]] = {
     "caltech101": image_files.caltech101,

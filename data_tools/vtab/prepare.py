@@ -21,12 +21,12 @@ from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.readers.original import Original, places_of
 from data_tools.vtab.split import SPLITS, choose, shard_key
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig, VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.words import counted
 
 
 def run(config: VtabPrepareConfig) -> None:

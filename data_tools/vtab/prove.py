@@ -15,13 +15,13 @@ from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.readers.original import Pool
 from data_tools.vtab.split import choose, shard_key
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import remove_tree
-from pipeline.errors import UserError
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 _STAGING = ".prove"
 _NAMED = 3

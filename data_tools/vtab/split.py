@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from data_tools.vtab.datasets import DataSet
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.loading.decode import EXTENSIONS
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 NUM_TRAIN, NUM_VAL = 800, 200
 SPLITS = ("train800", "val200", "train800val200", "test")

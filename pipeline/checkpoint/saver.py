@@ -24,13 +24,13 @@ from typing import cast
 
 import torch
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import CrashError, UserError
+from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Best, Commit, Job, Reply, Request
-from pipeline.distributed import Ranks
-from pipeline.errors import CrashError, UserError
-from pipeline.waits import waiting
-from pipeline.words import counted
+from pipeline.process.distributed import Ranks
+from pipeline.process.waits import waiting
 
 _ROOT = Path(__file__).resolve().parents[2]
 # The writer ignores signals and leaves the rank's process tree before its slow imports.

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.whole import read_bytes
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor

@@ -26,14 +26,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import sync_folder, write_text
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import read_bytes
-from pipeline.errors import UserError
-from pipeline.files import sync_folder, write_text
+from pipeline.process.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
 
 if TYPE_CHECKING:  # The writer process starts in 0.2 s without it.
     from pipeline.settings.run import RunConfig

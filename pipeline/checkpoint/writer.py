@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import json_record, waits
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import BYTES, EMA, INDEX, WEIGHTS, Index, ShardedTensors
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
@@ -39,10 +40,10 @@ from pipeline.checkpoint.store import (
     write_status,
     write_whole,
 )
-from pipeline.committed import Checksum
 from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.errors import UserError
+from pipeline.process import waits
+from pipeline.process.committed import Checksum
 
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0

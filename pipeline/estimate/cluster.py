@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.settings.run import RunConfig
-from pipeline.words import counted
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9

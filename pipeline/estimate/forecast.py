@@ -15,10 +15,12 @@ import numpy as np
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.base.files import as_bytes
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
 from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, rank_memory, refuse_too_large
@@ -26,13 +28,11 @@ from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan, overrides_of_name
 from pipeline.estimate.scaling import Row, advice, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
-from pipeline.files import as_bytes
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.words import counted
 
 _GIB = 2**30
 _MAX_IMAGES = 10**6

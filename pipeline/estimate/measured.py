@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.step_time import optimizer_bytes, passes
 from pipeline.model import Config, training_flops_per_image

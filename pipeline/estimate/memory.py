@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, Model, build, num_parameters

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.monitor.gpus import Gpu
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather"]

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.settings.run import ModelConfig, RunConfig
-from pipeline.words import counted
 
 
 @dataclass(frozen=True)

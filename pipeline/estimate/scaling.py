@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.estimate.cluster import Cluster, choose, lay_out
 from pipeline.estimate.network import Network
 from pipeline.estimate.plan import cut_batch
 from pipeline.estimate.step_time import StepTime, step_time
 from pipeline.model import Config
 from pipeline.settings.operate import PlanConfig
-from pipeline.words import counted
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Share of the smallest cluster's speed per GPU above which adding nodes is advised. A choice, not a finding.

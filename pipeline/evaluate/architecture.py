@@ -6,10 +6,10 @@ A run that starts from weights does not set `model.name` or `model.width`, so re
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
 from pipeline import model as models
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
-from pipeline.errors import UserError
 from pipeline.model.variants import HYBRIDS, RESNET_UNITS, VARIANTS
 from pipeline.settings.quantities import ImageSize
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, eval_requests
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
-from pipeline.words import counted
 
 _TOP = 5
 

@@ -15,21 +15,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, normalise
-from pipeline.distributed import Ranks, use_exact_arithmetic
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, ViTConfig
-from pipeline.outputs import Holds, try_output
-from pipeline.process import keep_freed_memory
+from pipeline.process.distributed import Ranks, use_exact_arithmetic
+from pipeline.process.outputs import Holds, try_output
+from pipeline.process.start import keep_freed_memory
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.weights import WeightsConfig
-from pipeline.words import counted
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import each_sample
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.words import counted
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import Predictions, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
-from pipeline.files import read_bytes
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import LookConfig, PredictConfig
-from pipeline.words import counted
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
 TABLE = pa.schema(

@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from pipeline.base.files import as_bytes
+from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, png
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
-from pipeline.files import as_bytes
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, png
-from pipeline.words import counted
 
 SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
           "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip

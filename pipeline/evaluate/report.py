@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import UserError
 from pipeline.evaluate import architecture, render
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
@@ -24,7 +25,6 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.settings.weights import ScoreConfig
-from pipeline.words import counted
 
 _NUM_CONFUSED = 10
 # Keys of the scores that MLflow shows as parameters.

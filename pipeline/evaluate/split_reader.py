@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import BadBudget, Batch, Loader, eval_view
-from pipeline.distributed import Ranks, StopRequest
-from pipeline.errors import OneRankError, UserError
+from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 

@@ -12,12 +12,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.adhoc_split import AdhocSplit
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all
@@ -29,10 +31,8 @@ from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import whole_number
 from pipeline.settings.weights import DRAWINGS, ExplainConfig, LookConfig
-from pipeline.words import counted
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}

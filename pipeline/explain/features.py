@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.loading.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names
 from pipeline.evaluate.probes.features import Features, extract
@@ -20,7 +21,6 @@ from pipeline.explain import figures, galleries
 from pipeline.explain.explain import read_images
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.weights import FeaturesConfig
-from pipeline.words import counted
 
 # Images whose features are in memory at a time, about.
 _PART = 8192

@@ -20,10 +20,10 @@ from matplotlib.ticker import MaxNLocator
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
 from pipeline.explain.parameters import Cost, Filters
 from pipeline.model import ViTConfig
-from pipeline.words import counted
 
 _DPI = 150
 _SMALL, _TEXT, _TITLE = 7, 8, 10  # points

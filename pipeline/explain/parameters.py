@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs
 from pipeline.model.position import per_token
 

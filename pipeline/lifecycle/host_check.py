@@ -23,14 +23,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import replacing
+from pipeline.base.words import counted
 from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
 from pipeline.settings.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
-from pipeline.words import counted
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")

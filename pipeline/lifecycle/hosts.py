@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.files import read_bytes
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes
 from pipeline.lifecycle.run_folder import Failure
 
 Hosts = dict[str, int]  # name -> slots (ranks), in the order of the ranks

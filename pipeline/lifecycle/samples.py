@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import as_bytes
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
@@ -17,12 +20,9 @@ from pipeline.data.dataset.subset import run_splits
 from pipeline.data.loading.order import SampleOrder, batch_of_step, step_of_batch
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.files import as_bytes
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
-from pipeline.words import counted
 
 _TILE = 96
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pipeline.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
+from pipeline.base.errors import CrashError, DivergedError, Interrupted, Stopped, UserError
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, read_failures, stop_file
 from pipeline.lifecycle.starter import find_starter
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
-    from pipeline.distributed import Ranks
+    from pipeline.process.distributed import Ranks
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.command import read_settings
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.estimate.plan import cut_batch
 from pipeline.lifecycle.hosts import Hosts, largest_fitting, read_hostfile, to_blame, unreachable, write_hostfile
 from pipeline.lifecycle.run_folder import (
@@ -31,11 +31,11 @@ from pipeline.lifecycle.run_folder import (
     stop_file,
 )
 from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT, BY_STARTER
-from pipeline.outputs import try_outputs
-from pipeline.process import check_program
+from pipeline.process.outputs import try_outputs
+from pipeline.process.start import check_program
+from pipeline.settings.command import read_settings
 from pipeline.settings.operate import SuperviseConfig
 from pipeline.settings.run import RunConfig
-from pipeline.words import counted
 
 Outcome = Literal["finished", "stopped", "preempted", "refused", "failed"]
 

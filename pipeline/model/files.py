@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
-from pipeline.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
-from pipeline.errors import UserError
-from pipeline.files import read_bytes, replacing
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes, replacing
+from pipeline.base.npz import check_sizes
 from pipeline.model.convert.state_dicts import ConfigFiles
-from pipeline.npz import check_sizes
+from pipeline.process.committed import CHECKSUMS, LATEST, Checksum, mend_pointer, newest_whole
 
 StrPath = str | os.PathLike[str]
 ADVICE = "Use the previous checkpoint, or download the file again."

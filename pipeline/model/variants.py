@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
-from pipeline.words import counted
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
+from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf"]
 Pool = Literal["token", "gap", "map"]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import replacing
+from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.convert.entries import Weights, check_tensors
@@ -27,7 +28,6 @@ from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resampling_note
 from pipeline.model.variants import Config, Gelu, ImageSize, Kernel, ViTConfig, as_pair, config_from_dict
-from pipeline.words import counted
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from pipeline.distributed import Ranks
+from pipeline.process.distributed import Ranks
 from pipeline.settings.run import HealthConfig
 
 # Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import open_regular
-from pipeline.json_record import MAX_SECONDS
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
+from pipeline.base.json_record import MAX_SECONDS
 
 METRICS_FILE = "metrics.jsonl"
 # Steps, times and byte counts above this mean a damaged file; MLflow stores 64 bits.

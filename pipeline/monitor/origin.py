@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
-from pipeline.committed import NAME, read_checksums
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
 from pipeline.monitor.page_folder import PAGE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
+from pipeline.process.committed import NAME, read_checksums
 
 _MAX_HEADER = 1 << 26  # Bytes of the header of a .safetensors.
 

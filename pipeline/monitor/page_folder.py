@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import path_inside, read_bytes, write_text
-from pipeline.json_record import Count, Time
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import path_inside, read_bytes, write_text
+from pipeline.base.json_record import Count, Time
 from pipeline.monitor.run_page import RunFacts
 
 PAGE = "page"

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import torch
 
-from pipeline.distributed import Ranks
-from pipeline.launcher import ranks_on_host
 from pipeline.monitor.gpus import find_gpu
+from pipeline.process.distributed import Ranks
+from pipeline.process.launcher import ranks_on_host
 
 # Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA context, and the
 # buffers of cuBLAS and NCCL, take the rest.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.json_record import Between, Count
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import Between, Count
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.settings.run_sections import OBJECTIVES
 

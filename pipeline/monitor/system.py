@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import psutil
 
-from pipeline.distributed import Ranks
+from pipeline.process.distributed import Ranks
 
 # With more hosts than this, mean and maximum over the hosts are recorded instead of each host.
 _MAX_HOSTS = 16

@@ -11,13 +11,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, open_to_append, repair
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings
 from pipeline.monitor.mlflow.sender import Experiment, MlflowSender, Timing
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import ModelFacts, RunFacts
 from pipeline.settings.run import TrackConfig
-from pipeline.tracking_uri import sqlite_file, sqlite_uri
 
 
 class Tracker:

@@ -1,6 +1,6 @@
 """Ends a run that makes no progress, says why, and knows which waits may last.
 
-A rank waits legitimately where its code announces it (pipeline/waits.py): for an object store that is retried, for a checkpoint
+A rank waits legitimately where its code announces it (pipeline/process/waits.py): for an object store that is retried, for a checkpoint
 that is committed. Meanwhile other ranks wait for it in a collective call. So a rank publishes its wait in the run folder,
 `hang/wait-00003.json`, and the watchdogs of all ranks count the time without progress only from the end of such waits. Each
 wait has a limit, also for a rank that was killed in it: after that it counts no longer.
@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline import distributed, json_record, waits
-from pipeline.errors import UserError
-from pipeline.files import write_text
-from pipeline.words import counted
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
+from pipeline.process import distributed, waits
 
 _EXIT_CODE = 1
 # How long a rank waits for the reports of the others, in seconds; the one that speaks for all is given some more.

@@ -7,8 +7,8 @@ train/ and transfer/.
 import importlib
 from dataclasses import fields
 
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.model import Config, Model, configure
 from pipeline.objectives.objective import Objective
 from pipeline.settings.run import ModelConfig, RunConfig

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.errors import UserError
 from pipeline.model import MaskedViT, Model, ViTConfig
 from pipeline.objectives.objective import Inputs, Objective, mean_of_valid, normalised
-from pipeline.random_numbers import Purpose
 from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import Mixing
-from pipeline.errors import UserError
 from pipeline.model import Model
 from pipeline.settings.run import RunConfig
 

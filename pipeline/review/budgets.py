@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from pipeline.base.page import png
+from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.page import png
 from pipeline.review.record import RunRecord, Score, Series
-from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart; more runs differ by the style of their lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import UserError
 from pipeline.evaluate import render
 from pipeline.monitor.run_page import DatasetFacts
-from pipeline.outputs import try_output
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.process.outputs import try_output
 from pipeline.review import rescore
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, draw_curves, in_units
 from pipeline.review.reader import RunReader, open_store
@@ -38,7 +39,6 @@ from pipeline.review.statistics import (
     seed_groups,
 )
 from pipeline.settings.reports import CompareConfig
-from pipeline.words import counted
 
 # With more runs, a table has no column for each: it lists the runs of each value.
 _MAX_COLUMNS = 6

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import replacing
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.cache import Storage
-from pipeline.errors import UserError
 from pipeline.explain import explain
-from pipeline.files import replacing
 from pipeline.monitor.page_folder import PAGE, PageFolder
 from pipeline.review.figures import draw_matrix, draw_run, draw_sheet, draw_worst, read_predictions
 from pipeline.review.reader import from_folder

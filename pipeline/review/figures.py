@@ -8,20 +8,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes
+from pipeline.base.page import png
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader, eval_view
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import requests
 from pipeline.evaluate.render import draw_confusion, shorten
 from pipeline.explain import galleries
 from pipeline.explain.figures import png as gallery_png
-from pipeline.files import read_bytes
-from pipeline.page import png
 from pipeline.review.budgets import COLOURS, running_mean
 from pipeline.review.record import RunRecord, Series, parse_predictions
 from pipeline.settings.run import RunConfig
-from pipeline.words import counted
 
 # A longer series is drawn as its running mean, with its points in the background.
 _SMOOTH_FROM = 100

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.page import Drawing
+from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
-from pipeline.page import Drawing
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, is_run, run_id_in, weights_named_in
 from pipeline.review.record import RunRecord
-from pipeline.words import counted
 
 _MAX_ANCESTORS = 8
 _MAX_CHILDREN = 8

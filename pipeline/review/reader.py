@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipeline import json_record
 from pipeline import model as models
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import path_inside, read_bytes
+from pipeline.base.json_record import Count, Share
+from pipeline.base.tracking_uri import sqlite_file
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, read_state
-from pipeline.errors import UserError
 from pipeline.evaluate import architecture
-from pipeline.files import path_inside, read_bytes
-from pipeline.json_record import Count, Share
 from pipeline.lifecycle.run_folder import holder, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
@@ -31,10 +33,8 @@ from pipeline.review.record import PREDICTIONS, Files, RunRecord, Series, as_cou
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import parse_yaml
-from pipeline.tracking_uri import sqlite_file
 from pipeline.transfer import grid
 from pipeline.transfer.score_table import check_results
-from pipeline.words import counted
 
 T = TypeVar("T")
 

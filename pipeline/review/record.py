@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline import npz
-from pipeline.errors import UserError
+from pipeline.base import npz
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
-from pipeline.words import counted
 
 PREDICTIONS = "predictions.npz"
 _MAX_PREDICTIONS = 1 << 30  # Bytes of one array; training keeps the predictions of 100,000 images.

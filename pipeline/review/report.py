@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.whole import write_files
@@ -13,8 +15,7 @@ from pipeline.evaluate.intervals import of_samples
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import PREDICTED_SPEED
-from pipeline.outputs import try_output
-from pipeline.page import Block, Code, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.process.outputs import try_output
 from pipeline.review import lineage
 from pipeline.review.budgets import FLOPS, in_units
 from pipeline.review.compare import code_facts, folder_name, median_speed, when
@@ -26,7 +27,6 @@ from pipeline.train.logged_models import logged_models
 from pipeline.train.resume import default_settings
 from pipeline.transfer import grid
 from pipeline.transfer.report import caveats, origin, score_table
-from pipeline.words import counted
 
 _KINDS = {"pretrain": "Pre-training", "finetune": "Fine-tuning", "grid": "Grid of fine-tunings", "vtab": "VTAB-1k sweep",
           "study": "Study", "data": "Job on data", "explain": "Explanation of a model"}  # fmt: skip

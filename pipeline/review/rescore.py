@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block, Heading, Paragraph, Table
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import to_path
-from pipeline.errors import UserError
 from pipeline.evaluate import render, report
-from pipeline.page import Block, Heading, Paragraph, Table
 from pipeline.review.record import RunRecord
 from pipeline.settings import schema
 from pipeline.settings.reports import CompareConfig
 from pipeline.settings.weights import ScoreConfig
-from pipeline.words import counted
 
 _OF_CLASS = ("precision", "recall", "f1")
 _MAX_LISTED = 30

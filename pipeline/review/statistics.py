@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_samples
 from pipeline.review.budgets import in_seeds
 from pipeline.review.record import RunRecord, as_number
-from pipeline.words import counted
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"

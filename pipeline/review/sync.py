@@ -4,10 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import path_inside
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
-from pipeline.errors import UserError
-from pipeline.files import path_inside
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_status
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.sender import FolderInUseError

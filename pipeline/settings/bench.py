@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SIDE, MAX_THREADS, whole_number
 from pipeline.settings.schema import TRACKING_URI, setting
 

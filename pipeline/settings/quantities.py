@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.schema import setting
 
 # Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_THREADS
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
-from pipeline.words import counted
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")

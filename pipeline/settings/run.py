@@ -7,8 +7,8 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective with t
 import math
 from dataclasses import dataclass, fields
 
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_sections import (
     AugmentConfig,

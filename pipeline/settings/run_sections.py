@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SIDE,

@@ -17,11 +17,11 @@ import typing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pipeline.errors import UserError
-from pipeline.json_record import quoted, shortened
-from pipeline.outputs import Holds, Output
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted, shortened
+from pipeline.base.words import counted
+from pipeline.process.outputs import Holds, Output
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
-from pipeline.words import counted
 
 T = TypeVar("T")
 

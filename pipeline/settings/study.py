@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS, MAX_THREADS, Length, Limit
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, TextForm, setting
 

@@ -6,7 +6,7 @@ A protocol fixes everything that makes two scores comparable; `configs/vtab/` ha
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.quantities import (
     MAX_BATCH,
     MAX_SEED,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, Kernel, kernel_setting
 from pipeline.settings.run_sections import Precision, ProbeConfig
 from pipeline.settings.schema import REQUIRED, TRACKING_URI, TextForm, setting

@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.files import open_regular
-from pipeline.installed import shipped
-from pipeline.json_record import MAX_QUOTED, quoted, shortened
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
+from pipeline.base.json_record import MAX_QUOTED, quoted, shortened
+from pipeline.process.installed import shipped
 
 # A file of settings has some KB; PyYAML reads about 100 KB in a second.
 _MAX_BYTES = 1 << 20

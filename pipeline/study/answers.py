@@ -19,7 +19,7 @@ from itertools import combinations
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
 from pipeline.review.statistics import Difference, holm, of_proportions, of_same_seeds, of_seeds

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.files import write_text
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
-from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.probes.probe import probe_metrics
-from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import RESUME, holder, read_failures, read_status
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.ray_tasks import LostError

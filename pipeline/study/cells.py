@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record, objectives
 from pipeline import model as models
+from pipeline import objectives
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
-from pipeline.errors import UserError
 from pipeline.estimate.plan import make_plan
-from pipeline.files import write_text
 from pipeline.settings import schema
 from pipeline.settings.quantities import Limit, whole_number
 from pipeline.settings.run import RunConfig

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipeline.errors import UserError
-from pipeline.progress import duration
+from pipeline.base.errors import UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.study.cells import Cell, Study, new_flops
 from pipeline.study.results import CellResult
-from pipeline.words import counted
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0

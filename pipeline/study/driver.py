@@ -19,9 +19,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import RETRY_PAUSES, LostError
 from pipeline.settings.run import TrackConfig
@@ -32,7 +33,6 @@ from pipeline.study.cost import estimate, plan_table, refuse_too_long
 from pipeline.study.results import State, StudyResults, keep_earlier, read_results, write_results
 from pipeline.study.slurm import write_script
 from pipeline.transfer.sweep_progress import SweepProgress
-from pipeline.words import counted
 
 _SPENT = "spent.json"
 _TO_RUN = ("not run", "failed", "damaged")

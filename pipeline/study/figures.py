@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from pipeline.base.page import png
 from pipeline.evaluate.render import shorten
-from pipeline.page import png
 from pipeline.review.budgets import COLOURS
 from pipeline.review.statistics import PAIRED
 from pipeline.study import published

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.study.fit_numbers import Noise, Region, minimise, region
-from pipeline.words import counted
 
 # A law is not used beyond so many times the largest x measured, or below the smallest by the same factor. One that fits
 # says nothing of a floor or bend that only shows further on, and `leave_largest_out` checks one step of 2 to 4 times.

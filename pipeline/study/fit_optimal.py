@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline import random_numbers
-from pipeline.errors import UserError
-from pipeline.random_numbers import Purpose
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
 from pipeline.study.fit import PowerLaw, Prediction
 from pipeline.study.fit_numbers import minimise
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.render import table_csv
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
 from pipeline.study import figures, published
 from pipeline.study.answers import PAIRED_FROM, Answers, Line, answer, points_of, title_of, usable
 from pipeline.study.fit import MAX_EXTRAPOLATION, Estimate
 from pipeline.study.results import CellResult, StudyResults
 from pipeline.study.sentences import estimate, number, percent, points, prediction_text, refusals, sentences, verdict
-from pipeline.words import counted
 
 _TITLES = {
     "data_size": "how much data is enough",

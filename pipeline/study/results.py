@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pipeline import json_record
-from pipeline.files import write_text
-from pipeline.json_record import Between, Count, Share
+from pipeline.base import json_record
+from pipeline.base.files import write_text
+from pipeline.base.json_record import Between, Count, Share
 
 RESULTS_FILE = "results.json"
 Question = Literal["data_size", "scaling", "ablation"]

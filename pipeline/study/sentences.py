@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval
 from pipeline.review.statistics import LEVEL, Difference, in_words, listed
 from pipeline.study.answers import Answers, Lead, Line, Variant, title_of, usable
 from pipeline.study.fit import Estimate, Prediction
-from pipeline.words import counted
 
 _MAX_NAMED = 4
 

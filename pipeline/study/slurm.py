@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipeline.files import write_text
+from pipeline.base.files import write_text
 from pipeline.study.cells import Study
 from pipeline.study.cost import Estimate
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.files import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import Predictions, outcomes
-from pipeline.files import replacing
 from pipeline.monitor.page_folder import LOG, PAGE
-from pipeline.waits import waiting
+from pipeline.process.waits import waiting
 
 _ROOT = Path(__file__).resolve().parents[2]
 # At most this many images are kept, the first ones of the split.

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from pipeline.base.errors import OneRankError
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
-from pipeline.errors import OneRankError
 from pipeline.estimate.memory import what_takes_less
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
@@ -20,7 +21,6 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import Engine
-from pipeline.words import counted
 
 
 @contextmanager

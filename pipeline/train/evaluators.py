@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
 from pipeline.checkpoint.saver import Saver
-from pipeline.console import Console
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, Batch
-from pipeline.distributed import Ranks
-from pipeline.errors import UserError
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate.classify import Scores, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.files import write_text
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.process.console import Console
+from pipeline.process.distributed import Ranks
 from pipeline.settings.run import RunConfig
 from pipeline.train.drawing import DrawingProcess
 

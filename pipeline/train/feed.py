@@ -6,10 +6,10 @@ from itertools import islice
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests, train_view
 from pipeline.data.loading.order import SampleOrder, batch_of_step
-from pipeline.distributed import Ranks
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.profile import StepClock
+from pipeline.process.distributed import Ranks
 from pipeline.settings.run import RunConfig
 
 

@@ -1,8 +1,8 @@
 """The checkpoints of a run that MLflow shows as logged models: kept ones, the best one, and the last one of a run that has ended."""
 
 from pipeline.checkpoint.store import MODEL, Checkpoints, step_of
-from pipeline.committed import read_checksums
 from pipeline.monitor.run_page import ModelFacts
+from pipeline.process.committed import read_checksums
 
 
 def logged_models(checkpoints: Checkpoints, ended: bool) -> list[ModelFacts]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing, draw_mixing
-from pipeline.distributed import Ranks
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective
+from pipeline.process.distributed import Ranks
 from pipeline.train.optimizers import learning_rate
 from pipeline.train.training_run import TrainingRun
 

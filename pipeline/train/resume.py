@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base.errors import OneRankError, UserError
+from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import LATEST, Checkpoints, State, read_state, step_of, verify
-from pipeline.console import Console
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.distributed import Ranks
-from pipeline.errors import OneRankError, UserError
 from pipeline.estimate.plan import Plan
 from pipeline.model import Model
 from pipeline.monitor.run_page import hide_passwords
+from pipeline.process.console import Console
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
-from pipeline.words import counted
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine

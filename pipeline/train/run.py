@@ -3,7 +3,7 @@
 Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
 """
 
-from pipeline.errors import DivergedError, Stopped
+from pipeline.base.errors import DivergedError, Stopped
 from pipeline.lifecycle.stop import Stop
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import train_on_all_ranks

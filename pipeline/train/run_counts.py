@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pipeline.checkpoint.store import Counts
 from pipeline.data.loading.loader import Batch
 from pipeline.data.storage.retry import Retry
-from pipeline.distributed import Ranks
+from pipeline.process.distributed import Ranks
 
 
 class RunCounts:

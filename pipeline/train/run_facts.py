@@ -9,23 +9,23 @@ import torch
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.retry import StorageError
-from pipeline.errors import UserError
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
-from pipeline.launcher import ranks_on_host
 from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.run_page import PREDICTED_SPEED, DatasetFacts, RunFacts, WeightsOrigin, installed_packages
+from pipeline.process.launcher import ranks_on_host
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.resume import default_settings
-from pipeline.words import counted
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = ("config.yaml", "deepspeed.json", "model.json", "log.txt", "scores.json", "probe.json", "trace.json")

@@ -10,17 +10,16 @@ from pathlib import Path
 import yaml
 
 from pipeline import model as models
-from pipeline import objectives, waits
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
-from pipeline.console import Console
-from pipeline.distributed import from_environment, use_exact_arithmetic
-from pipeline.errors import UserError
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
-from pipeline.files import write_text
 from pipeline.lifecycle.run_folder import last_end_in_words
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
@@ -34,6 +33,9 @@ from pipeline.monitor.run_page import RunFacts, WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.process import waits
+from pipeline.process.console import Console
+from pipeline.process.distributed import from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
@@ -48,7 +50,6 @@ from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, TrainingRun
 from pipeline.train.zero.engine import Engine, start_ranks
-from pipeline.words import counted
 
 
 def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.launcher import check_environment, quiet_torch, refuse_busy_port
 from pipeline.lifecycle.stop import Stop
+from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port
+from pipeline.process.slow_imports import postpone_dynamo, without_collection
 from pipeline.settings.run import RunConfig
-from pipeline.slow_imports import postpone_dynamo, without_collection
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset

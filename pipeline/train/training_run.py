@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record, waits
 from pipeline import model as models
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
 from pipeline.checkpoint.writer import Commit, Retention
-from pipeline.console import Console, progress_line
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batch_of_step, skip_batches
-from pipeline.distributed import Ranks
-from pipeline.errors import DivergedError, UserError
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
@@ -29,6 +28,9 @@ from pipeline.monitor.profile import Meter, StepClock, Trace
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.process import waits
+from pipeline.process.console import Console, progress_line
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
@@ -36,7 +38,6 @@ from pipeline.train.drawing import DrawingProcess
 from pipeline.train.evaluators import Evaluator
 from pipeline.train.feed import Feed
 from pipeline.train.run_counts import RunCounts
-from pipeline.words import counted
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.
     from pipeline.train.zero.engine import Engine

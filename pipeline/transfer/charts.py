@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.base.page import png
+from pipeline.base.words import counted
 from pipeline.evaluate.render import shorten
-from pipeline.page import png
 from pipeline.transfer.score_table import OVERALL, Column, Score, members, unpublished_warning
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
-from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart, for our sweeps; greys for the paper's columns.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import Status
-from pipeline.process import check_program, dying_with_parent
+from pipeline.process.start import check_program, dying_with_parent
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 

@@ -3,7 +3,7 @@
 The recipe is in the settings: SGD with momentum 0.9, cosine decay, no weight decay, clipping at 1, softmax.
 """
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
 
 

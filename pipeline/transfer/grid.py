@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.files import write_text
+from pipeline.base.json_record import Between, Count, Share
+from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.subset import run_splits
 from pipeline.data.storage.whole import write_files
-from pipeline.errors import DivergedError, UserError
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
-from pipeline.files import write_text
-from pipeline.json_record import Between, Count, Share
 from pipeline.lifecycle.run_folder import RESUME
-from pipeline.outputs import try_output
-from pipeline.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.weights import ScoreConfig
@@ -36,7 +37,6 @@ from pipeline.transfer.child_run import (
     why_unusable,
     with_track,
 )
-from pipeline.words import counted
 
 if TYPE_CHECKING:
     from pipeline.transfer.track.grid_page import GridPage

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.base.words import counted
 from pipeline.data.storage.whole import write_files
 from pipeline.evaluate.intervals import OVER_SEEDS
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
-from pipeline.outputs import try_output
-from pipeline.page import Block, Heading, Paragraph, Picture, Table, markdown, single_file
+from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.transfer import charts
@@ -29,7 +30,6 @@ from pipeline.transfer.score_table import (
 )
 from pipeline.transfer.track.children import attach
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
-from pipeline.words import counted
 
 
 def run(config: VtabReportConfig) -> list[Column]:

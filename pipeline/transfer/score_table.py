@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import Count, Share
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
-from pipeline.json_record import Count, Share
 from pipeline.transfer.published import PAPER, Published
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import json_record
 from pipeline import model as models
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, file_sha256, open_dataset
-from pipeline.errors import UserError
-from pipeline.files import write_text
 from pipeline.model import files
 from pipeline.settings import schema
 from pipeline.settings.quantities import Kernel
@@ -22,7 +23,6 @@ from pipeline.settings.run import AugmentConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Setting, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.words import counted
 
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).

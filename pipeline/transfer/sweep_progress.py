@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.progress import ProgressFile, duration
-from pipeline.words import counted
+from pipeline.base.progress import ProgressFile, duration
+from pipeline.base.words import counted
 
 
 class SweepProgress:

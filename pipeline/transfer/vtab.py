@@ -17,11 +17,12 @@ from statistics import mean
 from typing import Any, Protocol
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.words import counted
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
-from pipeline.errors import UserError
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.loaded_model import output_folder
-from pipeline.files import write_text
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
@@ -32,7 +33,6 @@ from pipeline.transfer.track.children import Pace
 from pipeline.transfer.track.sweep_page import SweepPage
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell, Job, run_cell, view_of
 from pipeline.transfer.vtab_tasks import TASKS, Task
-from pipeline.words import counted
 
 
 class RunCells(Protocol):

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import BadBudget, Loader, normalise, remembering_train_view, train_requests
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.storage.bucket import to_path
-from pipeline.distributed import Ranks, use_exact_arithmetic
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import label_table, predict, score
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import extract
@@ -39,7 +40,7 @@ from pipeline.model.convert.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
-from pipeline.random_numbers import Purpose
+from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import AugmentConfig, OptimizerConfig
 from pipeline.settings.transfer import ProtocolConfig, VtabConfig
@@ -47,7 +48,6 @@ from pipeline.train import optimizers
 from pipeline.train.loop import training_step
 from pipeline.train.optimizers import learning_rate
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 TRAIN, VAL, ALL, TEST = "train800", "val200", "train800val200", "test"
 # Steps between two checks of the loss, which wait for the device.

@@ -14,12 +14,12 @@ import pytest
 import torch
 from saving import STATES, job, names, newest_whole, tensors
 
+from pipeline.base.errors import CrashError, UserError
 from pipeline.checkpoint import writer
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints
-from pipeline.distributed import Ranks
-from pipeline.errors import CrashError, UserError
+from pipeline.process.distributed import Ranks
 
 ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

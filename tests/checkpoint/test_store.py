@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, names, newest_whole, save_all, tensors
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import Index, Range, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, WriterStatus, checksum, read_state, verify, write_status
 from pipeline.checkpoint.writer import WriterError, save
-from pipeline.distributed import Ranks
-from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.process.distributed import Ranks
 
 ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

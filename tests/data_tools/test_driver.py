@@ -15,9 +15,9 @@ from data_tools.check import verify
 from data_tools.dedup import dedup
 from data_tools.driver import only_driver
 from data_tools.sharding import index, shard
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.errors import UserError
 from pipeline.settings.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import ray_tasks, waits
-from pipeline.errors import Stopped, UserError
+from pipeline import ray_tasks
+from pipeline.base.errors import Stopped, UserError
+from pipeline.process import waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
 SCRIPT = """
 import threading, time, psutil
 from pipeline import ray_tasks
-from pipeline.command import mistakes_in_one_line
+from pipeline.settings.command import mistakes_in_one_line
 
 def work(number):
     time.sleep(0.1)

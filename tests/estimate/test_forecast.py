@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from forked import Forge
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import HEADROOM, Cluster, choose
 from pipeline.estimate.forecast import describe, make_forecast, readers, run, to_dict
 from pipeline.estimate.memory import rank_memory

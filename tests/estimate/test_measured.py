@@ -10,7 +10,7 @@ import pytest
 from data_tools.bench.gpu_report import Exactness, write_report
 from data_tools.bench.gpu_step import Setup
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.forecast import describe, make_forecast
 from pipeline.settings import schema
 from pipeline.settings.bench import RecordConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import Cluster, lay_out
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, traffic

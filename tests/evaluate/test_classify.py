@@ -10,13 +10,13 @@ import torch
 from sklearn import metrics
 from torch import Tensor
 
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.data.loading.loader import BadBudget
-from pipeline.distributed import Ranks
-from pipeline.errors import OneRankError, UserError
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.process.distributed import Ranks
 from pipeline.settings.run import AugmentConfig
 
 K = 7

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.evaluate import export
 from pipeline.model import create, load, resample_positions, save
 from pipeline.settings.weights import ExportConfig

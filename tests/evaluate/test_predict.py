@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.adhoc_split import open_adhoc_split
-from pipeline.errors import UserError
 from pipeline.evaluate import predict
 from pipeline.settings import schema
 from pipeline.settings.weights import PredictConfig

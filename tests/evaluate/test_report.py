@@ -19,14 +19,14 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.page import markdown
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.errors import UserError
 from pipeline.evaluate import render, report
 from pipeline.evaluate.loaded_model import evaluation_view, load_model
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
-from pipeline.page import markdown
 from pipeline.settings import schema
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.weights import ScoreConfig

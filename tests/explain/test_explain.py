@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
-from pipeline import random_numbers
-from pipeline.errors import UserError
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
 from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.random_numbers import Purpose
 from pipeline.settings import schema
 from pipeline.settings.weights import ExplainConfig
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.explain import features
 from pipeline.settings import schema
 from pipeline.settings.weights import FeaturesConfig

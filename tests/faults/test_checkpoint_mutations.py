@@ -9,15 +9,15 @@ import torch
 from saving import CONFIG, save_all, tensors
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, WriterStatus, read_state, read_status, write_status
-from pipeline.committed import newest_whole
-from pipeline.console import Console
-from pipeline.distributed import Ranks
-from pipeline.errors import UserError
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import read_failures
 from pipeline.lifecycle.run_folder import read_status as read_run_status
+from pipeline.process.committed import newest_whole
+from pipeline.process.console import Console
+from pipeline.process.distributed import Ranks
 from pipeline.train import resume
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

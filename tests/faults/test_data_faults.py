@@ -24,7 +24,7 @@ from PIL import Image
 from data_tools import progress
 from data_tools.check import verify
 from data_tools.sharding import shard
-from pipeline.command import mistakes_in_one_line
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader, train_view
@@ -32,7 +32,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
+from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
 

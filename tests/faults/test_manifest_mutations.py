@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import (
     INFO,
@@ -29,7 +30,6 @@ from pipeline.data.dataset.manifest import (
 )
 from pipeline.data.dataset.tables import info_checksum
 from pipeline.data.storage import checksum_cache
-from pipeline.errors import UserError
 
 COUNT, FLIPS = 60, 200
 LABELS = [[row % 5] if row % 4 else [row % 5, 6] for row in range(COUNT)]

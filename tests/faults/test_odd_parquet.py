@@ -15,7 +15,7 @@ import pytest
 from raw_images import jpeg
 
 from data_tools.sources import list_source
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 NUM_TABLES = 500

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from review_runs import write_run
 
+from pipeline.base.errors import UserError
+from pipeline.base.page import markdown, single_file
 from pipeline.checkpoint.store import Checkpoints
-from pipeline.errors import UserError
 from pipeline.evaluate.render import table_csv
 from pipeline.monitor.metrics_file import read_metrics, repair
 from pipeline.monitor.page_folder import PageFolder, describe
-from pipeline.page import markdown, single_file
 from pipeline.review import compare, report, sync
 from pipeline.review.reader import RunReader, from_folder
 from pipeline.review.record import parse_predictions

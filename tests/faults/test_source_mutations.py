@@ -25,7 +25,7 @@ from data_tools.sharding.write_shard import Job, _read_image
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.vtab import prepare
 from data_tools.vtab.origin import Origin
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.data import ShardConfig
 from pipeline.transfer.vtab_tasks import TASKS
 

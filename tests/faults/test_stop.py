@@ -22,12 +22,12 @@ from forked import Forge, ForkedRun, train, until
 from ranks import ROOT, metrics, settings, without_mlflow
 from tiny import make_dataset
 
-from pipeline import distributed
 from pipeline import model as models
-from pipeline.errors import Stopped
-from pipeline.launcher import free_port
+from pipeline.base.errors import Stopped
 from pipeline.lifecycle import stop
 from pipeline.lifecycle.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
+from pipeline.process import distributed
+from pipeline.process.launcher import free_port
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 

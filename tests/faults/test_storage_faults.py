@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from faulty_s3 import S3, answer, bucket_path, copy_folder, flip, put, reset, stall, truncate
 
-from pipeline.command import mistakes_in_one_line
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.errors import UserError
+from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.run import AugmentConfig
 
 Server = tuple[S3, str]

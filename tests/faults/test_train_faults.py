@@ -16,13 +16,13 @@ from ranks import metrics, settings
 from saving import save_all
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
-from pipeline.console import Console
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.distributed import Ranks
-from pipeline.errors import UserError
 from pipeline.lifecycle import samples
 from pipeline.monitor.run_page import metric_name
+from pipeline.process.console import Console
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.run import RunConfig

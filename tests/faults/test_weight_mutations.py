@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import create, read_weights, save, save_safetensors, to_huggingface, to_npz, to_timm
 from pipeline.model.files import write_safetensors
 

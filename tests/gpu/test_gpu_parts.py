@@ -12,7 +12,7 @@ from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import draw_mixing, mix_images
-from pipeline.distributed import Ranks, use_exact_arithmetic
+from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.settings.run import AugmentConfig
 
 CPU = torch.device("cpu")

@@ -87,7 +87,7 @@ def waits_in_steps(stages: list[int]) -> None:
     """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each ZeRO stage."""
     from measure_memory import make_engine, noise
 
-    from pipeline.distributed import from_environment
+    from pipeline.process.distributed import from_environment
     from pipeline.train.loop import training_step
     from pipeline.train.zero.engine import start_ranks
 

@@ -163,10 +163,10 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
 
     from pipeline import objectives
     from pipeline.data.loading.mix import draw_mixing
-    from pipeline.distributed import Ranks
     from pipeline.estimate.plan import make_plan
     from pipeline.model import build
     from pipeline.monitor.profile import StepClock
+    from pipeline.process.distributed import Ranks
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
     from pipeline.train import optimizers

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.launcher import free_port
+from pipeline.process.launcher import free_port
 
 # Forks the ranks that a line asks for and says their pids; or waits for the pids of a line and says their exit codes.
 # An answer bears the number of its request: one that nobody read must not be taken for the next.
 _FORGE = """
 import gc, json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
-from pipeline.launcher import quiet_torch
+from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
 import pipeline.train.run
 import torch.utils.cpp_extension, torch._dynamo  # What every start imports.
@@ -52,7 +52,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 def work(function: str, argument: Any) -> None:
     """In a rank: function is "module:name"."""
-    from pipeline.command import mistakes_in_one_line
+    from pipeline.settings.command import mistakes_in_one_line
 
     module, _, name = function.partition(":")
     with mistakes_in_one_line():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import loop, setup

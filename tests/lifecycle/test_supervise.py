@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.lifecycle.hosts import largest_fitting, read_hostfile, to_blame
 from pipeline.lifecycle.run_folder import Failure
 from pipeline.lifecycle.supervise import _option, _with_options

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.command import read_settings
+from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.distributed import Ranks, from_environment
 from pipeline.estimate import memory
+from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.loop import training_step

@@ -15,12 +15,12 @@ from live_tensors import LiveTensors, operators_of_a_gpu
 
 from pipeline import objectives
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed import Ranks, from_environment
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import build
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.classification import Classification
+from pipeline.process.distributed import Ranks, from_environment
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers

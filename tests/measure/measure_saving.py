@@ -18,7 +18,7 @@ from pipeline import model as models
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart
 from pipeline.checkpoint.writer import Commit, Retention
-from pipeline.distributed import Ranks
+from pipeline.process.distributed import Ranks
 
 
 def writer() -> psutil.Process:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, create, load, to_npz
 from pipeline.model.convert.official import from_npz, read_npz
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import create, load, read_weights, save, to_npz
 
 D, GRID, HEADS = 16, 4, 4

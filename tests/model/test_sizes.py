@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.variants import VARIANTS, parse_name
 

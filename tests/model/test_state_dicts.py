@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import configure, create, load, read_weights, save_safetensors, to_huggingface, to_timm
 from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.convert.resnets import bit_entries

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import build, config_from_dict, configure, create, load, save
 from pipeline.model.vit import DropPath, SelfAttention
 

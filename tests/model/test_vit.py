@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import VisionTransformer, config_from_dict, configure, create, to_npz
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.launcher import free_port
+from pipeline.process.launcher import free_port
 
 
 def skip_or_fail(reason: str) -> None:

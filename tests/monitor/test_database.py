@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.files import create
+from pipeline.base.errors import UserError
+from pipeline.base.files import create
 from pipeline.monitor.mlflow.store import MlflowStore
 
 FORK = multiprocessing.get_context("fork")  # A process that has imported MLflow.

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pipeline import model as models
-from pipeline.committed import Checksum
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.sender import Timing
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.process.committed import Checksum
 from pipeline.settings.run import TrackConfig
 
 FAST = Timing(poll=0.05, retry=(0.05,))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.monitor.metrics_file import Record, by_name, open_to_append, read_metrics, repair
 
 

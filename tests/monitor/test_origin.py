@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import model as models
-from pipeline.committed import Checksum
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, origin_in
+from pipeline.process.committed import Checksum
 
 FLOWERS = DatasetFacts("flowers", "/data/flowers", "0123456789abcdef", "val", 900, 102, "evaluation")
 TINY = models.ViTConfig(16, 1, 16, 2, 4, (8, 8), 3)

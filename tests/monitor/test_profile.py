@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.distributed import Ranks
 from pipeline.monitor import profile
 from pipeline.monitor.gpus import find_gpu
 from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops, peak_memory
+from pipeline.process.distributed import Ranks
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.distributed import Ranks
 from pipeline.monitor.system import HostMeter, by_host
+from pipeline.process.distributed import Ranks
 
 
 def test_a_host_is_read_by_its_first_rank_only() -> None:

@@ -35,7 +35,7 @@ RANK = """
     import json, os, sys, time
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
-    from pipeline import waits
+    from pipeline.process import waits
     from pipeline.lifecycle.run_folder import Failure, RunFolder, Status
     from pipeline.monitor import watchdog as module
     module._REPORT_SECONDS, module._SPEAK_SECONDS = 2.0, 1.0

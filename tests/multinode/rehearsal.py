@@ -44,7 +44,7 @@ from ranks import metrics
 from raw_images import contents, jpeg, write_class_tars
 from tiny_vtab import prepare_tasks
 
-from pipeline.json_record import shortened
+from pipeline.base.json_record import shortened
 from pipeline.settings import schema
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 

@@ -20,15 +20,15 @@ from forked import Forge
 from PIL import Image
 from ranks import ROOT, settings
 
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.checkpoint.store import Checkpoints, checksum, read_state
-from pipeline.console import Console
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader, train_requests, train_view
 from pipeline.data.loading.order import SampleOrder
-from pipeline.distributed import Ranks
-from pipeline.errors import OneRankError, UserError
 from pipeline.lifecycle import samples
+from pipeline.process.console import Console
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.operate import SamplesConfig
 from pipeline.settings.quantities import Limit

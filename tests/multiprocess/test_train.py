@@ -12,21 +12,21 @@ from ranks import STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import MODEL, read_state
-from pipeline.committed import read_checksums
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests, train_view
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.data.loading.order import SampleOrder
-from pipeline.distributed import Ranks
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import Masking
+from pipeline.process.committed import read_checksums
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.weights import WeightsConfig
@@ -296,9 +296,9 @@ def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: in
 
 def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
     """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
-    from pipeline.distributed import Ranks
     from pipeline.evaluate.classify import predict, score
     from pipeline.evaluate.split_reader import SplitReader
+    from pipeline.process.distributed import Ranks
     from pipeline.settings.run import AugmentConfig
 
     split = open_dataset(dataset).split("val")

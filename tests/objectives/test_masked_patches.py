@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.errors import UserError
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
 from pipeline.model.variants import ViTConfig

@@ -12,10 +12,10 @@ import pytest
 from review_runs import write_run
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
-from pipeline.errors import UserError
 from pipeline.evaluate import architecture
-from pipeline.page import markdown
 from pipeline.review import budgets, compare
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import STUDENT, by_evaluation

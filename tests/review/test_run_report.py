@@ -10,13 +10,13 @@ import pytest
 from review_runs import MODEL, upload, write_run
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
+from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
-from pipeline.errors import UserError
 from pipeline.monitor.mlflow.reading import ReadingStore
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import PREDICTED_SPEED, WeightsOrigin, plain_name
 from pipeline.monitor.tracking import default_uri
-from pipeline.page import markdown
 from pipeline.review import lineage, report
 from pipeline.review.reader import RunReader, from_folder, from_mlflow, open_store
 from pipeline.settings import schema

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import RunFolder, Status
-from pipeline.locks import FileLock
 from pipeline.monitor.mlflow.sender import LOCK_FILE, Timing
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import DatasetFacts, RunFacts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import objectives
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.settings import data, operate, reports, schema, study, transfer, weights
 from pipeline.settings.run import RunConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import checkpoint_folder
-from pipeline.errors import UserError
 from pipeline.settings import bench, data, operate, reports, run_sections, schema, study, transfer, weights
 from pipeline.settings.run import RunConfig
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline import objectives
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
 from pipeline.settings import data as data_settings

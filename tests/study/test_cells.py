@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny_study import write_run
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.study import StudyConfig
 from pipeline.study import driver

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from measure_fit import LAWS, Design, coverage
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.study.fit import MAX_EXTRAPOLATION, PowerLaw, common_noise, fit_power_law, leave_largest_out
 from pipeline.study.fit_optimal import compute_optimal
 

@@ -20,7 +20,7 @@ from tiny_study import write_run
 from tiny_vtab import SETTINGS, prepare_tasks
 from tiny_vtab import run_here as run_vtab_here
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.ray_tasks import LostError
 from pipeline.settings import schema

@@ -6,7 +6,7 @@ import torch
 from pipeline.checkpoint.store import Counts
 from pipeline.data.loading.loader import Batch
 from pipeline.data.storage.retry import Retry
-from pipeline.distributed import Ranks
+from pipeline.process.distributed import Ranks
 from pipeline.train.run_counts import RunCounts
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig

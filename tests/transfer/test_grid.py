@@ -14,9 +14,9 @@ from ranks import metrics
 from tiny import make_dataset
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.subset import hold_out
-from pipeline.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.review import compare
 from pipeline.settings import schema

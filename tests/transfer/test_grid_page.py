@@ -10,7 +10,7 @@ import pytest
 from child_runs import leave_behind
 from tiny import make_dataset
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker

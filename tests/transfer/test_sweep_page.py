@@ -12,7 +12,7 @@ import pytest
 from measure_tracking import serving
 from tiny_vtab import prepare, run_here
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.state import SyncState, run_id_of, write_states
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker

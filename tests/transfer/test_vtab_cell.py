@@ -9,12 +9,12 @@ import torch
 from tiny import NUM_CLASSES, make_dataset
 
 from pipeline import model as models
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Loader, remembering_train_view, train_view
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import UserError
 from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig

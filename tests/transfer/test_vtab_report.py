@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.page import markdown
 from pipeline.evaluate import intervals
-from pipeline.page import markdown
 from pipeline.review import report as run_report
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema

@@ -13,7 +13,7 @@ import pytest
 from tiny_vtab import PREPARED, prepare, run_here
 
 from pipeline import model as models
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.reports import VtabReportConfig
 from pipeline.settings.transfer import VtabConfig

@@ -18,10 +18,10 @@ from data_tools.sources.class_numbers import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.listing import Collector, printable
 from data_tools.sources.reader import PIXELS
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
-from pipeline.words import counted
 
 SPLITS = {"train": "train", "test": "test"}
 _BYTES = 3 * 32 * 32

@@ -13,12 +13,12 @@ from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_name
 from data_tools.sources.layouts.archive import tar_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 from pipeline.settings.quantities import whole_number
-from pipeline.words import counted
 
 SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from data_tools.sources.layouts.archive import LIST, kind, staged_path, tar_members, walk_zip
 from data_tools.sources.listing import Collector, printable
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 # pyarrow's S3 client has 25 connections. _AHEAD bounds the finished lists in memory that wait for an earlier, slow tar.

@@ -17,12 +17,12 @@ from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.layouts.archive import staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import shortened
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.json_record import shortened
 from pipeline.settings.data import ShardConfig
 
 _IMAGES_AT_ONCE, _LABELS_AT_ONCE = 64, 2**16

@@ -10,9 +10,9 @@ import pyarrow.types as types
 from data_tools.sources.class_numbers import read_names
 from data_tools.sources.labels import LabelColumn, check_columns
 from data_tools.sources.listing import NOT_UTF8, Collector
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 _ROWS_AT_ONCE = 2**16

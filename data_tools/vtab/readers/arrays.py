@@ -20,8 +20,8 @@ from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.readers import labels
 from data_tools.vtab.readers.files import Files, Place
 from data_tools.vtab.readers.original import Original, Pixels, Pool
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
 
 _CIFAR_PIXELS = 3 * 32 * 32

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 from google_crc32c import value as crc32c
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 
 _MASK_DELTA = 0xA282EAD8
 # Wire types of protocol buffers.

@@ -13,10 +13,10 @@ from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import printable
 from data_tools.vtab.datasets import DataSet, File
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 # Other archives with the same files.

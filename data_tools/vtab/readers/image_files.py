@@ -17,9 +17,9 @@ from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.arrays import mat
 from data_tools.vtab.readers.files import Files, Place
 from data_tools.vtab.readers.original import Original, Pool
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 _CALTECH_TRAIN = "train.txt"
 _CALTECH_PER_CLASS, _CALTECH_SEED = 30, 1234

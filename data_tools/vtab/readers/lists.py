@@ -6,12 +6,12 @@ named by number. Without the original keys, the splits cannot be proved.
 
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.data.storage.whole import read_bytes
-from pipeline.errors import UserError
 from pipeline.settings.quantities import whole_number
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 # Names of a task's folder in NOAH and other projects.
 _FOLDERS = {

@@ -18,12 +18,12 @@ from data_tools.vtab.readers.examples import Example, records
 from data_tools.vtab.readers.files import Files, MissingError, Place, sources_of
 from data_tools.vtab.readers.original import Original, Pool
 from data_tools.vtab.split import hashed_order
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.data.storage.whole import read_bytes
-from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import Task
-from pipeline.words import counted
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeline import json_record
+from pipeline.base import json_record
 from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.data.storage.whole import read_bytes
 

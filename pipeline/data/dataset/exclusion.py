@@ -12,15 +12,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.dataset.tables import ManifestTables
 from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
-from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import Limit
-from pipeline.words import counted
 
 FOLDER = "exclude"
 # row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.

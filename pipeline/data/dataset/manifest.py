@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, Index, cache_folder, open_index
 from pipeline.data.dataset.split import Split
@@ -45,9 +47,7 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import read_bytes, replacing
-from pipeline.errors import UserError
 from pipeline.settings.quantities import Limit
-from pipeline.words import counted
 
 __all__ = [
     "FORMAT", "INFO", "ROWS", "SAMPLES", "SAMPLES_FILE", "SHARDS", "SHARDS_FILE", "Dataset", "Shard", "Split", "file_sha256",

@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.locks import locked
 from pipeline.data.storage.checksum_cache import cache_home, checksum_of
 from pipeline.data.storage.content import HASH_BYTES
-from pipeline.errors import UserError
-from pipeline.locks import locked
 
 INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}

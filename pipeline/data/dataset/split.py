@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.mapped_index import Index
 from pipeline.data.storage.cache import Storage
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 NOTHING_EXCLUDED = "none"
 

@@ -5,13 +5,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
-from pipeline.errors import UserError
-from pipeline.random_numbers import Purpose
 from pipeline.settings.quantities import Limit
-from pipeline.words import counted
 
 
 class SplitChoice(Protocol):

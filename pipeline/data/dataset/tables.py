@@ -18,14 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import json_record
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import SampleTable
 from pipeline.data.storage.bucket import AnyPath, locate, open_file
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.errors import UserError
-from pipeline.words import counted
 
 FORMAT = "vit-dataset/2"
 # The first format differs in one column of ROWS, where the hash of an image was `sha256`. It can still be read.

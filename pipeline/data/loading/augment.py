@@ -10,10 +10,10 @@ import cv2
 import numpy as np
 import torch
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.distort import distort
 from pipeline.data.loading.jpeg_region import Region
-from pipeline.random_numbers import Purpose
 from pipeline.settings.run import AugmentConfig
 
 # The loader has its own threads; OpenCV must not start more inside them.

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import randaugment
-from pipeline.random_numbers import Purpose
 from pipeline.settings.run import AugmentConfig
 
 _ERASE_TRIES, _DRAWS_PER_TRY = 10, 4

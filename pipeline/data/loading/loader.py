@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base.errors import Interrupted, OneRankError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.loading.jpeg_region import Region
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import Interrupted, OneRankError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
-from pipeline.words import counted
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2

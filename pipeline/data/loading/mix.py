@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import random_numbers
-from pipeline.random_numbers import Purpose
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 

@@ -16,8 +16,8 @@ from operator import getitem
 
 import numpy as np
 
-from pipeline import random_numbers
-from pipeline.random_numbers import Purpose
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
 
 
 class SampleOrder:

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
 from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
-from pipeline.launcher import ranks_on_host
-from pipeline.words import counted
+from pipeline.process.launcher import ranks_on_host
 
 Request = TypeVar("Request", bound=tuple)
 

@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 
 from pyarrow import fs
 
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
 from pipeline.data.storage.object_store import ObjectReader, Store
 from pipeline.data.storage.retry import Retry
-from pipeline.errors import UserError
-from pipeline.files import open_regular
 
 _READ_AHEAD = 2**20
 _OPTIONS = {"region", "endpoint_override", "scheme", "anonymous"}

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.base.errors import UserError
+from pipeline.base.locks import FileLock, locked
+from pipeline.base.words import counted
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.errors import UserError
-from pipeline.locks import FileLock, locked
-from pipeline.waits import Wait, waiting
-from pipeline.words import counted
+from pipeline.process.waits import Wait, waiting
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline import files, json_record
+from pipeline.base import files, json_record
+from pipeline.base.errors import UserError
+from pipeline.base.locks import locked
 from pipeline.data.storage.bucket import AnyPath, open_file, version
-from pipeline.errors import UserError
-from pipeline.locks import locked
 
 # A file that was written so recently may be written again within the resolution of its times.
 _SETTLED_SECONDS = 2.0

@@ -18,8 +18,8 @@ from typing import TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
+from pipeline.base.words import counted
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.words import counted
 
 T = TypeVar("T")
 

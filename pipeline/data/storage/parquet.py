@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular
 from pipeline.data.storage.bucket import AnyPath, is_utf8
-from pipeline.errors import UserError
-from pipeline.files import open_regular
 
 
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipeline.errors import OneRankError
-from pipeline.waits import Wait, waiting
+from pipeline.base.errors import OneRankError
+from pipeline.process.waits import Wait, waiting
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Retry:
         return Retry, (self.seconds, self.setting, self.stall_seconds, self.upload_attempts)
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
-        """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/waits.py).
+        """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/process/waits.py).
 
         is_transfer: it takes long if all is well, as the upload of a shard does, and is mentioned once an attempt failed.
         Raises StorageError for a permanent failure and after `seconds`, and FileNotFoundError for a missing object.

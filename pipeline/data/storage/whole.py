@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from pipeline import files
+from pipeline.base import files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 
 
 def read_bytes(path: AnyPath) -> bytes:
-    """The content of a file: see `pipeline.files.read_bytes`; or of an object. Raises FileNotFoundError."""
+    """The content of a file: see `pipeline.base.files.read_bytes`; or of an object. Raises FileNotFoundError."""
     return path.read_bytes() if isinstance(path, BucketPath) else files.read_bytes(path)
 
 
@@ -17,7 +17,7 @@ def read_bytes(path: AnyPath) -> bytes:
 def replacing(path: AnyPath) -> Iterator[BinaryIO]:
     """A file that replaces `path` when the block ends, and is removed when the block raises.
 
-    Locally this is `pipeline.files.replacing`; for a bucket, a temporary local file is uploaded at the end.
+    Locally this is `pipeline.base.files.replacing`; for a bucket, a temporary local file is uploaded at the end.
     """
     with path.replacing() if isinstance(path, BucketPath) else files.replacing(path) as file:
         yield file

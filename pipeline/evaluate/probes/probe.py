@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.loader import BadBudget
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.cache import Storage
-from pipeline.distributed import Ranks, StopRequest
-from pipeline.errors import UserError
 from pipeline.evaluate.classify import is_any, label_table
 from pipeline.evaluate.intervals import sample_deviation
 from pipeline.evaluate.probes import fewshot
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.random_numbers import Purpose
+from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import ProbeConfig
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 from pipeline.model.variants import Config
 
 Tensors = Mapping[str, Tensor]

@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert import resnets
 from pipeline.model.convert.entries import Entries, Tensors, key_pattern
 from pipeline.model.variants import VARIANTS, Gelu, Kernel, ViTConfig, stem_reduction
-from pipeline.words import counted
 
 
 class PoolNames(NamedTuple):

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import npz
-from pipeline.errors import UserError
+from pipeline.base import npz
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert.entries import Entries, Weights
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
 from pipeline.model.convert.plain import as_plain
@@ -27,7 +28,6 @@ from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
-from pipeline.words import counted
 
 Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import position
 from pipeline.model.variants import Pool, ViTConfig
 from pipeline.model.vit import VisionTransformer

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
 from pipeline.model.resnet import unit_shapes
 from pipeline.model.variants import ResNetConfig

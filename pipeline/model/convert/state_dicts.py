@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import json_record
-from pipeline.errors import UserError
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights, check_values
 from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
@@ -23,7 +24,6 @@ from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_
 from pipeline.model.resnet import ResNet
 from pipeline.model.variants import RESNET_UNITS, VARIANTS, Config, Gelu, Kernel, ResNetConfig, stem_reduction
 from pipeline.model.vit import VisionTransformer
-from pipeline.words import counted
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",

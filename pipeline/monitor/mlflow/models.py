@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import NOTE, DatasetFacts, dataset_name, hide_passwords, is_score
 

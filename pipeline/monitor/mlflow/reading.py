@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.json_record import quoted
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.monitor.mlflow.store import MlflowStore
 from pipeline.monitor.run_page import StoredRun, restored_value, stored_dataset
 

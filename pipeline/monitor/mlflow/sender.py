@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import open_regular, write_text
-from pipeline.locks import FileLock
+from pipeline.base.errors import UserError
+from pipeline.base.files import open_regular, write_text
+from pipeline.base.locks import FileLock
+from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, Repair, parse_line
 from pipeline.monitor.mlflow.mirror import FindModels, MirrorSettings, RunMirror
 from pipeline.monitor.mlflow.models import ModelStore
@@ -25,7 +26,6 @@ from pipeline.monitor.mlflow.state import STATE_FILE, SyncState, read_states, wr
 from pipeline.monitor.mlflow.store import is_refusal
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import NOTE, SCORE, RunFacts, hide_passwords, is_score, metric_name
-from pipeline.words import counted
 
 # Tag with the identity of the run folder, by which the MLflow run is found when mlflow.json is damaged.
 FOLDER_TAG = "run_folder"

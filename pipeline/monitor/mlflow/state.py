@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pipeline import json_record
-from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
 from pipeline.monitor.metrics_file import MAX_INTEGER
 from pipeline.monitor.run_page import hide_passwords
 

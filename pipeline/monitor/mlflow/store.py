@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import create
+from pipeline.base.errors import UserError
+from pipeline.base.files import create
+from pipeline.base.tracking_uri import sqlite_file
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG, is_earlier
 from pipeline.monitor.run_page import (
@@ -20,7 +21,6 @@ from pipeline.monitor.run_page import (
     dataset_name,
     metric_name,
 )
-from pipeline.tracking_uri import sqlite_file
 
 # MLflow's limits: characters of a parameter's value, parameters per request.
 _MAX_VALUE = 6000

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from pipeline.committed import read_checksums
+from pipeline.base.errors import UserError
+from pipeline.base.tracking_uri import sqlite_uri
 from pipeline.data.storage.checksum_cache import cache_home
-from pipeline.errors import UserError
 from pipeline.monitor.mlflow.models import WEIGHTS, ModelStore
-from pipeline.tracking_uri import sqlite_uri
+from pipeline.process.committed import read_checksums
 
 C = TypeVar("C", bound="_HasWeights")
 

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
+from pipeline.base.errors import Stopped
+from pipeline.base.random_numbers import Purpose
 from pipeline.checkpoint.sharded_tensors import EMA, Range, RankPart, ShardedTensors
 from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import Batch, normalise
-from pipeline.distributed import Ranks, all_started
-from pipeline.errors import Stopped
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective, stored_parameters
-from pipeline.random_numbers import Purpose
+from pipeline.process.distributed import Ranks, all_started
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import layout
 from pipeline.train.zero.deepspeed_import import deepspeed

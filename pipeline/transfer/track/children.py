@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.base.errors import UserError
+from pipeline.base.files import replacing
+from pipeline.base.progress import duration
+from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states
 from pipeline.monitor.mlflow.store import MlflowStore, is_refusal
 from pipeline.monitor.page_folder import PAGE
 from pipeline.monitor.run_page import SCORE, DatasetFacts, RunFacts, hide_passwords
-from pipeline.progress import duration
 from pipeline.transfer.track.child_store import ChildStore, KnownChild
-from pipeline.words import counted
 
 FIGURES = "figures"
 # Tags of a child: its key among the children of its parent, and the digest of what was sent.

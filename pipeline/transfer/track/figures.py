@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.base.page import png
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_seeds
-from pipeline.page import png
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
-from pipeline.words import counted
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73")

@@ -4,8 +4,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.errors import UserError
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
@@ -15,7 +16,6 @@ from pipeline.settings.reports import GridConfig
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.track.figures import draw_finals, draw_rates_of_grid
 from pipeline.transfer.track.parent_page import ParentPage
-from pipeline.words import counted
 
 
 class GridPage(ParentPage):

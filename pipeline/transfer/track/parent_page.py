@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.files import replacing
+from pipeline.base.files import replacing
 from pipeline.monitor.mlflow.refusals import one_line
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.mlflow.store import MlflowStore

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.monitor.mlflow.state import STATE_FILE, read_states, run_id_of
 from pipeline.monitor.origin import find_origin
@@ -22,7 +23,6 @@ from pipeline.transfer.track.children import ChildRun, ChildSender, Pace
 from pipeline.transfer.track.figures import draw_rates_of_groups
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Cell
 from pipeline.transfer.vtab_tasks import TASKS
-from pipeline.words import counted
 
 EXPERIMENT = "vtab"
 _LOG_EVERY = 60.0  # Seconds between two points of the number of cells.

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, excluded_rows, read_lists, write_list
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import UserError
 
 COUNT = 30
 LABELS = [[row % 5] * (row % 4) for row in range(COUNT)]

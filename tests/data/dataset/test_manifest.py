@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 
 
 def rows(first: int, labels: list[list[int]]) -> pa.Table:

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, rows_beyond_limit, write_list
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import UserError
 from pipeline.settings.quantities import Limit
 
 NOTHING = np.empty(0, np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
 from pipeline.data.loading import augment
 from pipeline.data.loading.augment import inception_crop, write_eval_view, write_train_view
 from pipeline.settings.run import AugmentConfig

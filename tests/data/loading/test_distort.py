@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
 from pipeline.data.loading.augment import write_train_view
 from pipeline.data.loading.distort import color_jitter, distort, erased_box
 from pipeline.settings.run import AugmentConfig

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, Dataset, Split, file_sha256, open_dataset
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, eval_view, normalise, train_view
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
 
 COUNT = 40

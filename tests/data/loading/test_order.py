@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
 from pipeline.data.loading.loader import eval_requests, train_requests
 from pipeline.data.loading.order import SampleOrder
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
-from pipeline import random_numbers
+from pipeline.base import random_numbers
 from pipeline.data.loading import randaugment as ra
 from pipeline.data.loading.randaugment import OPERATIONS, PIXEL_COUNT_OPERATIONS, randaugment
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from pipeline import waits
 from pipeline.data.storage.retry import Retry, StorageError
+from pipeline.process import waits
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
 
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, eval_view
@@ -23,7 +24,6 @@ from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.whole import replacing
-from pipeline.errors import UserError
 from pipeline.settings.run import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from PIL import Image
 from data_tools.bench import augment, measure, peers
 from data_tools.bench.measure import Contestant, Timing, race, rows, table
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.settings.data import BenchConfig
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from data_tools.bench.apart import rows_apart
 from data_tools.bench.gpu_report import Exactness, predictions, write_report
 from data_tools.bench.gpu_step import Case, Setup
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
 from pipeline.model import ViTConfig, configure, training_flops_per_image
 from pipeline.settings.bench import GpuBenchConfig, RecordConfig

@@ -10,7 +10,7 @@ import torch
 
 from data_tools.bench.model_speed import MinimalViT, copy_parameters, run
 from data_tools.bench.record import Record
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.model import ViTConfig, build, configure
 from pipeline.settings.bench import ModelBenchConfig
 

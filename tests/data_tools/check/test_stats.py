@@ -17,8 +17,8 @@ from raw_images import jpeg, noise, settings, write_folder
 
 from data_tools.check import contact_sheet, count, stats
 from data_tools.sharding import shard
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
-from pipeline.errors import UserError
 from pipeline.settings.data import StatsConfig
 
 ROOT = Path(__file__).resolve().parents[3]

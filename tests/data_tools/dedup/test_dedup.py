@@ -19,9 +19,9 @@ from data_tools.dedup.evaluate import PLANTS, measure_recall
 from data_tools.dedup.near_copies import NUM_CROPS, TestImages, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
-from pipeline.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.data import DedupConfig
 

@@ -18,11 +18,11 @@ from data_tools.check import stats, verify
 from data_tools.dedup import dedup
 from data_tools.sharding import index, shard
 from data_tools.sharding.write_shard import part_path, read_part, write_part
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.retry import StorageError
-from pipeline.errors import UserError
 from pipeline.settings.data import DedupConfig, IndexConfig, StatsConfig, VerifyConfig
 
 

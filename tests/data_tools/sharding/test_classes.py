@@ -11,8 +11,8 @@ from test_layouts import TINY
 from data_tools.sharding.classes import apply_rules, readable_names, refuse_untrained, small_classes
 from data_tools.sharding.holdout import hold_out
 from data_tools.sources import Listing, list_source
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
-from pipeline.errors import UserError
 
 SIZES = {"ant": 1, "bee": 3, "cat": 5, "dog": 6}
 

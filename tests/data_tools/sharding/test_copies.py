@@ -13,7 +13,7 @@ from data_tools import progress
 from data_tools.sharding import copies, shard
 from data_tools.sharding.copies import merge_copies
 from data_tools.sources import list_source
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 
 TWIN, TRIPLET, LEAK = jpeg(1), jpeg(2), jpeg(3)
 FILES = {

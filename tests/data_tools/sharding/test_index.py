@@ -11,10 +11,10 @@ from raw_images import contents, jpeg, write_tar
 from data_tools.check import verify
 from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
-from pipeline import command
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.errors import UserError
+from pipeline.settings import command
 from pipeline.settings.data import IndexConfig, ShardConfig, VerifyConfig
 
 SPLITS = {"train": "", "val": "val-"}

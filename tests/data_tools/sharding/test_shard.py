@@ -26,10 +26,10 @@ from data_tools.sharding import shard
 from data_tools.sharding.write_shard import Job, write_shard
 from data_tools.sources import list_source
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[3]

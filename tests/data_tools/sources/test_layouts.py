@@ -20,8 +20,8 @@ from scipy.io import savemat
 
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.sources.images import to_png
+from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import decode
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 Sample = tuple[str, tuple[str, ...], bytes]

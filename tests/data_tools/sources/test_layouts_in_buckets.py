@@ -30,9 +30,9 @@ from test_layouts import (
 
 from data_tools.sharding import shard
 from data_tools.sources import Listing, Reader, list_source
+from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import walk_files
 from pipeline.data.storage.retry import StorageError
-from pipeline.errors import UserError
 from pipeline.settings.data import ShardConfig
 
 

@@ -22,8 +22,8 @@ from data_tools.sharding.index import run as index
 from data_tools.sharding.write_shard import Job, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import tar_members
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.errors import UserError
 from pipeline.settings.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
 
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}

@@ -13,7 +13,7 @@ from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zi
 from data_tools.sharding.shard import run
 from data_tools.sources import list_source
 from data_tools.sources.layouts import LAYOUTS
-from pipeline import command
+from pipeline.settings import command
 from pipeline.settings.data import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[3]

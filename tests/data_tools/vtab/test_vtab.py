@@ -28,9 +28,9 @@ from data_tools.vtab.prepare import run
 from data_tools.vtab.readers import convert
 from data_tools.vtab.readers.files import Files
 from data_tools.vtab.split import SPLITS
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
 from pipeline.data.loading.decode import decode
-from pipeline.errors import UserError
 from pipeline.settings.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import TASKS
 

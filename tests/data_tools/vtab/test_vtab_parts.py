@@ -15,8 +15,8 @@ from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.readers import arrays, convert, labels
 from data_tools.vtab.readers.examples import Example, crc32c, records
 from data_tools.vtab.split import choose, hashed_order, shard_key
+from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import DecodeError, decode
-from pipeline.errors import UserError
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 

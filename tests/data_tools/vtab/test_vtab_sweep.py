@@ -22,10 +22,10 @@ from vtab_originals import Truth
 from launch.vtab import on_ray
 from pipeline import model as models
 from pipeline import ray_tasks
+from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import file_sha256, open_dataset
-from pipeline.errors import UserError
-from pipeline.launcher import free_port
 from pipeline.model.files import find_file
+from pipeline.process.launcher import free_port
 from pipeline.settings import schema
 from pipeline.settings.transfer import VtabConfig
 from pipeline.transfer import vtab

@@ -11,10 +11,10 @@ from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.distributed import Ranks
 from pipeline.evaluate import report
 from pipeline.evaluate.probes.features import Features, requests
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics
+from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.run_sections import ProbeConfig
 from pipeline.settings.weights import ScoreConfig

@@ -1,0 +1,178 @@
+"""Reads small local files, and creates or replaces files atomically. Standard library only.
+
+Whatever a user or another program names is opened by `open_regular`, or read by `read_bytes`: a FIFO never blocks, a device never
+fills the memory, and `path_inside` keeps names from a file of others inside of a folder.
+
+A reader of a replaced file sees the old content or the new, never a part: the new content is written to a hidden file in the same
+folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else.
+"""
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+
+# Limit of files that are read as a whole. Most have some KB; a list of 14 million excluded samples has some hundred MB.
+MAX_BYTES = 1 << 30
+_PIECE = 1 << 20
+
+
+# ---------------------------------------------------------------------- reading
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to read its bytes.
+
+    Raises UserError for a FIFO, a socket, a device and a name that no file can have; else what `open` raises, such as
+    FileNotFoundError and IsADirectoryError.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer, also after Ctrl-C where an open is retried.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except ValueError:  # A NUL, or half of a surrogate pair.
+        raise UserError(f"{os.fspath(path)!a} is not a path.") from None
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # A socket, a device without a driver, links in a circle.
+            raise _not_regular(path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise _not_regular(path)
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. Raises as `open_regular`, and UserError for a file above `max_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        parts, length = [], 0
+        # In pieces: `read` would reserve all of the limit, and a size of 0 may be that of an endless file of the system.
+        while size <= max_bytes and length <= max_bytes and (part := file.read(_PIECE)):
+            parts.append(part)
+            length += len(part)
+    content = b"".join(parts)
+    if max(size, len(content)) > max_bytes:
+        raise UserError(f"{path} has {counted(max(size, len(content)), 'byte')}, above the limit of {max_bytes:,}.")
+    return content
+
+
+def path_inside(folder: Path, name: str | os.PathLike[str]) -> Path:
+    """The path of a regular file in a folder that another program may have filled. Links to the folder itself are followed.
+
+    Raises UserError for a name that leaves the folder, for a link on the way or at its end, wherever it leads, and for what is
+    no regular file; FileNotFoundError if there is none.
+    """
+    root = Path(os.path.realpath(folder))
+    path = root / name
+    if Path(name).is_absolute() or os.path.normpath(path) != str(path) or not path.is_relative_to(root):
+        raise UserError(f"{os.fspath(name)!a} leads out of {folder}.")
+    try:
+        is_link = os.path.realpath(path) != str(path)
+        mode = os.lstat(path).st_mode
+    except ValueError:
+        raise UserError(f"{os.fspath(name)!a} is not a path.") from None
+    except NotADirectoryError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    if is_link:
+        raise UserError(f"{folder / name} is a link, or lies behind one.")
+    if not stat.S_ISREG(mode):
+        raise _not_regular(folder / name)
+    return folder / name
+
+
+def _not_regular(path: str | os.PathLike[str]) -> UserError:
+    return UserError(f"{os.fspath(path)} is not a regular file.")
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def as_bytes(text: str) -> bytes:
+    """UTF-8, whatever the locale. A byte of a file name that is no UTF-8 (a lone surrogate in Python) is written as `\\udcXX`.
+
+    In JSON that is the escape from which the same name is read back.
+    """
+    return text.encode(errors="backslashreplace")
+
+
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a small file that only one process writes; it overwrites the hidden file that a killed process left.
+
+    durable: flush the text to the disk before the rename, so that it survives a power failure.
+    """
+    with _replacing(path, path.with_name(f".{path.name}.tmp"), 0o666, durable) as file:
+        file.write(as_bytes(text))
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that replaces `path` when the block ends, and is removed when the block raises.
+
+    Several processes may write the same path (a task and its retry): each has a hidden file of its own, so their bytes
+    cannot mix. mode: permissions of a new file, before the umask.
+    """
+    with _replacing(path, _hidden(path), mode, durable=True) as file:
+        yield file
+    sync_folder(path.parent)
+
+
+def create(path: Path, content: bytes) -> bool:
+    """Create a file unless it exists; returns whether this call did. Of several processes that create it, the first wins."""
+    try:
+        with _replacing(path, _hidden(path), 0o666, durable=True, appear=_link) as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    sync_folder(path.parent)
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder, and thus a rename, to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden(path: Path) -> Path:
+    """A name that no other process uses."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def _rename(hidden: Path, path: Path) -> None:
+    os.replace(hidden, path)
+
+
+def _link(hidden: Path, path: Path) -> None:
+    """As a rename, but raises FileExistsError where the path exists."""
+    os.link(hidden, path)
+    hidden.unlink()
+
+
+@contextmanager
+def _replacing(
+    path: Path, hidden: Path, mode: int, durable: bool, appear: Callable[[Path, Path], None] = _rename
+) -> Iterator[BinaryIO]:
+    try:
+        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        appear(hidden, path)
+    except BaseException as error:
+        hidden.unlink(missing_ok=True)
+        # The error of a failed write() has no file name, and "no space left" is of little use without one.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

@@ -1,0 +1,28 @@
+"""Tracking URIs of SQLite databases: to a path and back. Imports neither MLflow nor SQLAlchemy."""
+
+import re
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from pipeline.base.errors import UserError
+
+# SQLAlchemy ends the path at a question mark and replaces %20 by a space; it takes every other character as it is.
+_AS_THEY_ARE = "".join(chr(code) for code in range(32, 127) if chr(code) not in "%?")
+_SQLITE = re.compile(r"sqlite(?:\+\w+)?://(?:/(?P<path>[^?]*))?(?P<query>\?.*)?", re.DOTALL)
+
+
+def sqlite_uri(database: Path) -> str:
+    """The tracking URI of a database file, whatever characters its path has."""
+    path = str(database.resolve())
+    return "sqlite:///" + "".join(quote(c, safe=_AS_THEY_ARE) if c.isascii() else c for c in path)
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """File of an SQLite database; None for another store. Raises UserError for one in memory, which ends with this process."""
+    found = _SQLITE.fullmatch(uri)
+    if found is None:
+        return None
+    path = unquote(found["path"] or "")
+    if not path or ":memory:" in path or "mode=memory" in (found["query"] or ""):
+        raise UserError(f"{uri} is a database in memory, which ends with this process. Give sqlite:////PATH/mlflow.db.")
+    return Path(path)

@@ -1,0 +1,60 @@
+"""Finds the committed and complete checkpoints of a local folder, for readers of weights. Standard library only."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_bytes
+
+NAME = re.compile(r"step-(\d{8,})")
+CHECKSUMS, LATEST = "checksums.json", "latest"
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size and SHA-256 (hex) of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def read_checksums(path: Any) -> dict[str, Checksum] | None:
+    """Returns checksums.json of a checkpoint (a local or bucket path) by file name; None if it is missing or damaged."""
+    try:
+        content = read_bytes(path / CHECKSUMS) if isinstance(path, Path) else (path / CHECKSUMS).read_bytes()
+        return json_record.parse(content, dict[str, Checksum], str(path / CHECKSUMS))
+    except (OSError, UserError):
+        return None
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """Returns the newest checkpoint whose files all have the recorded sizes; contents are verified when they are read."""
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+        checksums = read_checksums(path)
+        if checksums and _have_sizes(path, checksums):
+            return path
+    return None
+
+
+def mend_pointer(folder: Path, name: str) -> None:
+    """Make `latest` name this checkpoint, which a kill right after a commit may have prevented. Ignores I/O errors."""
+    pointer, temporary = folder / LATEST, folder / f".{LATEST}.{os.getpid()}.tmp"
+    try:
+        if not pointer.exists() or read_bytes(pointer).strip() != name.encode():
+            temporary.write_text(name)
+            os.replace(temporary, pointer)
+    except (OSError, UserError):
+        return
+
+
+def _have_sizes(path: Path, checksums: Mapping[str, Checksum]) -> bool:
+    try:
+        return all("/" not in name and (path / name).stat().st_size == c.bytes for name, c in checksums.items())
+    except (OSError, ValueError):
+        return False

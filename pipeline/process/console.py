@@ -1,0 +1,61 @@
+"""Console output of a run: lines, which are also written to log.txt, and a progress bar on a terminal."""
+
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pipeline.base.progress import duration
+from pipeline.process.start import silence_broken_output
+
+
+class Console:
+    """Prints lines on rank 0, above the progress bar if there is one, and appends them to a log file."""
+
+    def __init__(self, log: Path, is_main: bool) -> None:
+        self.is_main = is_main
+        self.bar: tqdm | None = None
+        self.begin = time.perf_counter()
+        self.log = log
+        if is_main:
+            log.parent.mkdir(parents=True, exist_ok=True)
+
+    def say(self, line: str) -> None:
+        if not self.is_main:
+            return
+        try:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:
+            # The launcher that read the output was killed. The run must not end, as it may be about to commit.
+            silence_broken_output()
+        with open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def open_bar(self, done: int, total: int) -> None:
+        if self.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+
+    def advance(self) -> None:
+        if self.bar:
+            self.bar.update()
+
+    def close_bar(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def progress_line(done: int, total: int, metrics: dict[str, float], global_batch: int) -> str:
+    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left."""
+    retries, communication = metrics["storage_retries"], metrics["time_communication"]
+    left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
+    return (
+        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
+        f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
+        f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
+        f"opt {metrics['time_optimizer']:.0%}{f' comm {communication:.0%}' if communication else ''} "
+        f"save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
+        f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
+        f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
+    )

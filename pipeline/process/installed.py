@@ -1,0 +1,45 @@
+"""The command `vit` of an installed library: `vit NAME ...` is `python launch/NAME.py ...`, from any folder."""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+# Of the repository, or site-packages: launch/ and configs/ are installed beside the library.
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def shipped(path: Path) -> Path:
+    """The installed file for a relative path `configs/...` that does not exist in the current folder; else `path` itself."""
+    if path.parts[:1] == ("configs",) and ".." not in path.parts and not path.exists() and (_ROOT / path).is_file():
+        return _ROOT / path
+    return path
+
+
+def python_arguments(command: str) -> list[str]:
+    """Python's arguments that run a command: a script that exists, else the module of `pretrain` or `launch/pretrain.py`."""
+    if Path(command).is_file():
+        return [command]
+    name = command.removeprefix("launch/").removesuffix(".py")
+    return ["-m", f"launch.{name}"] if name in _commands() else [command]
+
+
+def main() -> None:
+    """Run the command that the first argument names; list the commands without one."""
+    known = _commands()
+    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
+        print("usage: vit COMMAND [--config FILE] [setting=value ...]; vit COMMAND --help explains it\n")
+        for name, file in known.items():
+            about = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+            print(f"  {name:<16}{about.partition(': ')[2]}")
+        return
+    name = sys.argv.pop(1)
+    if name not in known:
+        print(f"error: vit {name[:200]!r}: no such command. `vit --help` lists them.", file=sys.stderr)
+        sys.exit(2)
+    sys.argv[0] = str(known[name])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _commands() -> dict[str, Path]:
+    return {file.stem: file for file in sorted((_ROOT / "launch").glob("*.py")) if not file.stem.startswith("_")}

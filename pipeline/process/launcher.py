@@ -1,0 +1,83 @@
+"""Checks the environment variables that a launcher (deepspeed, torchrun, Ray, Slurm) sets. Standard library only."""
+
+import contextlib
+import os
+import random
+import socket
+
+from pipeline.base.errors import UserError
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_MAX_RANKS, _MAX_PORT = 10_000_000, 65_535
+_PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
+
+
+def quiet_torch() -> None:
+    """Turn off warnings of torch's C++ code. Must be called before torch is imported, which reads the variable once.
+
+    When the rank that hosts the process group's store is killed, each request of the other ranks would print 20 stack
+    frames before the line that names the lost rank. Set TORCH_CPP_LOG_LEVEL=WARNING to see them.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def check_environment() -> int:
+    """Returns the number of ranks, 1 without a launcher. Raises UserError for invalid or missing variables."""
+    numbers = {name: _number(name) for name in _NUMBERS if name in os.environ}
+    if "RANK" not in numbers:
+        return 1
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
+            "torchrun) sets all of them; for a run of one rank, unset RANK."
+        )
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise UserError(f"RANK = {numbers['RANK']} must be below WORLD_SIZE = {numbers['WORLD_SIZE']}.")
+    return numbers["WORLD_SIZE"]
+
+
+def ranks_on_host() -> int:
+    """The number of ranks on this host, by whichever variable the launcher sets; 1 without a launcher."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+
+
+def refuse_busy_port() -> None:
+    """Raise UserError on rank 0 if another process listens on MASTER_PORT, where the ranks connect."""
+    port = os.environ.get("MASTER_PORT")
+    # torchrun's agent itself listens there, for the ranks.
+    if port is None or os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(port)))
+        except PermissionError:
+            raise UserError(f"MASTER_PORT = {port} is kept for the system here. Use one above 1023.") from None
+        except OSError:
+            raise busy_port() from None
+
+
+def free_port() -> int:
+    """Returns a TCP port that nobody listens on, from a range that Linux does not assign to connections by itself.
+
+    A port that the system chose (port 0) could be assigned to another process before ours listens on it, seconds later.
+    """
+    for port in random.SystemRandom().sample(_PORTS, min(100, len(_PORTS))):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise UserError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free on this host, as far as tried.")
+
+
+def busy_port() -> UserError:
+    return UserError(
+        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another: "
+        "deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
+    )
+
+
+def _number(name: str) -> int:
+    text, limit = os.environ[name], _MAX_PORT if name == "MASTER_PORT" else _MAX_RANKS
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= limit):
+        raise UserError(f"{name} = {text[:200]!r} in the environment must be a whole number from 0 to {limit:,}.")
+    return int(text)

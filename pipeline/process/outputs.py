@@ -1,0 +1,170 @@
+"""Checks before any work that a command can write its output paths. Standard library only.
+
+A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands check
+these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
+
+The check creates no visible file and no folder: an existing path must be of the right kind, names must be valid, and an
+unnamed temporary file must be possible in the nearest existing folder. URLs are left to the storage layer.
+
+A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
+the setting's folder is for, and a folder of another kind is refused.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
+
+# file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
+Output = Literal["file", "folder", "new"]
+
+Holds = Literal[
+    "study", "VTAB-1k sweep", "data set", "run", "grid", "evaluation", "explanation", "verification", "statistics",
+    "comparison", "report of sweeps", "report of a run",
+]  # fmt: skip
+# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
+# there was grid.json has the others.
+_MARKS: dict[Holds, tuple[str, ...]] = {
+    "study": ("study.json",),
+    "VTAB-1k sweep": ("sweep.json",),
+    "data set": ("dataset.json",),
+    "run": ("status.json", "config.yaml"),
+    "grid": ("grid.json", "results.json", "lr-*/config.json"),
+    "evaluation": ("scores.json",),
+    "explanation": ("explain.json",),
+    "verification": ("report.json", "damage.csv"),
+    "statistics": ("stats.json",),
+    "comparison": ("table.csv",),
+    "report of sweeps": ("scores.csv",),
+    "report of a run": ("report.html",),
+}
+# Other files of such folders, which the single file that a command writes must not replace either.
+_BESIDE_MARKS = {
+    "config.json", "model.json", "deepspeed.json", "log.txt", "metrics.jsonl", "probe.json", "mlflow.json", "progress.json",
+    "report.md", "results.csv", "pairs.csv", "per_class.csv", "classes.csv", "shards.csv", "samples.parquet",
+    "shards.parquet",
+}  # fmt: skip
+# The longest name of a file until it is whole: see `replacing` in files.py.
+_UNFINISHED = ".{}.00000000.tmp"
+_REASONS = {
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOSPC: "no space is left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "its links lead in a circle",
+    errno.ENOENT: "nothing can be created there",
+}
+
+
+def try_outputs(config: Any, prefix: str = "") -> None:
+    """Check every output path of a settings tree. Raises UserError with the setting, the path and the reason.
+
+    Settings that the method `not_written()` of the class returns are skipped.
+    """
+    skipped = config.not_written() if hasattr(config, "not_written") else ()
+    fields = [field for field in dataclasses.fields(config) if field.name not in skipped]
+    # An output inside another one is checked after it, so that the error names the wrong setting.
+    for field in sorted(fields, key=lambda field: field.metadata.get("within") is not None):
+        value, output, within = (
+            getattr(config, field.name),
+            field.metadata.get("output"),
+            field.metadata.get("within"),
+        )
+        if dataclasses.is_dataclass(value):
+            try_outputs(value, f"{prefix}{field.name}.")
+        folder = getattr(config, within) if within else ""
+        if output is None or value in ("", "-") or "://" in f"{folder}{value}":
+            continue
+        try_output(f"{prefix}{field.name}", Path(folder, value), output, field.metadata.get("holds"))
+
+
+def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
+    """Raise UserError unless this path can be written, and a folder for results of one kind holds none of another.
+
+    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything.
+    """
+    try:
+        problem = _problem(path, output) or _of_another_kind(path, output, holds)
+    except OSError as error:
+        problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    if problem:
+        raise UserError(f"{name} = {_shown(path)}: {problem}. Choose another path for the output.")
+
+
+def kind_of(folder: Path) -> Holds | None:
+    """What a folder holds, by the files in it; None for anything else."""
+    for kind, marks in _MARKS.items():
+        if any(True for mark in marks for _ in folder.glob(mark)):
+            return kind
+    return None
+
+
+def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
+    """As `_problem`, for results that would mix with those of another kind, or replace them."""
+    if output == "folder":
+        found = kind_of(path) if holds else None
+        return (
+            f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
+            if holds and found not in (None, holds)
+            else ""
+        )
+    names = _BESIDE_MARKS.union(*_MARKS.values())
+    if path.name in names and path.exists() and (found := kind_of(path.parent)):
+        return f"this file belongs to {_with_article(found)}"
+    return ""
+
+
+def _with_article(kind: Holds) -> str:
+    if kind == "statistics":
+        return kind
+    return f"an {kind}" if kind[0] in "ae" else f"a {kind}"
+
+
+def _problem(path: Path, output: Output) -> str:
+    """Returns why the path cannot be written, empty if it can. Raises OSError for what the system refuses."""
+    if os.path.islink(path) and not os.path.exists(path):
+        path.stat()
+    if output == "folder":
+        return _cannot_create_in(path)
+    if os.path.isdir(path):
+        return "it is a folder, not a file" if output == "file" else "this folder exists already"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return ""  # A device, such as /dev/stdout.
+    problem = _cannot_create_in(path.parent)
+    if not problem and output == "file" and not os.path.isdir(path.parent):
+        problem = f"there is no folder {_shown(path.parent)}"
+    _check_name(path.with_name(_UNFINISHED.format(path.name)))
+    return problem
+
+
+def _cannot_create_in(folder: Path) -> str:
+    """Like `_problem`, for creating files in a folder, or in its nearest existing parent."""
+    existing = folder
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not os.path.isdir(existing):
+        existing.stat()  # Raises for a link that leads nowhere.
+        return f"{_shown(existing)} is a file, not a folder"
+    for part in folder.relative_to(existing).parts:
+        _check_name(existing / part)
+    with tempfile.TemporaryFile(dir=existing):
+        return ""
+
+
+def _check_name(path: Path) -> None:
+    """Raises OSError for a name that the file system does not allow."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()
+
+
+def _shown(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 and text.isprintable() else quoted(text)

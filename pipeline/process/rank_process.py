@@ -1,0 +1,159 @@
+"""A rank as a child process: whether it fits, what a launcher tells it, its output and exit code. Standard library only.
+
+Called by ray_tasks.py, where an actor on each node holds one rank.
+"""
+
+import contextlib
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.process.launcher import free_port
+from pipeline.process.start import dying_with_parent
+
+# Seconds between two polls of the ranks.
+_POLL_SECONDS = 0.5
+# This many nodes are named in an error.
+_NAMED = 8
+# Lines of output that are kept of a rank, and printed if it fails.
+_KEPT_LINES = 50
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1."""
+
+    address: str
+    gpu: int
+
+
+def ranks_that_fit(
+    nodes: Sequence[tuple[str, Mapping[str, float]]], num_ranks: int, cpus: int
+) -> tuple[int, dict[str, float]]:
+    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node has a GPU.
+
+    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the arithmetic.
+    """
+    on_gpus = any(has.get("GPU") for _, has in nodes)
+    share: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpus else {"CPU": cpus}
+    fitting = [int(min(has.get(name, 0) // needed for name, needed in share.items())) for _, has in nodes]
+    most = sum(fitting)
+    if 0 < (num_ranks or most) <= most:
+        return num_ranks or most, share
+    arithmetic = ", ".join(
+        f"{count} on {address} ({amounts({name: has.get(name, 0) for name in share})})"
+        for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
+    )
+    more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
+    asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
+    raise UserError(
+        f"{asked} on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic}{more}."
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """As "8 CPUs, 1 GPU"."""
+    return ", ".join(counted(round(number), name) for name, number in resources.items())
+
+
+def local_gpu(identity: str, visible: str | None) -> int:
+    """The index by which CUDA knows a GPU: its place in CUDA_VISIBLE_DEVICES (`visible`), if that is set.
+
+    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another one.
+    """
+    return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
+
+
+def rank_environments(places: Sequence[Place], port: int, cpus: int) -> list[dict[str, str]]:
+    """Environment variables of each rank, as a launcher sets them; rank 0, on the first place, is the master."""
+    hosts = [place.address for place in places]
+    environments = []
+    for rank, place in enumerate(places):
+        local = hosts[:rank].count(place.address)
+        environments.append(
+            {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port),
+             "LOCAL_RANK": str(local if place.gpu < 0 else place.gpu), "LOCAL_SIZE": str(hosts.count(place.address)),
+             "OMP_NUM_THREADS": str(cpus)}
+        )  # fmt: skip
+    return environments
+
+
+class RankProcess:
+    """One rank, in a process of its own, so that signals and exit codes work as under any other launcher."""
+
+    def free_port(self) -> int:
+        return free_port()
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start a Python script with its arguments."""
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=dying_with_parent(),
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def poll(self) -> tuple[list[str], int | None]:
+        """Returns (new lines of output, exit code or None); the code is negative after a signal, -9 for SIGKILL."""
+        code = self.process.poll()
+        if code is not None:
+            # For its last lines. With a timeout, because a process that it left behind may hold the pipe open.
+            self.reader.join(timeout=1)
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self.lines.get_nowait())
+        return lines, code
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.rstrip("\n"))
+
+
+def wait_for_ranks(
+    num_ranks: int,
+    poll: Callable[[], Sequence[tuple[list[str], int | None]]],
+    terminate: Callable[[], None],
+    say: Callable[[str], None],
+    stopping: Callable[[], bool],
+    exit_seconds: float = 30.0,
+) -> int:
+    """Wait until all ranks have exited; returns the largest exit code.
+
+    poll, terminate: `RankProcess.poll` and `.terminate` of all ranks. say: called with rank 0's output, and with the last
+    lines of a rank that fails. stopping: True once the ranks are to be terminated. exit_seconds: time that the others get to exit after one fails.
+    """
+    last_lines = [deque[str](maxlen=_KEPT_LINES) for _ in range(num_ranks)]
+    codes: list[int | None] = [None] * num_ranks
+    terminated, deadline = False, math.inf
+    while None in codes and time.monotonic() < deadline:
+        if stopping() and not terminated:
+            terminated = True
+            terminate()
+        for rank, (lines, code) in enumerate(poll()):
+            last_lines[rank].extend(lines)
+            for line in lines if rank == 0 else ():
+                say(line)
+            if code and codes[rank] is None:
+                deadline = min(deadline, time.monotonic() + exit_seconds)
+                for line in last_lines[rank] if rank else ():
+                    say(f"rank {rank}: {line}")
+                say(f"rank {rank} ended with exit code {code}")
+            codes[rank] = code
+        time.sleep(_POLL_SECONDS)
+    # A rank that a signal killed has a negative code; one that did not exit in time has none.
+    return max((abs(code) for code in codes if code is not None), default=1)

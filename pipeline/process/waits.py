@@ -1,0 +1,142 @@
+"""Waits that may last: what this process waits for, and for how long at most. Standard library only.
+
+Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a run
+(pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.base.progress import duration
+from pipeline.process.start import rank
+
+NOTICE_SECONDS = 2.0
+# A store that answers each of a thousand requests late is named once in this time.
+_AGAIN_SECONDS = 60.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Wait:
+    """A wait in progress. what: completes "waiting for ...". seconds: its limit. setting: the setting that gives the limit.
+
+    kind: of several waits of a kind, one is said. is_silent: it is not said. say: for this wait alone.
+    """
+
+    what: str
+    seconds: float
+    setting: str = ""
+    kind: str = ""
+    is_silent: bool = False
+    say: Say | None = None
+    begin: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        setting = f" ({self.setting})" if self.setting else ""
+        return f"{self.what}, at most {duration(self.seconds)}{setting}"
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.begin
+
+    @property
+    def left(self) -> float:
+        """Seconds until its limit; not positive when it is over."""
+        return self.seconds - self.age
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, seconds: float, setting: str = "", kind: str = "", is_silent: bool = False, say: Say | None = None
+) -> Iterator[Wait]:
+    """Announce that this thread waits during the block. It does not end the wait. Arguments: see Wait."""
+    wait = Wait(what, seconds, setting, kind or what, is_silent, say)
+    _board.begin(wait)
+    try:
+        yield wait
+    finally:
+        _board.end(wait)
+
+
+def in_progress(age: float = 0.0) -> list[Wait]:
+    """The waits of all threads of this process that have lasted `age` seconds, oldest first."""
+    return sorted((wait for wait in _board.waits() if wait.age >= age), key=lambda wait: wait.begin)
+
+
+def allowed(age: float = 0.0) -> list[Wait]:
+    """Those of `in_progress` that are not over their limit."""
+    return [wait for wait in in_progress(age) if wait.left > 0]
+
+
+def say(kind: str, line: str, to: Say | None = None) -> None:
+    """Say a line, unless one of its kind was said within a minute."""
+    _board.tell(kind, line, to)
+
+
+def say_with(function: Say | None) -> None:
+    """Make `function` say the lines of this process. None: standard error of rank 0, as at the start."""
+    _board.say = function or _print
+
+
+def _print(line: str) -> None:
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Board:
+    """The waits of this process, and the thread that says them; it starts with the first wait."""
+
+    def __init__(self, say: Say = _print) -> None:
+        self.say = say
+        self._waits: dict[int, Wait] = {}
+        self._said: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, wait: Wait) -> None:
+        self._waits[id(wait)] = wait
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._watch, name="waits", daemon=True)
+                    self._thread.start()
+
+    def end(self, wait: Wait) -> None:
+        self._waits.pop(id(wait), None)  # A process forked during the wait has another board.
+
+    def waits(self) -> list[Wait]:
+        return list(self._waits.copy().values())  # A copy, because other threads begin and end theirs.
+
+    def tell(self, kind: str, line: str, to: Say | None) -> None:
+        now = time.monotonic()
+        if now - self._said.get(kind, -math.inf) > _AGAIN_SECONDS:
+            self._said[kind] = now
+            (to or self.say)(line)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(NOTICE_SECONDS / 4)
+            for wait in self.waits():
+                if not wait.is_silent and wait.age >= NOTICE_SECONDS:
+                    wait.is_silent = True  # Said once.
+                    with contextlib.suppress(OSError):  # A full disk, or a closed terminal: the next line may arrive.
+                        self.tell(wait.kind, f"waiting for {wait}", wait.say)
+
+
+_board = _Board()
+
+
+def _forget() -> None:
+    """A forked process has the waits of its parent, but not the threads."""
+    global _board
+    _board = _Board(_board.say)
+
+
+os.register_at_fork(after_in_child=_forget)

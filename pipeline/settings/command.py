@@ -1,0 +1,130 @@
+"""The frame of every command: parse arguments, load the settings, call a function, and report mistakes in one line."""
+
+import argparse
+import errno
+import gc
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, get_type_hints
+
+from pipeline.base.errors import CrashError, UserError
+from pipeline.process.outputs import try_outputs
+from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
+from pipeline.settings import schema
+
+T = TypeVar("T")
+
+# Error numbers of the system that come from a path the user chose, with what the error says.
+_WRONG_PATH = {
+    errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
+    errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
+    errno.EEXIST: "it exists already. Choose another path",
+    errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
+    errno.ELOOP: "its links lead in a circle. Choose another path",
+    errno.EROFS: "the file system is read-only. Choose another folder for the output",
+    errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
+    errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
+    errno.ENFILE: "too many files are open on this machine",
+}
+# The shell's exit code of a process that was ended by SIGPIPE.
+_SIGPIPE_CODE = 141
+
+
+def main(cls: type[T], function: Callable[[T], object], about: str, subject: str = "", flag: str = "") -> None:
+    """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
+
+    about: description of the command, shown by `--help` above the fields of `cls`.
+    subject: a setting that may be given as the first argument without its name, as `bench.py data` for what=data.
+    flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
+        prove=true.
+    Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
+    """
+    try:
+        with mistakes_in_one_line():
+            settings = read_settings(cls, sys.argv[1:], about, subject, flag)
+            if rank() == 0:
+                try_outputs(settings)
+            function(settings)
+            sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
+    finally:
+        gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
+
+
+def read_settings(cls: type[T], arguments: Sequence[str], about: str = "", subject: str = "", flag: str = "") -> T:
+    """Returns the settings of a command line; arguments: without the command's own name. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(about).strip(),
+        epilog=fields_help(cls),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (see configs/)")
+    parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that override the file")
+    # The deepspeed launcher adds this to every command line; the rank itself is read from the environment.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    if flag:
+        is_switch = get_type_hints(cls)[flag] is bool
+        kind: dict[str, Any] = {"action": "store_const", "const": "true"} if is_switch else {"metavar": "VALUE"}
+        value = "true" if is_switch else "VALUE"
+        parser.add_argument(f"--{flag}", dest="flag", help=f"the same as {flag}={value}", **kind)
+    given = parser.parse_intermixed_args(arguments)  # Settings may also precede --config.
+    if subject and given.overrides and "=" not in given.overrides[0]:
+        given.overrides[0] = f"{subject}={given.overrides[0]}"
+    if flag and given.flag is not None:
+        given.overrides.append(f"{flag}={given.flag}")
+    return schema.load(cls, given.config, given.overrides)
+
+
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Report a UserError, or an OSError about a path, in one line with exit code 2.
+
+    A CrashError is reported in one line with exit code 1, Ctrl-C with exit code 130.
+    """
+    try:
+        interruptible()
+        yield
+    except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/lifecycle/stop.py.
+        say_interrupted()
+        sys.exit(130)
+    except CrashError as error:
+        if rank() == 0 or error.on_one_rank:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except (UserError, OSError) as error:
+        if isinstance(error, UserError):
+            line = " ".join(str(error).split("\n"))
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = (
+                f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
+            )
+        elif isinstance(error, PermissionError) and error.filename:
+            line = f"{error.filename}: permission denied. Choose another folder, or change its rights."
+        elif isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+            line = "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
+        elif error.errno == errno.EPIPE and error.filename is None and silence_broken_output():
+            sys.exit(_SIGPIPE_CODE)
+        elif error.errno in _WRONG_PATH and error.filename:
+            line = f"{error.filename}: {_WRONG_PATH[error.errno]}."
+        else:
+            raise
+        # Most mistakes are raised on every rank and printed by rank 0; a disk or a sample may fail on one rank only.
+        if rank() == 0:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        elif isinstance(error, OSError) or error.on_one_rank:
+            print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def fields_help(cls: type) -> str:
+    """Lists every setting with type, range, default and meaning, for `--help`."""
+    lines = [
+        "settings (in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder):"
+    ]
+    for name, kind, default, doc in schema.describe(cls):
+        lines.append(
+            f"  {name}  ({kind}; {'required' if default == 'required' else 'default ' + (default or 'empty')})"
+        )
+        lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Small files that a user names: regular files only, and nothing that waits or has no end."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_tools.sources.class_numbers import read_names
+from pipeline.base import files
+from pipeline.base.errors import UserError
+from pipeline.estimate.measured import read_measured
+from pipeline.evaluate.predict import read_class_names
+from pipeline.lifecycle.hosts import read_hostfile
+from pipeline.settings import schema
+from pipeline.settings.operate import PlanConfig
+from pipeline.settings.weights import PredictConfig
+from pipeline.settings.yaml_reader import read_yaml
+
+
+def _socket(at: Path) -> None:
+    folder = os.open(at.parent, os.O_RDONLY)  # The address of a socket has at most 107 bytes.
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{folder}/{at.name}")
+    os.close(folder)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo, "folder": Path.mkdir, "socket": _socket, "device": lambda at: at.symlink_to("/dev/zero"),
+    "terminal": lambda at: at.symlink_to("/dev/tty"), "circle": lambda at: at.symlink_to(at), "missing": lambda at: None,
+    "huge": lambda at: (at.touch(), os.truncate(at, files.MAX_BYTES + 1)),
+}  # fmt: skip
+
+
+def _predict(path: Path) -> object:
+    return read_class_names(schema.load(PredictConfig, None, ["weights=x", "images=[x]", f"class_names={path}"]))
+
+
+def _plan(path: Path) -> object:
+    settings = [
+        "name=x",
+        "data.path=x",
+        "train.length=1 steps",
+        "model.name=ViT-Ti/16",
+        "cluster=1x1xH100",
+        f"bench={path}",
+    ]
+    return read_measured(schema.load(PlanConfig, None, settings), None, None)  # type: ignore[arg-type]
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "class_map, class_list, synset_names, label_names": lambda path: read_names(str(path), "class_list"),
+    "class_names": _predict, "bench": _plan, "--config": read_yaml, "hostfile": read_hostfile,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ODD)
+def test_one_line_for_what_is_no_file(kind: str, reader: str, tmp_path: Path) -> None:
+    path = tmp_path / "named"
+    ODD[kind](path)
+    signal.alarm(20)  # Ends a reader that waits, with all tests.
+    try:
+        with pytest.raises(UserError, match="named") as caught:
+            READERS[reader](path)
+        assert "\n" not in str(caught.value)
+    finally:
+        signal.alarm(0)
+
+
+def test_content_and_limit(tmp_path: Path) -> None:
+    (file := tmp_path / "a.txt").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(file)
+    assert files.read_bytes(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(UserError, match="has 5 bytes, above the limit of 4"):
+        files.read_bytes(file, 4)
+    with pytest.raises(UserError, match="has 5 bytes, above the limit of 4"):
+        files.read_bytes("/proc/self/fd/" + str(os.open(file, os.O_RDONLY)), 4)
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(UserError, match="is not a path"):
+            files.read_bytes(tmp_path / name)

@@ -1,0 +1,97 @@
+"""JSON of others: either the typed content, or one UserError that names file and field."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class Inner:
+    x: int
+
+
+@dataclass(frozen=True)
+class Record:
+    step: int
+    rate: float
+    kind: Literal["a", "b"]
+    size: tuple[int, int] = (1, 1)
+    names: list[str] = field(default_factory=list)
+    inner: Inner | None = None
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    label: int | str = 0
+    free: Any = None
+
+
+GOOD: dict[str, Any] = {
+    "step": 3, "rate": 1, "kind": "a", "size": [2, 3], "names": ["p", "q"], "inner": {"x": 1, "unknown": 5},
+    "by_name": {"k": {"x": 2}}, "label": "seven", "free": [None],
+}  # fmt: skip
+
+
+def test_whole_record() -> None:
+    record = json_record.parse(json.dumps(GOOD), Record, "f.json")
+    assert record == Record(3, 1.0, "a", (2, 3), ["p", "q"], Inner(1), {"k": Inner(2)}, "seven", [None])
+    assert type(record.rate) is float
+    assert json_record.parse('{"step": 1, "rate": 0.5, "kind": "b"}', Record, "f.json") == Record(1, 0.5, "b")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"step": True}, "f.json: step = True must be a whole number."),
+        ({"step": 2.0}, "f.json: step = 2.0 must be a whole number."),
+        ({"step": "2"}, "f.json: step = '2' must be a whole number."),
+        ({"rate": 10**400}, "must be a number."),
+        ({"kind": "c"}, "f.json: kind = 'c' must be one of 'a', 'b'."),
+        ({"kind": ["a"]}, "must be one of"),
+        ({"size": [1]}, "f.json: size = [1] must be a list of 2."),
+        ({"size": [1, "x"]}, "f.json: size[1] = 'x' must be a whole number."),
+        ({"names": ["p", 7]}, "f.json: names[1] = 7 must be text."),
+        ({"names": "pq"}, "f.json: names = 'pq' must be a list of text."),
+        ({"inner": {"x": None}}, "f.json: inner.x = None must be a whole number."),
+        ({"inner": {}}, "f.json: inner.x is missing."),
+        ({"by_name": {"k": {"x": []}}}, "f.json: by_name.k.x = [] must be a whole number."),
+        ({"by_name": []}, "must be a mapping"),
+        ({"label": 1.5}, "must be a whole number or text"),
+    ],
+)
+def test_wrong_field(change: dict, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        json_record.parse(json.dumps(GOOD | change), Record, "f.json")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b'{"x": Infinity}', b'{"x": ' + b"9" * 10_000],
+)
+def test_no_json(text: bytes) -> None:
+    with pytest.raises(UserError, match=r"^f.json is not valid JSON") as caught:
+        json_record.parse(text, Any, "f.json")
+    assert len(str(caught.value)) < 300
+
+
+def test_long_values_are_cut() -> None:
+    with pytest.raises(UserError) as caught:
+        json_record.parse(json.dumps(GOOD | {"step": "s" * 100_000}), Record, "f.json")
+    assert len(str(caught.value)) < 300
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"x": 4}')
+    assert json_record.read(tmp_path / "x.json", Inner) == Inner(4)
+    with pytest.raises(FileNotFoundError):
+        json_record.read(tmp_path / "none.json", Inner)
+    with pytest.raises(FileNotFoundError):
+        json_record.read(tmp_path / "x.json" / "y.json", Inner)
+    with pytest.raises(UserError, match="not a regular file"):
+        json_record.read(tmp_path, Inner)
+    with pytest.raises(UserError, match="has 8 bytes"):
+        json_record.read(tmp_path / "x.json", Inner, max_bytes=3)

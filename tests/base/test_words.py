@@ -1,0 +1,57 @@
+"""Counts in messages: by one function, everywhere."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.words import counted, plural
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "shown"),
+    [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (1024, "test image", "1,024 test images"), (2, "class", "2 classes"),
+     (2, "copy", "2 copies"), (2, "key", "2 keys"), (3, "batch", "3 batches"), (0.5, "hour", "0.5 hours")],
+)  # fmt: skip
+def test_nouns_follow_their_number(count: float, noun: str, shown: str) -> None:
+    assert counted(count, noun) == shown
+
+
+def test_no_message_counts_without_it() -> None:
+    """No f-string has a number and then the plural of a noun that is counted elsewhere: it would say "1 ranks"."""
+    trees = {
+        path: ast.parse(path.read_text())
+        for folder in ("pipeline", "data_tools", "launch")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    nouns = {
+        node.args[1].value.split()[-1]
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "counted"
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert len(nouns) > 20
+    follows = re.compile(rf" (?:[a-z-]+ )?(?:{'|'.join(sorted(map(plural, nouns)))})\b(?![=/.])")
+    found = [
+        f"{path.relative_to(ROOT)}:{value.lineno}: {{{ast.unparse(value.value)}}}{text.value[:30]}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for value, text in zip(node.values, node.values[1:], strict=False)
+        if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant) and follows.match(text.value)
+        if _is_count(value)
+    ]
+    assert not found
+
+
+def _is_count(value: ast.FormattedValue) -> bool:
+    """Whether a whole number is shown that may be 1; a constant may not."""
+    is_constant = isinstance(value.value, ast.Name) and value.value.id.strip("_").isupper()
+    is_whole = ast.unparse(value.value).startswith(("len(", "sum("))
+    if isinstance(value.format_spec, ast.JoinedStr) and isinstance(value.format_spec.values[0], ast.Constant):
+        is_whole = value.format_spec.values[0].value == ","
+    return is_whole and not is_constant

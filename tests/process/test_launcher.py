@@ -1,0 +1,79 @@
+"""What a launcher tells a rank is checked before anything uses it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.process import launcher
+from pipeline.process.launcher import check_environment, free_port, refuse_busy_port
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*WHOLE, "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_environment() == 1
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    assert check_environment() == 2
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "9" * 5000, "٣"])
+def test_what_is_no_number(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other, good in WHOLE.items():
+        monkeypatch.setenv(other, good)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{name} = .* in the environment must be a whole number from 0 to") as error:
+        check_environment()
+    assert len(str(error.value)) < 300
+
+
+def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"RANK = 0 is set .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"):
+        check_environment()
+    for name, value in (WHOLE | {"RANK": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="RANK = 2 must be below WORLD_SIZE = 2"):
+        check_environment()
+    monkeypatch.setenv("MASTER_PORT", "70000")
+    with pytest.raises(UserError, match=r"MASTER_PORT = '70000' .* from 0 to 65,535"):
+        check_environment()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_busy_port()
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        with pytest.raises(UserError, match=r"MASTER_PORT = \d+ is in use on this host.*--master_port"):
+            refuse_busy_port()
+        monkeypatch.setenv("RANK", "1")  # It connects there.
+        refuse_busy_port()
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        refuse_busy_port()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    refuse_busy_port()
+
+
+def test_a_free_port_is_none_that_linux_assigns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert {free_port() for _ in range(20)} <= set(range(20_000, min(29_000, lowest)))
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", free_port()))
+        busy.listen()
+        port = busy.getsockname()[1]
+        monkeypatch.setattr(launcher, "_PORTS", range(port, port + 1))
+        with pytest.raises(UserError, match=rf"no port from {port} to {port} is free"):
+            free_port()

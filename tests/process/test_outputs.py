@@ -1,0 +1,250 @@
+"""Output paths: what is wrong with one is said before any work, and trying one leaves nothing behind."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
+from pipeline.settings import data, operate, reports, run, schema, study, transfer, weights
+from pipeline.settings.command import main
+
+ROOT = Path(__file__).parents[2]
+RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
+WEIGHTS = ["weights=w", "images=i"]
+SWEEP = ["weights=w", "--config", str(ROOT / "configs/vtab/vit_paper.yaml")]
+LONG = "n" * 300
+
+
+def load(cls: type, *settings: str) -> Any:
+    if "--config" in settings:
+        at = settings.index("--config")
+        return schema.load(cls, settings[at + 1], [*settings[:at], *settings[at + 2 :]])
+    return schema.load(cls, None, settings)
+
+
+def problem(cls: type, *settings: str) -> str:
+    with pytest.raises(UserError) as error:
+        try_outputs(load(cls, *settings))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    return str(error.value)
+
+
+def everything_in(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("file", "/file is a file, not a folder"),
+        ("file/x", "/file is a file, not a folder"),
+        ("file/x/y", "/file is a file, not a folder"),
+        (LONG, "the name is too long"),
+        (f"new/{LONG}/x", "the name is too long"),
+        ("nowhere", "nothing can be created there"),
+        ("nowhere/x", "nothing can be created there"),
+        ("circle", "its links lead in a circle"),
+        ("/proc/x", "nothing can be created there"),
+        ("/proc/x/y", "nothing can be created there"),
+        ("/sys/x", ""),
+    ],
+)
+def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
+    before = everything_in(place)
+    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path for the output\.$"):
+        try_output("out", place / path)
+    assert everything_in(place) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "output"),
+    [
+        ("folder.csv", "it is a folder, not a file", "file"),
+        ("/tmp", "it is a folder, not a file", "file"),
+        ("file/x.csv", "/file is a file, not a folder", "file"),
+        ("missing/x.csv", "there is no folder .*/missing", "file"),
+        (LONG, "the name is too long", "file"),
+        ("n" * 250, "the name is too long", "file"),  # That of the unfinished file is longer than its own.
+        ("/proc/x.csv", "nothing can be created there", "file"),
+        ("nowhere/x.csv", "nothing can be created there", "file"),
+        ("folder", "this folder exists already", "new"),
+        ("file/x.npz", "/file is a file, not a folder", "new"),
+    ],
+)
+def test_files_that_cannot_be(path: str, said: str, output: Output, place: Path) -> None:
+    before = everything_in(place)
+    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path"):
+        try_output("out", place / path, output)
+    assert everything_in(place) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [
+        ("folder", "folder"),
+        ("new/deep/er", "folder"),
+        ("file", "file"),
+        ("folder/x.csv", "file"),
+        ("n" * 230, "file"),
+        ("/dev/stdout", "file"),
+        ("new/deep/x.npz", "new"),
+    ],
+)
+def test_what_can_be_written_is_not_touched(path: str, output: Output, place: Path) -> None:
+    before = everything_in(place)
+    modified = place.stat().st_mtime_ns
+    try_output("out", place / path, output)
+    assert everything_in(place) == before
+    assert (place / "file").read_text() == "x"
+    assert place.stat().st_mtime_ns == modified or not hasattr(os, "O_TMPFILE")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_forbidden_folder(place: Path) -> None:
+    (place / "folder").chmod(0o500)
+    with pytest.raises(UserError, match="permission denied"):
+        try_output("out", place / "folder" / "x")
+
+
+def test_every_command_tries_its_outputs(place: Path) -> None:
+    file = place / "file"
+    assert problem(run.RunConfig, *RUN, f"out={file}").startswith(f"out = {file}: {file} is a file")
+    assert problem(run.RunConfig, *RUN, f"name={LONG}").startswith("name = 'runs/nnn")
+    assert "checkpoint.folder" in problem(run.RunConfig, *RUN, f"checkpoint.folder={file}/x")
+    assert "data.cache" in problem(run.RunConfig, *RUN, f"data.cache={file}/x")
+    assert "there is no folder /nowhere" in problem(operate.PlanConfig, *RUN, "json=/nowhere/plan.json")
+    for name in ("csv", "sheet"):
+        assert f"{name} = /nowhere/x: there is" in problem(
+            operate.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x"
+        )
+    for cls, settings in (
+        (data.ShardConfig, ["source=s"]),
+        (data.VtabPrepareConfig, ["lists=l"]),
+        (data.IndexConfig, ["source=s"]),
+        (data.VerifyConfig, ["data=d"]),
+        (data.StatsConfig, ["data=d"]),
+        (weights.ScoreConfig, ["weights=w", "data=d"]),
+        (weights.ExplainConfig, ["weights=w"]),
+        (transfer.VtabConfig, SWEEP),
+        (reports.VtabReportConfig, ["sweeps=s"]),
+        (reports.CompareConfig, ["runs=[a,b]"]),
+        (reports.GridConfig, ["name=n", "run=r", "lr=1"]),
+    ):
+        assert "is a file, not a folder" in problem(cls, *settings, f"out={file}/x"), cls
+    assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
+    assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
+
+
+# What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes such a folder.
+HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
+    "run": (["config.json", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
+    "grid": (["report.md", "results.json", "lr-0.1/config.json"], reports.GridConfig, ["run=r", "lr=1"]),
+    "study": (["study.json", "report.html", "results.json"], study.StudyConfig, [
+        "run=r", "question=ablation", "models=[{name: a},{name: b}]"]),
+    "VTAB-1k sweep": (["sweep.json", "results.json"], transfer.VtabConfig, SWEEP),
+    "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
+    "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
+    "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
+    "comparison": (["report.md", "report.html", "table.csv"], reports.CompareConfig, ["runs=[a,b]"]),
+    "report of sweeps": (["report.md", "report.html", "scores.csv"], reports.VtabReportConfig, ["sweeps=s"]),
+    "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
+    "verification": (["report.json"], data.VerifyConfig, ["data=d"]),
+    "statistics": (["stats.json", "classes.csv"], data.StatsConfig, ["data=d"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_folder_is_for_results_of_one_kind(kind: Holds, tmp_path: Path) -> None:
+    """Each wrote its own report.md or results.json over another's, without a word."""
+    folder = tmp_path / "taken"
+    for name in HELD[kind][0]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    assert kind_of(folder) == kind
+    for other, (_, cls, settings) in HELD.items():
+        is_named = cls in (run.RunConfig, reports.GridConfig, study.StudyConfig)
+        config = load(cls, *settings, *([f"out={tmp_path}", "name=taken"] if is_named else [f"out={folder}"]))
+        if other == kind:
+            try_outputs(config)
+            continue
+        with pytest.raises(UserError, match=rf"= {folder}: this folder holds an? .*{kind}, not |holds statistics, not"):
+            try_outputs(config)
+    for name in HELD[kind][0]:
+        assert (folder / name).read_text() == "x"
+
+
+def test_a_folder_of_other_files_may_be_written_into(place: Path) -> None:
+    (place / "folder" / "notes.txt").write_text("x")
+    for cls, settings in ((weights.ScoreConfig, ["data=d"]), (weights.ExplainConfig, [])):
+        try_outputs(load(cls, "weights=w", *settings, f"out={place}/folder"))
+
+
+def test_a_single_file_does_not_replace_one_of_a_run_or_a_study(place: Path) -> None:
+    for name in ("study.json", "results.csv", "mine.csv"):
+        (place / "folder" / name).write_text("x")
+    said = problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/results.csv")
+    assert "results.csv: this file belongs to a study. Choose another path" in said
+    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/mine.csv"))
+    try_outputs(load(weights.PredictConfig, *WEIGHTS, f"out={place}/folder/pairs.csv"))  # It does not exist.
+
+
+def test_every_output_is_declared() -> None:
+    """A new setting of these names would else be tried when the work is done."""
+    modules = (run, data, weights, operate, transfer, reports)
+    classes = [cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)]
+    fields = [(cls.__name__, f.name, f.metadata.get("output")) for cls in classes for f in dataclasses.fields(cls)]
+    declared = {name for _, name, output in fields if output}
+    assert declared == {"out", "name", "csv", "sheet", "json", "folder", "cache"}
+    undeclared = [(cls, name) for cls, name, output in fields if name in declared - {"name"} and not output]
+    assert undeclared == [("StatsConfig", "sheet")]  # A number of images.
+
+
+def test_what_is_not_written_is_not_tried(place: Path) -> None:
+    file = place / "file"
+    try_outputs(load(operate.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))
+    try_outputs(load(data.VtabPrepareConfig, "prove=true", f"out={file}"))
+    try_outputs(load(transfer.VtabConfig, *SWEEP, "plan=true", f"out={file}"))
+    try_outputs(load(run.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))
+    try_outputs(load(data.ShardConfig, "source=s", "out=gs://bucket/x"))
+    assert not (place / "new").exists()
+
+
+def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["x.py", "source=s", f"out={place}/file"])
+    monkeypatch.setenv("RANK", "1")
+    main(data.ShardConfig, seen.append, "About.")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        main(data.ShardConfig, seen.append, "About.")
+    assert len(seen) == 1
+
+
+def test_a_run_says_it_before_any_import(place: Path) -> None:
+    """Without torch, and so without what takes seconds."""
+    script = (
+        "import runpy, sys; sys.modules['torch'] = None; "
+        f"sys.argv = ['pretrain.py', *{RUN}, 'out={place}/file/x']; "
+        f"runpy.run_path({str(ROOT / 'launch/pretrain.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is a file, not a folder.")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,78 @@
+"""Ranks as child processes: their environment, their output, and how their exit codes become one."""
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.process.rank_process import (
+    Place,
+    RankProcess,
+    local_gpu,
+    rank_environments,
+    ranks_that_fit,
+    wait_for_ranks,
+)
+
+
+def test_each_rank_finds_its_place_in_the_environment() -> None:
+    places = [Place("10.0.0.1", -1), Place("10.0.0.2", -1), Place("10.0.0.1", -1)]
+    found = rank_environments(places, 29500, cpus=2)
+    assert [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_SIZE"]) for one in found] == [
+        ("0", "0", "2"),
+        ("1", "0", "1"),
+        ("2", "1", "2"),
+    ]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["MASTER_PORT"], one["OMP_NUM_THREADS"]) for one in found} == {
+        ("3", "10.0.0.1", "29500", "2")
+    }
+    # With GPUs the local rank is the GPU's number, in whatever order they were given out.
+    on_gpus = rank_environments([Place("a", 3), Place("a", 1)], 29500, cpus=1)
+    assert [one["LOCAL_RANK"] for one in on_gpus] == ["3", "1"]
+
+
+def test_the_local_rank_is_the_gpu_as_cuda_counts_it() -> None:
+    assert [local_gpu(identity, "2,3") for identity in ("2", "3")] == [0, 1]
+    assert local_gpu("GPU-b1", "GPU-a0, GPU-b1") == 1
+    assert [local_gpu("3", visible) for visible in (None, "")] == [3, 3]
+
+
+def test_ranks_fit_into_nodes_not_into_their_sum() -> None:
+    two = [("10.0.0.1", {"CPU": 3.0}), ("10.0.0.2", {"CPU": 3.0})]
+    assert ranks_that_fit(two, 0, 2) == (2, {"CPU": 2})
+    with pytest.raises(UserError) as error:
+        ranks_that_fit(two, 3, 2)
+    assert str(error.value) == (
+        "--ranks 3 do not fit on this cluster. A rank needs 2 CPUs of one node, so 2 fit: 1 on 10.0.0.1 (3 CPUs), 1 on "
+        "10.0.0.2 (3 CPUs)."
+    )
+    with pytest.raises(
+        UserError, match=r"^no rank fits on this cluster. A rank needs 4 CPUs of one node, so 0 fit: 0 on"
+    ):
+        ranks_that_fit(two, 0, 4)
+    # A GPU's rank needs a CPU of that node, too; nodes without GPUs have none.
+    assert ranks_that_fit([("a", {"CPU": 4.0, "GPU": 8.0}), ("b", {"CPU": 64.0})], 0, 9) == (4, {"CPU": 1, "GPU": 1})
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_rank_that_fails_ends_the_wait_with_its_last_lines(stop: bool) -> None:
+    waits, fails = RankProcess(), RankProcess()
+    waits.start(["-c", "import time; print('begun'); time.sleep(60)"], {"RANK": "0"})
+    fails.start(["-c", "import os, time; print('no disk'); time.sleep(60 * int(os.environ['WAIT'])); exit(7)"],
+                {"RANK": "1", "WAIT": str(int(stop))})  # fmt: skip
+    ranks, said = [waits, fails], list[str]()
+
+    def terminate() -> None:
+        for rank in ranks:
+            rank.terminate()
+
+    def stopping() -> bool:
+        return stop and "begun" in said
+
+    code = wait_for_ranks(2, lambda: [rank.poll() for rank in ranks], terminate, said.append, stopping, exit_seconds=3)
+    if stop:
+        assert code == 15
+        assert "rank 0 ended with exit code -15" in said
+    else:
+        assert code == 7
+        assert [line for line in said if "rank 1" in line] == ["rank 1: no disk", "rank 1 ended with exit code 7"]
+        assert waits.poll()[1] is None
+    waits.process.kill()

@@ -1,0 +1,154 @@
+"""The first half second of a command: closed streams, and Ctrl-C during the imports."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted((ROOT / "launch").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_every_command_is_guarded_before_it_imports_anything(path: Path) -> None:
+    imports = re.findall(r"^(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
+    ours = [name for name in imports if name.split(".")[0] in ("pipeline", "data_tools")]
+    assert ours[0] == "pipeline.process.start"
+    assert re.search(r"^guard\(__name__\)$", path.read_text(), re.MULTILINE)
+    assert not [
+        name for name in imports if name.split(".")[0] not in (*sys.stdlib_module_names, "pipeline", "data_tools")
+    ]
+
+
+def interrupt(script: str, when: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a script in Python, send SIGINT once it prints `when`; (exit code, what it said besides)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == when
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out + err
+
+
+IMPORTING = "from pipeline.process.start import guard; guard('__main__'); print('ready', flush=True); import time; time.sleep(20)"
+
+
+def test_ctrl_c_during_the_imports_is_one_line() -> None:
+    assert interrupt(IMPORTING, "ready") == (130, "stopped: the same command resumes it\n")
+    assert interrupt(IMPORTING, "ready", {"RANK": "3"}) == (130, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    script = "import signal; signal.signal(2, signal.SIG_IGN); " + IMPORTING.replace("sleep(20)", "sleep(1)")
+    assert interrupt(script, "ready") == (0, "")
+
+
+def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
+    script = (
+        "import sys, time; from pipeline.process.start import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
+        "from pipeline.settings.command import main; from pipeline.settings.data import ShardConfig\n"
+        "def work(config):\n"
+        "    try: print('ready', flush=True); time.sleep(20)\n"
+        "    finally: print('tidied up')\n"
+        "main(ShardConfig, work, '')"
+    )
+    assert interrupt(script, "ready") == (130, "tidied up\nstopped: the same command resumes it\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed: str, tmp_path: Path) -> None:
+    """What is opened next does not get their numbers, and printing is no error."""
+    script = (
+        "import os, sys; from pipeline.process.start import guard; guard('__main__'); "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); print('said', file=sys.stderr); "
+        "sys.stdout.flush(); sys.stdin.read(0); file.write(str(file.fileno())); file.close()"
+    )
+    done = subprocess.run(
+        f"{sys.executable} -c \"$SCRIPT\" {closed}", shell=True, cwd=ROOT, env={**os.environ, "SCRIPT": script},
+        capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+def test_a_command_with_closed_streams() -> None:
+    command = f"{sys.executable} {ROOT}/launch/shard.py --config nowhere.yaml"
+    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: nowhere.yaml: no such config file. Shipped ones are in configs/.\n",
+    )
+    assert subprocess.run(f"{command} >&- 2>&-", shell=True, timeout=30).returncode == 2
+
+
+@pytest.mark.parametrize("module", ["argparse", "pipeline.settings.run"])
+def test_a_real_command_that_is_interrupted_early(module: str) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "launch" / "pretrain.py"), "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:  # One for each module that has been imported.
+        if line.split("|")[-1].strip() == module:
+            process.send_signal(signal.SIGINT)
+            break
+    said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]
+    assert (process.wait(20), said) == (130, ["stopped: the same command resumes it"])
+
+
+def test_freed_memory_is_kept_for_the_next_tensors() -> None:
+    """The kernel counts the pages that it gives: for each tensor, or only for the first ones."""
+    script = """
+import resource, sys, torch
+from pipeline.process.start import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for attempt in range(40):
+    before = pages()
+    torch.empty(2**24).fill_(1)
+    print(pages() - before)
+"""
+
+    def pages(keep: str) -> list[int]:
+        command = [sys.executable, "-c", script, keep]
+        return [int(line) for line in subprocess.check_output(command, cwd=ROOT, text=True).split()]
+
+    usual, kept = pages("usual"), pages("keep")
+    assert min(usual) > 30, "in pages of at most 2 MiB"
+    assert sum(kept[20:]) < sum(usual[20:]) / 20, "aligned ones do not fit where the first ones were"
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    """A Ctrl-C in these imports shows a traceback: ctypes alone took 20 of 22 ms."""
+    script = (
+        "import sys; before = set(sys.modules); from pipeline.process import start; print(*(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"ctypes", "select", "shutil", "json", "argparse", "typing"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("end", [["--config"], ["--config=nowhere.yaml"]])
+def test_ray_run_reads_a_command_as_the_command_itself_does(end: list[str]) -> None:
+    command = [sys.executable, "launch/ray_run.py", "launch/pretrain.py", "name=x", *end]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--config: expected one argument" in done.stderr or "nowhere.yaml: no such config file" in done.stderr
+
+
+def test_any_text_can_be_printed() -> None:
+    script = "from pipeline.process.start import guard; guard('__main__'); print('caf\\udce9 \u00b1')"
+    for encoding, said in (("utf-8:strict", "caf\\udce9 \u00b1\n"), ("ascii:strict", "caf\\udce9 \\xb1\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True
+        )
+        assert done.stdout.decode() == said

@@ -1,0 +1,211 @@
+"""How a command ends: one line and 2 for a mistake of the user, a traceback for one of ours."""
+
+import errno
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import OneRankError, UserError
+from pipeline.settings import command
+from pipeline.settings.command import main
+from pipeline.settings.data import ShardConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    function: Callable[[ShardConfig], object], monkeypatch: pytest.MonkeyPatch, *arguments: str, rank: str = ""
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shard.py", *arguments])
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+    main(ShardConfig, function, "About.")
+
+
+def ending(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str = ""
+) -> str:
+    """What is printed to standard error before the exit with code 2."""
+
+    def fail(config: ShardConfig) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run(fail, monkeypatch, "source=a", "out=b", rank=rank)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err
+
+
+def test_settings_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[ShardConfig] = []
+    file = tmp_path / "shard.yaml"
+    file.write_text("source: a\nseed: 3\n")
+    # Settings before and after --config, and the rank that the deepspeed launcher adds.
+    run(seen.append, monkeypatch, "--local_rank=1", "out=b", "--config", str(file), "seed=4")
+    assert (seen[0].source, seen[0].out, seen[0].seed) == ("a", "b", 4)
+
+
+def test_the_subject_may_be_a_plain_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ShardConfig] = []
+    monkeypatch.setattr(sys, "argv", ["x.py", "photos", "out=b"])
+    main(ShardConfig, seen.append, "About.", subject="source")
+    monkeypatch.setattr(sys, "argv", ["x.py", "out=b", "source=photos"])
+    main(ShardConfig, seen.append, "About.", subject="source")
+    assert [config.source for config in seen] == ["photos", "photos"]
+
+
+def test_one_setting_may_be_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ShardConfig] = []
+    for arguments in (["--source", "photos", "out=b"], ["out=b", "--source=photos"], ["out=b", "source=photos"]):
+        monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+        main(ShardConfig, seen.append, "About.", flag="source")
+    assert [config.source for config in seen] == ["photos"] * 3
+
+
+def test_a_switch_may_be_given_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ShardConfig] = []
+    for arguments in (["source=a", "--merge_copies", "out=b"], ["source=a", "out=b"]):
+        monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+        main(ShardConfig, seen.append, "About.", flag="merge_copies")
+    assert [config.merge_copies for config in seen] == [True, False]
+
+
+def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(UserError("this is wrong"), monkeypatch, capsys) == "error: this is wrong\n"
+    assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"
+
+
+def test_mistakes_in_settings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "source=a", "outt=b")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: the command line: unknown setting outt. Did you mean out?\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ending(OSError(number, "No space left on device", "/data/x.tar"), monkeypatch, capsys)
+    assert said.startswith("error: No space left for /data/x.tar: free some")
+    assert said.count("\n") == 1
+    assert "a file" in ending(OSError(number, "No space left on device"), monkeypatch, capsys)
+
+
+def test_a_forbidden_folder_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ending(PermissionError(errno.EACCES, "Permission denied", "/root/x"), monkeypatch, capsys)
+    assert said == "error: /root/x: permission denied. Choose another folder, or change its rights.\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EISDIR, "this is a folder"),
+        (errno.ENOTDIR, "a file is where a folder is needed"),
+        (errno.EEXIST, "it exists already"),
+        (errno.ENAMETOOLONG, "the name is too long"),
+        (errno.ELOOP, "its links lead in a circle"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EMFILE, "too many files are open"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(
+    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = ending(OSError(number, "as the system says it", "/data/x"), monkeypatch, capsys)
+    assert printed.startswith(f"error: /data/x: {said}")
+    assert printed.count("\n") == 1
+
+
+def test_no_folder_for_temporary_files_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    with pytest.raises(FileNotFoundError) as error:
+        tempfile.gettempdir()
+    assert ending(error.value, monkeypatch, capsys).startswith(
+        "error: There is no folder for temporary files. Set TMPDIR"
+    )
+
+
+def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
+    """As `launch/samples.py ... | head` ends; also when the last lines are still in the buffer."""
+    for lines in (1, 100_000):
+        script = (
+            "import sys; sys.argv = ['x.py', 'source=a', 'out=b']; from pipeline.settings.command import main; "
+            "from pipeline.settings.data import ShardConfig; "
+            f"main(ShardConfig, lambda config: [print('line') for _ in range({lines})], '')"
+        )
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("ours"),
+        ValueError("ours"),
+        FileNotFoundError(2, "ours", "x"),
+        OSError(errno.EIO, "ours"),
+        OSError(errno.EISDIR, "ours"),
+        PermissionError(1, "ours"),
+    ],
+)
+def test_a_mistake_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: ShardConfig) -> None:
+        raise error
+
+    with pytest.raises(type(error), match="ours"):
+        run(fail, monkeypatch, "source=a", "out=b")
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(config: ShardConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:  # One that comes through would end all tests.
+        run(interrupt, monkeypatch, "source=a", "out=b")
+    assert isinstance(stop.value, SystemExit)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "stopped: the same command resumes it\n"
+
+
+def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"
+    assert ending(UserError("wrong"), monkeypatch, capsys, rank="3") == ""
+
+
+def test_what_only_one_rank_knows_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(OneRankError("bad samples"), monkeypatch, capsys, rank="3") == "error on rank 3: bad samples\n"
+    full = OSError(errno.ENOSPC, "No space left on device", "/local/x")
+    assert ending(full, monkeypatch, capsys, rank="3").startswith("error on rank 3: No space left for /local/x")
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--config", str(tmp_path / "nowhere.yaml")]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path / 'nowhere.yaml'}: no such config file. Shipped ones are in configs/.\n"
+    assert done.stdout == ""
+
+
+def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(print, monkeypatch, "--help")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "About." in printed
+    assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
