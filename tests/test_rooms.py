@@ -36,6 +36,10 @@ def test_a_room_names_its_users(room: Path, imports: dict[str, set[str]]) -> Non
     assert said[1] == "most rooms" if len(users) > _MANY else set(re.split(", | and ", said[1])) == users
 
 
+def test_only_rooms_stand_in_the_library() -> None:
+    assert [path.name for path in (ROOT / "pipeline").glob("*.py")] == ["__init__.py"]
+
+
 def test_a_room_starts_no_process_of_a_room_above() -> None:
     """A module named in a string, as for `python -m MODULE`, must be one that could be imported; docstrings may name any."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -86,7 +90,7 @@ def _is_in(module: str, package: str) -> bool:
 
 
 def _name(module: str) -> str:
-    """The user as a docstring names it: train/ for a folder of pipeline/, ray_tasks for a file beside these, launch/."""
+    """The user as a docstring names it: train/ for a folder of pipeline/, launch/ for one beside it."""
     parts = module.split(".")
     if parts[0] != "pipeline":
         return f"{parts[0]}/"

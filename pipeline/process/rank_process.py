@@ -1,6 +1,6 @@
 """A rank as a child process: whether it fits, what a launcher tells it, its output and exit code. Standard library only.
 
-Called by ray_tasks.py, where an actor on each node holds one rank.
+Called by ray_tasks/, where an actor on each node holds one rank.
 """
 
 import contextlib

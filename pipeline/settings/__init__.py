@@ -1,6 +1,5 @@
 """The settings of every command: typed, documented, with ranges. One file for each kind of command.
 
-schema.py fills typed trees from YAML and overrides; quantities.py has the types with units. Imports only the ground floor
-(errors, installed, json_record, outputs, words). `launch/` calls it through `pipeline.settings.command`; all other code receives the finished
-values. Used by most rooms.
+schema.py fills typed trees from YAML and overrides; quantities.py has the types with units. Imports base/ and process/, and
+no torch. `launch/` calls command.py, which reads a command's settings before its one call; all other code receives the finished values. Used by most rooms.
 """

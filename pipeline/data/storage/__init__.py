@@ -1,4 +1,4 @@
 """Files on disks and in buckets: object store, retries, shard cache, remembered checksums, atomic replacement.
 
-Imports the ground floor only. Used by most rooms.
+Imports base/ and process/ only. Used by most rooms.
 """

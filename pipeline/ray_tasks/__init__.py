@@ -1,0 +1,19 @@
+"""Ray, and the only room that imports it: connect to a cluster, run many tasks or the ranks of a training there.
+
+Imports process/, data/storage/ (paths) and settings/. Used by data_tools/, launch/ and study/.
+"""
+
+from pipeline.ray_tasks.cluster import capacity, connect, disconnect, shared_path
+from pipeline.ray_tasks.ranks import run_ranks
+from pipeline.ray_tasks.tasks import RETRY_PAUSES, LostError, run_tasks
+
+__all__ = [
+    "RETRY_PAUSES",
+    "LostError",
+    "capacity",
+    "connect",
+    "disconnect",
+    "run_ranks",
+    "run_tasks",
+    "shared_path",
+]

@@ -1,0 +1,190 @@
+"""Connects to a Ray cluster, or starts one on this machine.
+
+Ray reads its environment when it is imported, and the import takes a second, so functions import it.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
+from pipeline.settings.quantities import whole_number
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Timeout of a connection to the head node, in seconds.
+_CONNECT_SECONDS = 5.0
+
+
+def shared_path(name: str, value: str) -> AnyPath:
+    """The absolute path of the setting `name`.
+
+    Raises UserError for a relative one under `ray job submit --working-dir`, and for one that is not UTF-8.
+    """
+    path = to_path(value)
+    if isinstance(path, BucketPath):
+        return path
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    if "working_dir" in (job.get("runtime_env") or {}) and not path.is_absolute():
+        raise UserError(
+            f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
+            f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
+        )
+    absolute = path.resolve()
+    if not is_utf8(str(absolute)):
+        raise UserError(
+            f"{name} = {value}: the path {absolute} is not UTF-8, as Ray and Parquet require. Rename its folders."
+        )
+    return absolute
+
+
+def connect(num_cpus: int = 0) -> int:
+    """Join the cluster of RAY_ADDRESS or `ray job submit`, else start one on this machine. Returns its number of CPUs.
+
+    num_cpus: size of a cluster that is started here; 0 is all CPUs. Raises UserError when the cluster cannot be reached.
+    """
+    _prepare_environment()
+    _check_reachable(os.environ.get("RAY_ADDRESS", ""))
+    import ray
+
+    _shorten_messages()
+    if not ray.is_initialized():
+        options: dict[str, Any] = {}
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+            pass  # Every worker has this library: the job's working_dir is this repository, or it is installed.
+        elif os.environ.get("RAY_ADDRESS"):
+            options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
+        else:
+            # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other options.
+            options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
+                       "object_store_memory": 256 * 2**20}  # fmt: skip
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False, **options)
+        except (ConnectionError, TimeoutError, RuntimeError) as error:
+            if not os.environ.get("RAY_ADDRESS"):
+                raise
+            raise _no_cluster(os.environ["RAY_ADDRESS"], first_line(error)) from None
+        if options.get("address") == "local":
+            threading.Thread(target=_exit_with_node, name="Ray's node", daemon=True).start()
+    return int(ray.cluster_resources().get("CPU", 1))
+
+
+def disconnect() -> None:
+    """Leave the cluster, and end it if it was started here; otherwise it takes processor time until this process exits."""
+    import ray
+
+    ray.shutdown()
+
+
+def capacity(num_cpus: int, gpus: float) -> tuple[int, float]:
+    """Returns (number of tasks that fit at a time, GPUs of each task).
+
+    num_cpus: CPUs of a task. gpus: GPUs of a task, or a share of one, if the cluster has any. Raises UserError when no node can run one.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    num_gpus = gpus if any(node.get("GPU") for node in nodes) else 0.0
+    num_fitting = [int(node.get("CPU", 0) // num_cpus) for node in nodes]
+    if num_gpus:
+        of_nodes = [int(node.get("GPU", 0)) for node in nodes]
+        tasks = [n * int(1 / num_gpus + 1e-6) if num_gpus < 1 else int(n // num_gpus) for n in of_nodes]
+        num_fitting = [min(pair) for pair in zip(num_fitting, tasks, strict=True)]
+        if not any(tasks):
+            raise UserError(f"gpus = {gpus:g}, but no node of this cluster has so many GPUs: {max(of_nodes)} at most.")
+    if not sum(num_fitting):
+        most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+        raise UserError(f"threads = {num_cpus}, but no node of this cluster has so many CPUs: {most} at most.")
+    return sum(num_fitting), num_gpus
+
+
+def _prepare_environment() -> None:
+    """Set the variables that Ray and its workers read; a cluster on this machine inherits them."""
+    # When several tasks fail, we report the first error; Ray would print tracebacks of the others.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or os.environ.get("RAY_ADDRESS"):
+        return
+    # Without a token in the environment, Ray writes one into the home folder, which every later cluster then requires.
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def _check_reachable(address: str) -> None:
+    """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for over a minute."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    number = whole_number(port)
+    if not host or number is None:
+        return  # "auto" or "local", which Ray resolves.
+    try:
+        socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+def _no_cluster(address: str, reason: str) -> UserError:
+    return UserError(
+        f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the address of "
+        "its head node, or unset RAY_ADDRESS to use this machine alone."
+    )
+
+
+def _exit_with_node() -> None:
+    """Exit with one line of explanation when the Ray node that this process started dies.
+
+    Ray's library would call exit(1) without a message as soon as it cannot reach the node's memory. A node dies with either of
+    its agents. This uses private names of Ray; in a version that has others, nothing is watched.
+    """
+    import psutil
+    import ray
+
+    try:
+        (raylet,) = ray._private.worker._global_node.all_processes["raylet"]
+        processes = [psutil.Process(raylet.process.pid)]
+        commands = {child: " ".join(child.cmdline()) for child in processes[0].children()}
+        # Workers' arguments contain the agents' names, too.
+        processes += [
+            child for child, text in commands.items() if "agent" in text.lower() and "default_worker" not in text
+        ]
+        descriptors = [os.pidfd_open(process.pid) for process in processes]
+    except (AttributeError, KeyError, ValueError, OSError, psutil.Error):
+        return
+    ended, _, _ = select.select(descriptors, [], [])
+    if not ray.is_initialized():
+        return  # Shut down by this process.
+    what = "node" if descriptors[0] in ended else "node agent"
+    lost = f"Ray's {what} on this machine died (killed, or out of memory: use fewer tasks at a time, num_tasks=...)."
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {lost} Run the same command again to continue.\n".encode())
+    os._exit(2)
+
+
+def _shorten_messages() -> None:
+    """Make Ray print one line about a dead node instead of 60 lines of its log.
+
+    Replaces a private function of Ray; in a version without it, all lines are printed.
+    """
+    from ray._private import worker
+
+    original = getattr(worker, "print_to_stdstream", None)
+    if original is None or getattr(original, "is_short", False):
+        return
+
+    def print_short(data: dict[str, Any], *rest: Any, **more: Any) -> None:
+        lines = [str(line).strip().partition("\n")[0][:200] for line in data.get("lines", [])]
+        original({**data, "lines": lines}, *rest, **more)
+
+    print_short.is_short = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_short
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

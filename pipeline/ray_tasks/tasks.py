@@ -1,0 +1,164 @@
+"""Runs many tasks on a Ray cluster with bounded memory: a limited number at a time, each retried when its node is lost."""
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.ray_tasks.cluster import first_line
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+# Seconds before each retry of a task: a node that is out of memory needs time.
+RETRY_PAUSES = (1.0, 5.0, 25.0)
+# How long tasks may still end by themselves before they are cancelled, in seconds.
+_ENDING_SECONDS = 1.0
+# Timeout for cancelled tasks to remove their unfinished files, in seconds.
+_CANCEL_SECONDS = 30.0
+
+
+class LostError(Exception):
+    """A task failed through no fault of its own: its worker died, or it reports a failure of its machine. It is retried."""
+
+
+def run_tasks(
+    function: Callable[[A], R],
+    arguments: Iterable[A],
+    limit: int,
+    on_retry: Callable[[str], None],
+    on_failure: Callable[[int, str], None] | None = None,
+    num_cpus: int = 1,
+    num_gpus: float = 0.0,
+    pauses: Sequence[float] = RETRY_PAUSES,
+) -> Generator[tuple[int, R]]:
+    """Run function(argument) for each argument on the cluster; yields (index of the argument, result) as tasks finish.
+
+    limit: most tasks in flight; arguments are taken one by one as tasks finish. num_cpus, num_gpus: resources of a task.
+    pauses: seconds before each retry. A task whose worker or node dies, or that raises LostError, is retried that many
+    times, and on_retry is called with the reason. Any other exception of a task is raised here, and the tasks in flight are
+    cancelled.
+    on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that raises
+    anything but a UserError is then retried, too.
+    """
+    import ray
+
+    def attempt(argument: A, pause: float) -> R:
+        time.sleep(pause)
+        return function(argument)
+
+    # No retries by Ray itself, which does not report them. With a GPU, and if all options are given here, not by options(),
+    # each task gets a process of its own, which frees its GPU memory at the end.
+    options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
+    remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
+    remaining = enumerate(arguments)
+    in_flight: dict[Any, _Task] = {}
+
+    def start_more() -> None:
+        for index, argument in itertools.islice(remaining, limit - len(in_flight)):
+            task = _Task(index, ray.put(argument), pauses)
+            in_flight[remote.remote(task.argument, 0.0)] = task
+
+    try:
+        start_more()
+        while in_flight:
+            (reference,), _ = ray.wait(list(in_flight), num_returns=1)
+            task = in_flight.pop(reference)
+            try:
+                result = _result(reference)
+            except Exception as error:
+                try:
+                    pause = task.pause_after(error, retry_any=on_failure is not None)
+                except Exception as last:
+                    if on_failure is None:
+                        raise
+                    on_failure(task.index, _in_one_line(last))
+                    start_more()
+                    continue
+                on_retry(_in_one_line(error))
+                in_flight[remote.remote(task.argument, pause)] = task
+                continue
+            start_more()
+            yield task.index, result
+    except ray.exceptions.RayError as error:  # Not of a task: the cluster itself is gone.
+        in_flight.clear()
+        raise _cannot_run(error) from None
+    finally:
+        _cancel(list(in_flight))
+
+
+@dataclass
+class _Task:
+    """A task in flight. argument: reference to it in Ray's object store, for a retry."""
+
+    index: int
+    argument: Any
+    pauses: Sequence[float]
+    num_retries: int = 0
+
+    def pause_after(self, error: Exception, retry_any: bool) -> float:
+        """Seconds to wait before the task is retried after this error.
+
+        Raises the error if it is no reason to retry; raises it, or a UserError, if there were too many retries.
+        retry_any: retry after all errors but UserError, not after LostError alone.
+        """
+        is_lost = isinstance(error, LostError)
+        if not is_lost and (isinstance(error, UserError) or not retry_any):
+            raise error
+        if self.num_retries < len(self.pauses):
+            self.num_retries += 1
+            return self.pauses[self.num_retries - 1]
+        if not is_lost:
+            raise error
+        raise UserError(
+            f"Ray gave up on a task after {counted(self.num_retries, 'retry')}: {error} If memory ran out, use fewer tasks at a "
+            "time (num_tasks=...); run the same command again to continue."
+        )
+
+
+def _cancel(references: list[Any]) -> None:
+    """Cancel tasks by an exception, so that they remove unfinished files; kill those that do not end in time.
+
+    Tasks that are about to end may do so: Ray 2.60 aborts this process, without a word of ours, when it is told to cancel a
+    task whose result is just arriving ("Tried to complete task that was not pending").
+    """
+    import ray
+
+    def wait(references: list[Any], seconds: float) -> list[Any]:
+        """The tasks that run after so many seconds."""
+        return ray.wait(references, num_returns=len(references), timeout=seconds)[1] if references else []
+
+    running = wait(references, _ENDING_SECONDS)
+    for reference in running:
+        ray.cancel(reference)
+    for reference in wait(running, _CANCEL_SECONDS):
+        ray.cancel(reference, force=True)
+
+
+def _result(reference: Any) -> Any:
+    """Raises what the task raised, LostError when its worker died, and UserError when Ray cannot run it."""
+    import ray
+
+    errors = ray.exceptions
+    try:
+        return ray.get(reference)
+    except errors.RayTaskError as error:
+        # The message of Ray's own copy of the exception is the worker's traceback.
+        raise error.cause from None
+    except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
+        raise LostError(first_line(error)) from None
+    except errors.RayError as error:
+        raise _cannot_run(error) from None
+
+
+def _cannot_run(error: Exception) -> UserError:
+    return UserError(f"Ray cannot run a task: {first_line(error)} Run the same command again to continue.")
+
+
+def _in_one_line(error: Exception) -> str:
+    """An error's message, after its type unless it is one of ours."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, (UserError, LostError)) else f"{type(error).__name__}: {message}"
