@@ -6,7 +6,6 @@ evaluation that was due but did not finish.
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -15,20 +14,12 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint.saver import Saver
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import BadBudget, Batch
-from pipeline.estimate.plan import Plan
 from pipeline.evaluate.classify import Scores, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.lifecycle.stop import Stop
-from pipeline.monitor.tracking import Tracker
-from pipeline.monitor.watchdog import Watchdog
-from pipeline.process.console import Console
-from pipeline.process.distributed import Ranks
-from pipeline.settings.run import RunConfig
-from pipeline.train.drawing import DrawingProcess
+from pipeline.train.training_run import Monitoring, RunContext
 
 if TYPE_CHECKING:
     from pipeline.train.zero.engine import Engine
@@ -48,17 +39,12 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """Base of both evaluators. every: interval in steps, 0 is never. tracker: rank 0 only."""
+    """Base of both evaluators. every: interval in steps, 0 is never."""
 
-    config: RunConfig
-    plan: Plan
-    ranks: Ranks
-    stop: Stop
+    context: RunContext
     engine: "Engine"
-    watchdog: Watchdog
-    console: Console
-    tracker: Tracker | None
-    folder: Path
+    monitoring: Monitoring
+    saver: Saver
 
     name = ""
     file = ""
@@ -68,58 +54,54 @@ class _Evaluator:
         raise NotImplementedError
 
     def is_owed(self, start: int) -> bool:
-        if not start or not self.every or (start % self.every and start < self.plan.steps):
+        if not start or not self.every or (start % self.every and start < self.context.plan.steps):
             return False
         try:
-            return json_record.read(self.folder / self.file, _LastResult).step < start
+            return json_record.read(self.context.folder / self.file, _LastResult).step < start
         except (FileNotFoundError, UserError):
             return True
 
     def _report(self, step: int, line: str, metrics: dict[str, float], content: dict[str, Any]) -> None:
-        self.console.say(f"step {step:,}: {line}")
-        if self.tracker:
-            self.tracker.log(step, metrics)
-            write_text(self.folder / self.file, json.dumps({"step": step, **content}))
+        self.context.console.say(f"step {step:,}: {line}")
+        if self.monitoring.tracker:
+            self.monitoring.tracker.log(step, metrics)
+            write_text(self.context.folder / self.file, json.dumps({"step": step, **content}))
 
 
 @dataclass(frozen=True)
 class SplitEvaluator(_Evaluator):
-    """Scores the held-out split; the scores select the best checkpoint. drawing: rank 0 only.
+    """Scores the held-out split; the scores select the best checkpoint.
 
     Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures.
     """
-
-    split: Split
-    saver: Saver
-    drawing: DrawingProcess | None
 
     name = "scores"
     file = "scores.json"
 
     @property
     def every(self) -> int:
-        return self.plan.eval_every
+        return self.context.plan.eval_every
 
     def evaluate_on_all_ranks(self, step: int) -> None:
-        config = self.config
+        config, split, drawing = self.context.config, self.context.prepared.evaluation, self.monitoring.drawing
 
         def forward(images: Tensor) -> Tensor:
-            self.watchdog.at(step, "evaluation")
+            self.monitoring.watchdog.at(step, "evaluation")
             return self.engine.forward(images)
 
         def measure(batch: Batch) -> dict[str, Tensor]:
-            self.watchdog.at(step, "evaluation")
+            self.monitoring.watchdog.at(step, "evaluation")
             return self.engine.measure(batch)
 
         reader = SplitReader(
-            self.split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.ranks,
-            stop=self.stop, budget=BadBudget(config.data.max_bad_share),
+            split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.context.ranks,
+            stop=self.context.stop, budget=BadBudget(config.data.max_bad_share),
         )  # fmt: skip
         predictions = None
         with self.engine.averaged():
             if self.engine.objective.predicts_classes:
                 predictions = predict(forward, reader, config.train.loss)
-                scores: Scores | Means = score(predictions, self.split)
+                scores: Scores | Means = score(predictions, split)
             else:
                 scores = means(measure, reader)
         name = config.data.evaluated_split
@@ -128,8 +110,8 @@ class SplitEvaluator(_Evaluator):
         if config.checkpoint.best:
             self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
         self._report(step, f"{name} {scores}", metrics, content)
-        if self.drawing is not None:
-            self.drawing.begin(predictions, self.split)
+        if drawing is not None:
+            drawing.begin(predictions, split)
 
 
 @dataclass(frozen=True)
@@ -143,15 +125,15 @@ class ProbeEvaluator(_Evaluator):
 
     @property
     def every(self) -> int:
-        return self.plan.probe_every
+        return self.context.plan.probe_every
 
     def evaluate_on_all_ranks(self, step: int) -> None:
         def features(images: Tensor) -> Tensor:
-            self.watchdog.at(step, "probe")
+            self.monitoring.watchdog.at(step, "probe")
             return self.engine.features(images)
 
         with self.engine.averaged():
-            scores = self.probe.scores(features, self.ranks, self.stop)
+            scores = self.probe.scores(features, self.context.ranks, self.context.stop)
         metrics = probe_metrics(scores, self.probe.name)
         self._report(step, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()), metrics, scores)
 
