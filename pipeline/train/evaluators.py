@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
@@ -108,7 +109,9 @@ class SplitEvaluator(_Evaluator):
         content = scores.to_dict()
         metrics = {f"{name}_{metric}": value for metric, value in content.items()}
         if config.checkpoint.best:
-            self.saver.mark_best(step, config.checkpoint.best, metrics[config.checkpoint.best])
+            best = config.checkpoint.best
+            declared = objectives.metrics(config)[self.name][best]
+            self.saver.mark_best(step, best, metrics[best], declared.better == "lower")
         self._report(step, f"{name} {scores}", metrics, content)
         if drawing is not None:
             drawing.begin(predictions, split)
@@ -134,7 +137,7 @@ class ProbeEvaluator(_Evaluator):
 
         with self.engine.averaged():
             scores = self.probe.scores(features, self.context.ranks, self.context.stop)
-        metrics = probe_metrics(scores, self.probe.name)
+        metrics = probe_metrics(scores, self.context.config.probe.prefix)
         self._report(step, ", ".join(f"{name} {value:.2%}" for name, value in metrics.items()), metrics, scores)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
@@ -197,15 +198,18 @@ class TrainingRun:
         num_bad = len(counts.unreadable)
         engine.clock.add("communication", engine.communication_seconds())
         batches_seen = batch_of_step(progress.step - 1, progress.skipped_batches) + 1
+        logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {
-            "loss": ranks.mean(loss), **{name: ranks.mean(value) for name, value in values.items()},
+            "loss": ranks.mean(loss), **logged,
             "lr": lr, "grad_norm": grad_norm, **meter.read(),
             "epoch": batches_seen * plan.global_batch / plan.num_samples,
             "skipped_steps": engine.skipped_steps, "loss_spikes": monitoring.spikes.num_spikes,
             "bad_samples": num_bad, "storage_retries": counts.storage_retries, **saver.read(),
             **monitoring.host_meter.read_on_all_ranks(),
         }  # fmt: skip
-        context.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch))
+        declared = engine.objective.values(context.config)
+        shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
+        context.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
         for line in monitoring.slow_ranks.changed(meter.own_seconds):
             context.console.say(line)
         if monitoring.tracker:
