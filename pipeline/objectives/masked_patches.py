@@ -43,11 +43,6 @@ class MaskedPatches(Objective):
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         loss = config.train.loss
-        if config.probe.every.amount:
-            raise UserError(
-                f"probe.every = {config.probe.every} with train.loss = {loss}: this model reads corrupted images. Probe its "
-                "checkpoints with launch/evaluate.py."
-            )
         if config.init.weights is not None:
             raise UserError(
                 f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune its "

@@ -41,7 +41,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.train import optimizers, resume
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room_for_training
-from pipeline.train.evaluators import Evaluator, ProbeEvaluator, SplitEvaluator
+from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.logged_models import logged_models
 from pipeline.train.optimizers import peak_rate
@@ -59,7 +59,7 @@ def set_up(config: RunConfig, stop: Stop, prepared: Prepared) -> TrainingRun:
     training = _build_training_on_all_ranks(context, start)
     monitoring = _begin_monitoring_on_all_ranks(context, start, training)
     saving = _prepare_saving(context, start)
-    evaluators = _evaluators(context, training, monitoring, saving)
+    evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
     step = start.state.step
     progress = Progress(step, step, step, list(start.state.left_out))
     return TrainingRun(context, training, monitoring, saving, evaluators, progress)
@@ -229,7 +229,7 @@ def write_settings(config: RunConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-# ---------------------------------------------------------------------- what saves, what evaluates
+# ---------------------------------------------------------------------- what saves
 def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
     config = context.config
     saver = Saver(
@@ -237,11 +237,3 @@ def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
         60 * commit_minutes(config),
     )  # fmt: skip
     return Saving(start.checkpoints, saver, start.damaged)
-
-
-def _evaluators(context: RunContext, training: Training, monitoring: Monitoring, saving: Saving) -> list[Evaluator]:
-    parts = (context, training.engine, monitoring, saving.saver)
-    evaluators: list[Evaluator] = [SplitEvaluator(*parts)]
-    if context.prepared.run_probe is not None:
-        evaluators.append(ProbeEvaluator(*parts, context.prepared.run_probe))
-    return evaluators

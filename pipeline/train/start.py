@@ -1,6 +1,6 @@
 """Entry point of a run: checks launcher, settings and data before the slow imports (torch, DeepSpeed)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 
     objectives.check(config)
+    plan = replace(plan, best_from=objectives.best_from(config))
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
