@@ -67,7 +67,13 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
 
 def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data: Path, tmp_path: Path) -> None:
     """On two ranks at ZeRO stage 3, as launch/evaluate.py does it; and a probe's metric chooses the best checkpoint."""
-    masked = ("train.loss=masked_mean_color", "checkpoint.best=other_5nn", "checkpoint.every=100%", *PROBE)
+    masked = (
+        "train.loss=masked_mean_color",
+        "model.representation=false",
+        "checkpoint.best=other_5nn",
+        "checkpoint.every=100%",
+        *PROBE,
+    )
     run = forge.start(2, settings(data, tmp_path, "masked", "engine.zero_stage=3", *masked))
     assert run.wait() == [0, 0], run.said()
     found = metrics(tmp_path / "masked", "other_5nn")
