@@ -254,9 +254,8 @@ class RunRecord:
     def held_out(self) -> list[str]:
         """Names of what was measured on the held-out split and has a direction, the most telling first."""
         # Runs of earlier versions declare nothing.
-        order = dict.fromkeys(
-            [*self.declared, *(f"{self.split}_{n}" for n in ("top1", "top5", "loss", "color_accuracy"))]
-        )
+        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss", "color_accuracy"))
+        order = dict.fromkeys([*self.declared, *known])
         measured = {name: self.metric(name) for name in order if name in self.metrics}
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
 
@@ -285,16 +284,12 @@ class RunRecord:
         name = self.held_out[0]
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
-        num = self.num_scored(step)
+        counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
+        found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
+        num = int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
         interval = of_samples(value, num) if num and metric.unit == "proportion" and 0 <= value <= 1 else None
         title = title_of(name.removeprefix(f"{self.split}_"))
         return Score(f"{self.split} {title}", value, step, num, interval, metric)
-
-    def num_scored(self, step: int) -> int:
-        """Number of images of the evaluation at a step; 0 if it is unknown."""
-        counts, evaluated = self.of_split("num_samples"), self.dataset("evaluation")
-        found = np.flatnonzero(counts.steps == step) if counts else np.empty(0, np.int64)
-        return int(counts.values[found[0]]) if counts and len(found) else evaluated.num_samples if evaluated else 0
 
     @cached_property
     def last_score(self) -> Score | None:

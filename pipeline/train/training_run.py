@@ -142,13 +142,8 @@ class TrainingRun:
         "say" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
         the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
-        config, console, progress, engine = (
-            self.context.config,
-            self.context.console,
-            self.progress,
-            self.training.engine,
-        )
-        spikes, tracker = self.monitoring.spikes, self.monitoring.tracker
+        config, console, progress = self.context.config, self.context.console, self.progress
+        engine, spikes, tracker = self.training.engine, self.monitoring.spikes, self.monitoring.tracker
         reaction = spikes.react()
         for line in reaction.lines:
             console.say(line)
@@ -186,14 +181,8 @@ class TrainingRun:
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
         """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
         context, monitoring, progress = self.context, self.monitoring, self.progress
-        plan, ranks, counts, meter, saver = (
-            context.plan,
-            context.ranks,
-            monitoring.counts,
-            monitoring.meter,
-            self.saving.saver,
-        )
-        engine, loader = self.training.engine, self.training.feed.loader
+        plan, ranks, counts, meter = context.plan, context.ranks, monitoring.counts, monitoring.meter
+        engine, loader, saver = self.training.engine, self.training.feed.loader, self.saving.saver
         counts.gather_on_all_ranks()
         num_bad = len(counts.unreadable)
         engine.clock.add("communication", engine.communication_seconds())
