@@ -70,6 +70,7 @@ _KNOWN = {
         ("skipped_steps", "loss_spikes", "bad_samples", "storage_retries"), Metric("count", "lower", "health")
     ),
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
+    "best_score": Metric("share", "higher"),  # Of a study.
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
     **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
